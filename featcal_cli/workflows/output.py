@@ -4,6 +4,7 @@ back before it takes its place; and a merged model that is built."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
 from featcal_cli.runtime.files import check_links, copy_files, name_reason, tell_fix, visible_files
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.workspace import UnfinishedFolder, Workspace
+from featcal_cli.workflows.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,9 @@ def write_output(
 
     check_inputs: raises where merged is no longer what it was. stage: told when the look begins. Raises OutputError."""
     check_inputs()
-    built = workspace.built.folder
+    built = workspace.built
     with workspace.writing():
-        workspace.built.begin({*divide_files(merged.snapshot.folder).kept, *contents})
+        shutil.rmtree(built, ignore_errors=True)  # of a run that was killed
         files = copy_checkpoint(merged.snapshot, built)
         slots = read_slots(merged.snapshot)
         for group in groups():
@@ -197,7 +198,7 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
     try:
         sources = [source for source in spare.folder.iterdir() if source.is_file()]
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
-        UnfinishedFolder(target).begin({*divide_files(layout.folder).kept, *spared})
+        shutil.rmtree(target, ignore_errors=True)  # of a run that was killed
         copy_checkpoint(layout, target)
         slots = read_slots(layout)
         for group in tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from featcal_cli.calibration.journal import drop_journal, list_entries
 from featcal_cli.hub.download import DESCRIBING, PREPROCESSOR_FILES
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import LOCK, draft_of, flush, hold, name_reason, tell_fix, write_file
+from featcal_cli.runtime.files import LOCK, flush, hold, name_reason, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.sanitise import list_some
 
@@ -78,7 +79,7 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 def find_others_files(folder: Path) -> list[str]:
     """The files of an output folder that featcal did not write, by their paths in it."""
-    listed, kinds = _read_names(folder / NOTE, WROTE), (*UNLISTED, *DESCRIBING, *PREPROCESSOR_FILES)
+    listed, kinds = _read_names(folder / NOTE), (*UNLISTED, *DESCRIBING, *PREPROCESSOR_FILES)
     names = [name for name in _list_files(folder) if Path(name).name not in LEFT_BY_SYSTEMS]
     if listed is not None:
         return [name for name in names if name not in listed]
@@ -91,11 +92,10 @@ def _list_files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
-def _read_names(file: Path, key: str | None = None) -> frozenset[str] | None:
-    """The names that a file lists; None where there is none, or a broken one."""
+def _read_names(note: Path) -> frozenset[str] | None:
+    """The names that the note of an output lists; None where there is none, or a broken one."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        names = content if key is None else content[key]
+        names = json.loads(note.read_text(encoding="utf-8"))[WROTE]
         return frozenset(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -116,38 +116,9 @@ def _remove_files(folder: Path, names: Iterable[str | Path]) -> None:
             path.rmdir()
 
 
-class UnfinishedFolder:
-    """A folder that is written file by file and then moved, or deleted again by a later run: a list beside it says
-    which files are ours."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._list = folder.with_name(f"{folder.name}.files.json")
-
-    def begin(self, names: Collection[str]) -> None:
-        """Make way for a folder of these files. Raises OutputError where others lie there, and OSError."""
-        self.clear()
-        if self.folder.exists():
-            left = [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*")]
-            raise OutputError(
-                f"this is where the output is made, and files are here that featcal did not write{_name_some(left)}",
-                where=str(self.folder),
-                fix="move them elsewhere and run the same command again",
-            )
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._list, json.dumps(sorted(names)))
-
-    def clear(self) -> None:
-        """Delete what is ours. Raises OSError."""
-        names = [Path(name) for name in _read_names(self._list) or ()]
-        _remove_files(self.folder, [name for name in names if not (name.is_absolute() or ".." in name.parts)])
-        draft_of(self._list).unlink(missing_ok=True)
-        if not self.folder.exists():
-            self._list.unlink(missing_ok=True)
-
-
 class Workspace:
-    """Where one run at a time works on the output `target`."""
+    """The hidden folder beside the output `target` in which one run at a time works. The output and a merged model that
+    are not finished are deleted whole by the next run."""
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         self.target = target
@@ -156,17 +127,17 @@ class Workspace:
         self.folder = resolved.parent / f".{resolved.name}.featcal"
         self.journal = self.folder / "journal"
         """Finished blocks."""
-        self.built = UnfinishedFolder(self.folder / "output")
+        self.built = self.folder / "output"
         """The output, before it takes its place."""
-        self._merged = UnfinishedFolder(self.folder / "merged")
+        self._merged = self.folder / "merged"
         """The merged model, where it is built."""
         self._replaced = self.folder / "replaced"
         """What the output takes the place of, for a moment."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, this run alone works here. Afterwards only what is of use to a later run is left: finished blocks,
-        whatever the run failed of; and what is not ours.
+        """A context in which this run alone works here. Afterwards only what is of use to a later run is left: finished
+        blocks, whatever the run failed of; and what is not ours.
 
         Raises OutputError where another run works here, or nothing can be written.
         """
@@ -197,17 +168,15 @@ class Workspace:
         """Move what was built to its place, once it is on the disk; what stood there is removed only then. Raises
         OutputError, also for what has come to stand there during the run and may not be replaced."""
         with self.writing():
-            built = self.built.folder
-            for path in (*built.rglob("*"), built):
+            for path in (*self.built.rglob("*"), self.built):
                 flush(path)
             check_replaceable(self.target, overwrite=self._overwrite)
             if self.target.exists():
                 self.target.resolve().replace(self._replaced)
-            built.replace(self.target.resolve())
+            self.built.replace(self.target.resolve())
             flush(self.folder)
             flush(self.folder.parent)
         with suppress(OSError):
-            self.built.clear()
             self._remove_replaced()
 
     def rewrite(self, name: str, text: str) -> None:
@@ -235,8 +204,8 @@ class Workspace:
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and folders that were made for nothing; never what is not ours."""
         with suppress(OSError):  # the disk may be for reading only by now
-            self.built.clear()
-            self._merged.clear()
+            for folder in (self.built, self._merged):
+                shutil.rmtree(folder, ignore_errors=True)
             for name in (NOTE, REPORT, CARD):  # of one that was being rewritten
                 (self.folder / name).unlink(missing_ok=True)
             if not list_entries(self.journal):
