@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -13,15 +14,11 @@ from typing import Any
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
-    CHECK_PROCESSOR,
     OTHER_COLUMN,
     BadRowError,
     Batch,
-    Folders,
     Reader,
     count_vocabulary,
     decoder_prompt,
@@ -32,8 +29,9 @@ from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import TRANSCRIPT_NAMES, Samples, find_audio_column
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.local_files import folder_of
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.rows import open_cell
-from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
+from featcal_cli.data.vocabulary import TextTokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
@@ -68,8 +66,7 @@ class AudioReader(Reader):
     """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
     of this machine."""
     extractor: Any
-    model: PreTrainedModel
-    where: str
+    target: Target
     transcript: str | None
     """The column of what is said."""
     tokens: TextTokens | None
@@ -105,7 +102,7 @@ class AudioReader(Reader):
     def unpadded_length(self, item: EncodedAudio) -> int | None:
         """The number of samples where the extractor pads without a mask, so that the model would hear the padding."""
         has_mask = getattr(self.extractor, "return_attention_mask", True) and any(
-            name.endswith("attention_mask") for name in forward_names(self.model)
+            name.endswith("attention_mask") for name in forward_names(self.target.model)
         )
         return item.samples if self.pads_to_longest and not has_mask else None
 
@@ -115,24 +112,16 @@ class AudioReader(Reader):
         options = {"sampling_rate": self.extractor.sampling_rate, "return_tensors": "pt"}
         if self.pads_to_longest:
             options["padding"] = True
-        try:
-            output = self.extractor(waves, **options)
-        except Exception as error:  # what its files say may make a processor raise anything
-            what = f"the feature extractor cannot make one batch of these recordings: {plain(first_line(error))}"
-            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
-        main, names = self.model.main_input_name, forward_names(self.model)
-        if not isinstance(output.get(main), Tensor) or len(output[main]) != len(items):
-            what = f"{len(items)} recordings did not become a tensor {main} with an entry a recording"
-            fix = "give a .safetensors file with one tensor a forward argument"
-            raise DataError(what, where=self.where, fix=fix)
-        batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}
+        model = self.target.model
+        extract = partial(self.extractor, waves, **options)
+        batch = self.target.preprocess("recordings", extract, len(items), model.main_input_name)
         if self.transcript is None:
-            return batch | decoder_prompt(self.model, len(items))
-        return batch | {name: x for name, x in self._decoder_input(items).items() if name in names}
+            return batch | decoder_prompt(model, len(items))
+        return batch | {name: x for name, x in self._decoder_input(items).items() if name in forward_names(model)}
 
     def _decoder_input(self, items: Sequence[EncodedAudio]) -> Batch:
         """What is said, shifted to the right [examples, tokens], and where it is no padding."""
-        config, longest = self.model.config, max(len(item.tokens) for item in items)
+        config, longest = self.target.model.config, max(len(item.tokens) for item in items)
         shifted = torch.full((len(items), longest), int(getattr(config, "pad_token_id", None) or 0))
         mask = torch.zeros_like(shifted)
         for row, item in enumerate(items):
@@ -143,13 +132,13 @@ class AudioReader(Reader):
     def _encode(self, text: str) -> list[int]:
         """The ids of what is said, in the vocabulary of the model that the batches are for."""
         assert self.tokens is not None
-        most = getattr(self.model.config, "max_target_positions", None)
+        most = getattr(self.target.model.config, "max_target_positions", None)
         ids = self.tokens.cutting.tokenizer(text, truncation=True, max_length=most)["input_ids"]
         self.tokens.check(ids, [text], most or len(ids))
         tokens = self.tokens.number(ids)
-        if tokens[:1] == [self.model.config.decoder_start_token_id]:
+        if tokens[:1] == [self.target.model.config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
-        if not tokens or max(tokens) >= (count_vocabulary(self.model) or max(tokens) + 1):
+        if not tokens or max(tokens) >= (count_vocabulary(self.target.model) or max(tokens) + 1):
             raise BadRowError(f"column {plain(str(self.transcript))} has no text that the model knows", OTHER_COLUMN)
         return tokens
 
@@ -190,28 +179,22 @@ class AudioReader(Reader):
             return rate, file.read(MOST_SECONDS * rate + 1, dtype="float32", always_2d=True)
 
 
-def open_audio(
-    data: Data,
-    samples: Samples,
-    model: PreTrainedModel,
-    folders: Folders,
-    where: str,
-    text_models: TextModels | None = None,
-) -> AudioReader:
+def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
     """The reader of rows of sound. Raises DataError when no column holds any, no folder has a feature extractor, or
     what reads sound is not installed."""
-    column = data.columns.get("audio") or find_audio_column(samples, where)
+    column = data.columns.get("audio") or find_audio_column(samples, target.where)
     try:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: without the C library
-        raise DataError(f"sound cannot be read ({first_line(error)})", where=where, fix=INSTALL) from None
-    extractor, source = load_feature_extractor(folders, where)
+        raise DataError(f"sound cannot be read ({first_line(error)})", where=target.where, fix=INSTALL) from None
+    extractor, source = load_feature_extractor(target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
     transcript = None
+    model = target.model
     if model.config.is_encoder_decoder and model.can_generate() and "decoder_input_ids" in forward_names(model):
         transcript = data.columns.get("response") or data.columns.get("text")
         transcript = transcript or next((name for name in TRANSCRIPT_NAMES if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
-    tokens = None if transcript is None else open_tokens(text_models, folders, where)
-    return AudioReader(chosen, column, folder_of(data), extractor, model, where, transcript, tokens)
+    tokens = None if transcript is None else target.open_tokens()
+    return AudioReader(chosen, column, folder_of(data), extractor, target, transcript, tokens)

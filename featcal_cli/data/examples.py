@@ -30,6 +30,7 @@ from featcal_cli.data.columns import (
 )
 from featcal_cli.data.image_text import open_dialogues, open_pairs, reads_pairs
 from featcal_cli.data.images import open_images
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
@@ -165,7 +166,10 @@ def draw_examples(
     else:
         drawn = name_task(task, draw_rows(data, read + further, seed, choices.append))
         first = list(islice(drawn, PEEKED_ROWS))
-        reader, rows = _open_rows(data, first, model, preprocessor_folders, where, text_models), chain(first, drawn)
+        reader, rows = (
+            _open_rows(data, first, Target(model, preprocessor_folders, where, text_models)),
+            chain(first, drawn),
+        )
     usable = _read_usable(reader, rows, read, further, where)
     choices += reader.remarks([item for _, item in (*usable.fitted, *usable.further)])
     if usable.is_whole:
@@ -180,19 +184,11 @@ def draw_examples(
     return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(usable.bad), usable.is_whole)
 
 
-def _open_rows(
-    data: Data,
-    first: Sequence[Row],
-    model: PreTrainedModel,
-    folders: Folders,
-    where: str,
-    text_models: TextModels | None,
-    *,
-    labelled: bool = False,
-) -> Reader:
+def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
     """The reader for what the model reads of the first rows. Raises DataError for columns that do not fit it.
 
     labelled: one tower's answers are compared with labels, so that two towers read the image alone."""
+    model, where = target.model, target.where
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
     names = dict.fromkeys(name for row in first for name in row)
@@ -201,18 +197,18 @@ def _open_rows(
     named = data.columns.keys() - {"label"}
     has_images = "image" in named or (not named and find_encoded_images(samples))
     if model.main_input_name == "pixel_values":
-        return open_images(data, samples, model, folders, where)
+        return open_images(data, samples, target)
     if has_images and "pixel_values" in forward_names(model):
         if model.can_generate():
-            return open_dialogues(data, samples, model, folders, where, text_models)
+            return open_dialogues(data, samples, target)
         is_alone = labelled and hasattr(model, "get_image_features")
         if reads_pairs(data, samples) and not is_alone:
-            return open_pairs(data, samples, model, folders, where, text_models)
-        return open_images(data, samples, model, folders, where)
+            return open_pairs(data, samples, target)
+        return open_images(data, samples, target)
     if model.main_input_name in SOUND:
-        return open_audio(data, samples, model, folders, where, text_models)
+        return open_audio(data, samples, target)
     if model.main_input_name == "input_ids":
-        return open_text(data, samples, model, folders, where, text_models)
+        return open_text(data, samples, target)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
     raise DataError(what, where=where, fix="give a .safetensors file with one tensor a forward argument")
 
@@ -364,6 +360,6 @@ def open_labelled(
     else:
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
-    reader = _open_rows(data, first, model, folders, where, text_models, labelled=True)
+    reader = _open_rows(data, first, Target(model, folders, where, text_models), labelled=True)
     column = find_label_column(data, first[0], where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

@@ -138,7 +138,7 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
     if own and _infer_format(list(chain.from_iterable(own.splits.values()))) == "parquet":
         return own
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
-    configs = _converted_configs(list(copy.files)) if copy else {}
+    configs = _converted_configs(_readable_files(copy.files)) if copy else {}
     name = own.config if own else _choose_config(configs, data) if configs else ""
     if copy is not None and name in configs:
         why = f"is a loading script ({script}), and code that comes with data is never run" if is_script else ""

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from featcal_cli.data.batches import (
-    CHECK_PROCESSOR,
     BadRowError,
     Batch,
-    Folders,
     Reader,
     count_vocabulary,
-    forward_names,
     load_processor,
     pad_on_the_right,
 )
 from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import CAPTION_NAMES, Samples, choose_text_roles, find_about, is_conversation, names_text
-from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.images import EncodedImage, ImageReader, open_images
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.text import MAX_TOKENS, Message, RowFormatter, TextReader, describe_roles, open_text
-from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary
+from featcal_cli.data.vocabulary import TextTokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import plain
 
 MARK = "<image>"
 """What datasets write where the image belongs."""
@@ -72,8 +66,7 @@ class DialogueReader(Reader):
     formatter: RowFormatter
     processor: Any
     tokens: TextTokens
-    model: PreTrainedModel
-    where: str
+    target: Target
 
     def read(self, row: Row) -> tuple[EncodedImage, str]:
         text = self.formatter.compose(row).text
@@ -96,24 +89,18 @@ class DialogueReader(Reader):
         """input_ids, attention_mask [examples, tokens], pixel_values and what else of the output the model takes."""
         images, texts = zip(*items, strict=True)
         pictures = [self.images.picture(image) for image in images]
-        try:
-            output = self.processor(images=pictures, text=list(texts), padding=True, return_tensors="pt")
-        except Exception as error:  # what its files say may make a processor raise anything
-            what = f"the processor cannot make one batch of these rows: {plain(first_line(error))}"
-            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
-        names = forward_names(self.model)
-        batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}
-        batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+        process = partial(self.processor, images=pictures, text=list(texts), padding=True, return_tensors="pt")
+        batch = self.target.preprocess("rows", process, len(items), "input_ids")
         batch = self.tokens.renumber(batch)
         uneven = [name for name, x in batch.items() if len(x) % len(items)]
         uneven += [name for name, x in batch.items() if name.endswith("_thw") and not (x == x[0]).all()]
         if uneven:
             what = f"images of different sizes do not make one batch of {uneven[0]}"
-            raise DataError(what, where=self.where, fix="--batch-size 1")
-        vocabulary, largest = count_vocabulary(self.model), int(batch["input_ids"].max())
+            raise DataError(what, where=self.target.where, fix="--batch-size 1")
+        vocabulary, largest = count_vocabulary(self.target.model), int(batch["input_ids"].max())
         if vocabulary is not None and largest >= vocabulary:
             what = f"the processor has token {largest}, but the model only {vocabulary} tokens"
-            raise DataError(what, where=self.where, fix="put the merged model's own processor files beside it")
+            raise DataError(what, where=self.target.where, fix="put the merged model's own processor files beside it")
         return pad_on_the_right(batch)
 
     def _shorten(self, text: str) -> str:
@@ -158,40 +145,24 @@ def reads_pairs(data: Data, samples: Samples) -> bool:
     )
 
 
-def open_pairs(
-    data: Data,
-    samples: Samples,
-    model: PreTrainedModel,
-    folders: Folders,
-    where: str,
-    text_models: TextModels | None = None,
-) -> PairReader:
+def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
     """The reader of rows for two towers. Raises DataError like those of images and of texts."""
-    images = open_images(data, samples, model, folders, where)
-    texts = open_text(data, _without(samples, images.column), model, folders, where, text_models)
+    images = open_images(data, samples, target)
+    texts = open_text(data, _without(samples, images.column), target)
     return PairReader(f"{images.chosen}; {texts.chosen}", images, texts)
 
 
-def open_dialogues(
-    data: Data,
-    samples: Samples,
-    model: PreTrainedModel,
-    folders: Folders,
-    where: str,
-    text_models: TextModels | None = None,
-) -> DialogueReader:
+def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
     """The reader of rows for a causal model that answers about an image. Raises DataError when a column lacks, or no
     folder has a processor."""
-    processor, source = load_processor(folders, where)
-    images = open_images(data, samples, model, folders, where, processor=(processor.image_processor, source))
+    processor, source = load_processor(target.folders, target.where)
+    images = open_images(data, samples, target, processor=(processor.image_processor, source))
     others = _without(samples, images.column)
-    roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=where)
+    roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
     about = find_about(data, roles, others) if data.template is None else []
     formatter = RowFormatter(roles, about, data.template, "causal", _Turns(processor))
-    chosen = f"{images.chosen}; {describe_roles(formatter, data, others, where)}, processor from {source}"
-    cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
-    tokens = TextTokens(cutting) if text_models is None else text_models.relate(cutting, where)
-    return DialogueReader(chosen, images, formatter, processor, tokens, model, where)
+    chosen = f"{images.chosen}; {describe_roles(formatter, data, others, target.where)}, processor from {source}"
+    return DialogueReader(chosen, images, formatter, processor, target.tokens_of(processor, source), target)
 
 
 def _without(samples: Samples, column: str) -> Mapping[str, Sequence[Any]]:

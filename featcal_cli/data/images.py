@@ -8,6 +8,7 @@ import warnings
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -17,26 +18,21 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
-    CHECK_PROCESSOR,
     BadRowError,
     Batch,
-    Folders,
     Reader,
     decoder_prompt,
-    forward_names,
     load_image_processor,
 )
 from featcal_cli.data.cells import LARGEST_FILE, Row, is_base64
 from featcal_cli.data.columns import Samples, find_image_column, is_array
 from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.local_files import folder_of
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.rows import open_cell
 from featcal_cli.recipe.schema import Data
-from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 DECODED_AT_ONCE = 16
@@ -72,8 +68,7 @@ class ImageReader(Reader):
     """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
     of this machine."""
     processor: Any
-    model: PreTrainedModel
-    where: str
+    target: Target
 
     def read(self, row: Row) -> EncodedImage:
         decoded = self._decode(row.get(self.column))
@@ -89,22 +84,12 @@ class ImageReader(Reader):
         if any(x.shape[1:] != parts[0][name].shape[1:] for part in parts for name, x in part.items()):
             parts = [self._process(items)]  # a processor that pads must see the largest image of the batch
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return whole | decoder_prompt(self.model, len(items))
+        return whole | decoder_prompt(self.target.model, len(items))
 
     def _process(self, items: Sequence[EncodedImage]) -> Batch:
-        try:
-            output = self.processor(images=[self.picture(item) for item in items], return_tensors="pt")
-        except Exception as error:  # what its files say may make a processor raise anything
-            what = f"the image processor cannot make one batch of these images: {first_line(error)}"
-            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
-        pixels = output["pixel_values"]
-        if not isinstance(pixels, Tensor) or len(pixels) != len(items):
-            what = f"{len(items)} images did not become one tensor with an entry an image"
-            fix = "give a .safetensors file with one tensor a forward argument"
-            raise DataError(what, where=self.where, fix=fix)
-        names = forward_names(self.model)
-        batch = {name: tensor for name, tensor in output.items() if name in names and isinstance(tensor, Tensor)}
-        return batch | {"pixel_values": pixels.float()}
+        pictures = [self.picture(item) for item in items]
+        process = partial(self.processor, images=pictures, return_tensors="pt")
+        return self.target.preprocess("images", process, len(items), "pixel_values")
 
     def picture(self, item: EncodedImage) -> Image.Image:
         """The image, decoded."""
@@ -151,20 +136,14 @@ class ImageReader(Reader):
 
 
 def open_images(
-    data: Data,
-    samples: Samples,
-    model: PreTrainedModel,
-    folders: Folders,
-    where: str,
-    *,
-    processor: tuple[Any, str] | None = None,
+    data: Data, samples: Samples, target: Target, *, processor: tuple[Any, str] | None = None
 ) -> ImageReader:
     """The reader of image rows. Raises DataError when no column holds images or no folder has an image processor, which
     may be given with the name of where it is from."""
-    column = data.columns.get("image") or find_image_column(samples, where)
-    images, source = processor or load_image_processor(folders, where)
+    column = data.columns.get("image") or find_image_column(samples, target.where)
+    images, source = processor or load_image_processor(target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
-    return ImageReader(chosen, column, folder_of(data), images, model, where)
+    return ImageReader(chosen, column, folder_of(data), images, target)
 
 
 def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:

@@ -17,7 +17,6 @@ from featcal_cli.data.batches import (
     OTHER_COLUMN,
     BadRowError,
     Batch,
-    Folders,
     Reader,
     count_positions,
     count_vocabulary,
@@ -38,7 +37,8 @@ from featcal_cli.data.columns import (
     template_fields,
 )
 from featcal_cli.data.hub_dataset import first_line
-from featcal_cli.data.vocabulary import TextModels, TextTokens, open_tokens
+from featcal_cli.data.preprocessing import Target
+from featcal_cli.data.vocabulary import TextTokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain
@@ -342,16 +342,10 @@ class TextReader(Reader):
         return {"decoder_input_ids": shifted, "decoder_attention_mask": padded["attention_mask"]}
 
 
-def open_text(
-    data: Data,
-    samples: Samples,
-    model: PreTrainedModel,
-    folders: Folders,
-    where: str,
-    text_models: TextModels | None = None,
-) -> TextReader:
+def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
-    tokens = open_tokens(text_models, folders, where)
+    model, where = target.model, target.where
+    tokens = target.open_tokens()
     tokenizer, vocabulary = tokens.cutting.tokenizer, count_vocabulary(model)
     pad = tokenizer.pad_token_id
     if pad is None or (vocabulary is not None and tokens.number([pad])[0] >= vocabulary):

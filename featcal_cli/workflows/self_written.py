@@ -20,6 +20,7 @@ from featcal_cli.data.batches import Folders, text_config
 from featcal_cli.data.cells import Row
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.hub_dataset import first_line
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.hub.model_source import Origin
@@ -70,7 +71,7 @@ def open_self_written(
 
 
 def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: TextModels | None) -> TextReader:
-    return open_text(Data(dataset=SELF), {"text": [MARK]}, model, folders, f"{task}: {SELF}", text_models)
+    return open_text(Data(dataset=SELF), {"text": [MARK]}, Target(model, folders, f"{task}: {SELF}", text_models))
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:

@@ -358,8 +358,8 @@ def test_of_other_formats_the_hubs_parquet_copy_is_read_where_main_is_meant(hub:
     )
     assert drawn_texts(data) == ["lines"]
     copies = {f"b/train/000{shard}.parquet": parquet_file(9000, size=1024 + shard, group=100) for shard in range(2)}
-    publish({**copies, "a/train/0000.parquet": parquet_file(9, size=9, group=9)}, "copy", called="sorted-lines",
-            revision="refs/convert/parquet")  # fmt: skip
+    copies |= {"a/train/0000.parquet": parquet_file(9, size=9, group=9), ".gitattributes": b"*"}
+    publish(copies, "copy", called="sorted-lines", revision="refs/convert/parquet")
     commit = commit_of(hub, data, "refs/convert/parquet")
     for named in (data, data.model_copy(update={"revision": "main"})):
         notes: list[str] = []
