@@ -39,9 +39,9 @@ def logit_norm(z: Tensor, q: Tensor) -> Tensor:
 
 
 def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
-    """Turn standard normal noise [rows, c] in place into random directions u whose mean uuᵀ is the norm of outputs z
-    [rows, c]. ‖Δz‖² is then the mean of (uᵀΔz)². The norm's matrix is diag(q) − qqᵀ for logits (`logit_norm`), else the
-    identity."""
+    """Turn standard normal noise [rows, c] in place into random directions u whose mean uuᵀ is the matrix of the norm
+    of outputs z [rows, c]. ‖Δz‖² is then the mean of (uᵀΔz)². The matrix is diag(q) − qqᵀ for logits (`logit_norm`),
+    else the identity."""
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
