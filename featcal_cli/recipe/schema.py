@@ -304,8 +304,7 @@ class Calibration(Section):
     metric: Literal["features", "output"] | None = None
     """How errors are measured: by `features`, as in the paper, or by `output`, their effect on the expert's outputs."""
     order: Literal["block", "module"] | None = None
-    """What is solved at once: a whole `block`, as in the paper, or a `module`, on features from the modules calibrated
-    before it."""
+    """What is solved at once: a whole `block`, as in the paper, or a `module`, on inputs calibrated before."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     routers: bool = False
