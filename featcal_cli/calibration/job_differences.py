@@ -7,14 +7,14 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from featcal_cli.recipe.schema import Calibration, Data, Merge, find_mark
+from featcal_cli.recipe.schema import AsOption, Calibration, Data, Merge
 from featcal_cli.runtime.references import write_number
 
 LONGEST = 60
 """Letters of a value in a message."""
 OPTIONS = {"base": "--base", "expert": "--expert", "data": "--data"}
 """What is typed for keys that are no settings of the method."""
-TYPED = {key for key, field in Calibration.model_fields.items() if find_mark(field)}
+TYPED = {key for key, field in Calibration.model_fields.items() if AsOption.of(field)}
 """Settings of the method that are options."""
 COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 

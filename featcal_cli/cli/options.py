@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section, find_mark
+from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
@@ -41,7 +41,7 @@ def _option(
 def describe_key(section: type[Section], key: str) -> Any:
     """The option that a recipe's key is, for a command that takes it; None where it is not given."""
     field = section.model_fields[key]
-    mark = find_mark(field) or AsOption()
+    mark = AsOption.of(field) or AsOption()
     kind: Any = field.annotation
     choices = ""
     if type(None) in get_args(kind):
@@ -61,7 +61,7 @@ def with_keys(**sections: type[Section]) -> Callable[[Callable[..., None]], Call
     """Give a command the options that sections of a recipe have. A parameter of the command that is named here gets a
     dict of its section's: None for those that are not given."""
     options = {
-        name: {key: describe_key(section, key) for key, field in section.model_fields.items() if find_mark(field)}
+        name: {key: describe_key(section, key) for key, field in section.model_fields.items() if AsOption.of(field)}
         for name, section in sections.items()
     }
 

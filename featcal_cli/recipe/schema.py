@@ -53,25 +53,22 @@ class AsOption:
     """Marks a key that the command line has as an option too; its help is the key's own sentence."""
 
     metavar: str = ""
-    """What stands for the value; unless given, the choices."""
+    """Text that stands for the value; unless given, the choices."""
     names: tuple[str, ...] = ()
-    """As they are typed; unless given, the key's own."""
+    """Names as they are typed; unless given, the key's own."""
     group: Literal["method", "machine", "hub"] = "method"
-    """The part of the help that shows it."""
+    """Part of the help that shows it."""
 
-
-def find_mark(field: FieldInfo) -> AsOption | None:
-    """The mark of a key that is an option; None for one that is none."""
-    return next((mark for mark in field.metadata if isinstance(mark, AsOption)), None)
+    @staticmethod
+    def of(field: FieldInfo) -> AsOption | None:
+        """The mark of a key; None for one that is no option."""
+        return next((mark for mark in field.metadata if isinstance(mark, AsOption)), None)
 
 
 class Section(BaseModel):
     """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-Protocol = Literal["zero-shot", "generation", "lm-eval", "heads"]
 
 
 class Evaluate(Section):
@@ -119,7 +116,7 @@ class Evaluate(Section):
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
     @property
-    def protocol(self) -> Protocol:
+    def protocol(self) -> Literal["zero-shot", "generation", "lm-eval", "heads"]:
         """The way in which the figure is measured."""
         if self.prompts:
             return "zero-shot"
@@ -289,7 +286,7 @@ class Task(TaskDraft):
 
 
 class Calibration(Section):
-    """The method and its settings; λ, ρ and α that are left out are the method's own."""
+    """The method and its settings; λ, ρ, α, metric and order are the method's own where they are left out."""
 
     method: Annotated[Literal["featcal", "paper"], AsOption()] = "featcal"
     """`featcal`: errors measured by their effect on outputs, module by module, every update checked on held-out rows;
@@ -305,11 +302,9 @@ class Calibration(Section):
     alpha: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     """α: target features = α · expert + (1 − α) · calibrated."""
     metric: Literal["features", "output"] | None = None
-    """How a task's error is measured: `features`, as in the paper, or `output`, by its effect on the expert's outputs;
-    if left out, as the method does."""
+    """How errors are measured: by `features`, as in the paper, or by `output`, their effect on the expert's outputs."""
     order: Literal["block", "module"] | None = None
-    """What is solved at once: a whole `block`, as in the paper, or a `module`, on features from the modules calibrated
-    before it; if left out, as the method does."""
+    """What is solved at once: a whole `block`, as in the paper, or a `module`, on inputs calibrated before."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     routers: bool = False
@@ -327,7 +322,7 @@ class Calibration(Section):
     @property
     def uses_output_metric(self) -> bool:
         """Errors are to be measured by their effect on experts' outputs."""
-        return (self.metric or ("output" if self.method == "featcal" else "features")) == "output"
+        return self.metric == "output" or (self.metric is None and self.method == "featcal")
 
     @property
     def solving_order(self) -> str:
@@ -336,7 +331,7 @@ class Calibration(Section):
 
     @property
     def must_not_get_worse(self) -> bool:
-        """Updates are checked on held-out rows, and reduced where the result would be farther from the experts."""
+        """Updates are checked on held-out rows, and reduced where they do not hold there."""
         return self.method == "featcal"
 
 

@@ -89,7 +89,7 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out"})
     assert run.code == 0
     assert "red" in run.stdout and "calibrated" in run.stdout and "out" in run.stdout
-    assert "chosen by" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
+    assert "settings: method featcal, ridge" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
     assert max(map(len, run.stdout.splitlines())) <= 80
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
     assert (quiet.code, quiet.stderr, quiet.stdout.partition(" in ")[0]) == (0, "", run.stdout.partition(" in ")[0])
