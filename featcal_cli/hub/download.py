@@ -34,7 +34,7 @@ LARGEST_DESCRIBING = 2**28
 """Bytes of such a file: the largest tokenizers have a tenth of it."""
 AT_A_TIME = 8
 Watch = Callable[[str, int, int], None]
-"""Told the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
+"""Callback that gets the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
 
 
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
@@ -142,8 +142,8 @@ class Meter:
 
 
 def _make_bar(meter: Meter, path: str) -> type[tqdm]:
-    """What the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one would
-    speak once more when it is forgotten. Raises CancelledError where nobody waits for the file any more."""
+    """A class that the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one
+    would speak once more when it is forgotten. Raises CancelledError where nobody waits for the file any more."""
     if meter.is_stopped:
         raise CancelledError
     numbers = count()
