@@ -28,7 +28,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 
 PREFIX = "base_model.model."
-"""What peft writes before the name of a model's tensor."""
+"""Prefix that peft writes before the name of a model's tensor."""
 
 _KINDS = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "VERA": "VeRA"}
 
@@ -42,7 +42,7 @@ class Adapter:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    """What adapter_config.json says."""
+    """Content of adapter_config.json."""
 
     @property
     def base(self) -> str:
@@ -72,7 +72,7 @@ class Fit:
     """The base's config, with as many labels as the adapter's own head has."""
     tensors: Mapping[str, Tensor]
     whole: Mapping[str, Tensor]
-    """Those that take the place of a parameter (a trained head, embeddings), by the name of the parameter."""
+    """Tensors that take the place of a parameter (a trained head, embeddings), by the name of the parameter."""
     targets: Collection[str]
     """The modules that the other tensors change, where their names had to be brought up to date; else none."""
     rows: int

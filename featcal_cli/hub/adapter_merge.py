@@ -190,6 +190,6 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
 
 
 def _reason(error: BaseException) -> str:
-    """What an exception says; where it lists all that does not fit, the first of that."""
+    """Message of an exception; of a list of all that does not fit, the first entry."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line.rstrip(".") for line in lines if "size mismatch" in line), exception_text(error))

@@ -27,7 +27,7 @@ Judge = Callable[[BaseException, float], "float | None"]
 TIMEOUT = 20.0
 """Seconds without a byte of an answer, after which a request has failed."""
 SHORTER_TIMEOUT = 5.0
-"""The same, where a request has failed for the last time a moment ago."""
+"""Seconds of that kind for a request after another has failed for the last time a moment ago."""
 TRIES = 5
 """Times that a request is made before its failure counts."""
 PAUSE = 0.5
@@ -46,8 +46,9 @@ class UnreachableError(OfflineModeIsEnabled):
 
 
 def patiently(ask: Callable[[], Result], judge: Judge | None = None) -> Result:
-    """What `ask` returns, tried again while a download breaks off or a Hub that is written to is busy (or `judge` finds
-    it worth it), which is announced. `ask` must be safe to repeat. All that only reads is tried again by `_send`."""
+    """The result of `ask`, tried again while a download breaks off or a Hub that is written to is busy (or `judge`
+    finds it worth it), which is announced. `ask` must be safe to repeat. All that only reads is tried again by
+    `_send`."""
     limit_waiting()
     for number in range(1, TRIES + 1):
         try:
@@ -69,7 +70,7 @@ def pause_after(reason: str, seconds: float) -> None:
 
 
 def root_of(error: BaseException) -> BaseException:
-    """What happened, beneath what the client made of it."""
+    """The error that happened, beneath what the client made of it."""
     while error.__cause__ is not None and (
         isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError, UnreachableError))
         or type(error) is RuntimeError

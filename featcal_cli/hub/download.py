@@ -17,7 +17,6 @@ from typing import Any
 from huggingface_hub import hf_hub_download, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils._paths import filter_repo_objects
 from huggingface_hub.utils._verification import compute_file_hash
-from huggingface_hub.utils.sha import git_hash
 from tqdm import tqdm
 
 from featcal_cli.hub.client import patiently
@@ -35,7 +34,7 @@ LARGEST_DESCRIBING = 2**28
 """Bytes of such a file: the largest tokenizers have a tenth of it."""
 AT_A_TIME = 8
 Watch = Callable[[str, int, int], None]
-"""Told the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
+"""Callback that gets the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
 
 
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
@@ -143,8 +142,8 @@ class Meter:
 
 
 def _make_bar(meter: Meter, path: str) -> type[tqdm]:
-    """What the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one would
-    speak once more when it is forgotten. Raises CancelledError where nobody waits for the file any more."""
+    """A class that the client takes for a progress bar of one file. It shows nothing and holds nothing: an ordinary one
+    would speak once more when it is forgotten. Raises CancelledError where nobody waits for the file any more."""
     if meter.is_stopped:
         raise CancelledError
     numbers = count()
@@ -173,22 +172,17 @@ def _damaged(repo: Repo, folder: Path, paths: Iterable[str]) -> list[str]:
 
 
 def _is_sound(file: Path, listed: RepoFile | None) -> bool:
-    """Whether a file's content is what the listing says, or, where that is a remembered one, its name in the cache."""
+    """Whether a file's content is what the listing says, or, where that is a remembered one, its name in the cache: the
+    client names contents as the Hub does, large ones by their sha256. A cache without links tells the size only."""
     if listed is None:
         return True
-    # the client names contents by what the Hub calls them: large ones by their sha256
     name = file.readlink().name if file.is_symlink() else ""
-    if sha256 := listed.sha256 or (name if re.fullmatch("[0-9a-f]{64}", name) else None):
-        return compute_file_hash(file, "sha256") == sha256
-    oid = name if listed.is_remembered and re.fullmatch("[0-9a-f]{40}", name) else listed.oid
-    size = file.stat().st_size
-    if listed.is_remembered and oid != name:
-        return size == listed.size  # a cache without links does not tell more
-    if not oid or oid == git_oid(file):
-        return True
-    # git keeps a pointer in place of a large file
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
-    return oid == git_hash(pointer.format(compute_file_hash(file, "sha256"), size).encode())
+    expected = listed.sha256 or (name if listed.is_remembered else listed.oid) or ""
+    if re.fullmatch("[0-9a-f]{64}", expected):
+        return compute_file_hash(file, "sha256") == expected
+    if re.fullmatch("[0-9a-f]{40}", expected):
+        return git_oid(file) == expected
+    return file.stat().st_size == listed.size
 
 
 def git_oid(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""What huggingface_hub raises becomes a HubError that says what to do."""
+"""Errors of huggingface_hub become a HubError that says what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
 from featcal_cli.runtime.sanitise import exception_text, for_terminal, quoted, redact
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""What huggingface_hub raises where an answer is not what it looks for."""
+"""Errors that huggingface_hub raises where an answer is not what it looks for."""
 LONGEST_REASON = 160
 LOGIN = "set HF_TOKEN or run `hf auth login`"
 LOOK = "see what `featcal doctor` says of this machine, and run again"
@@ -40,7 +40,7 @@ _CLASSES: dict[type[BaseException], tuple[str, str]] = {
         "{repo} has no revision {revision}", "give a branch, a tag, a commit or refs/pr/NUMBER of it",
     ),
 }  # fmt: skip
-"""What is wrong and how to fix it, by the class of an error while a repo is read; the first that fits."""
+"""Message and fix by the class of an error while a repo is read; the first that fits."""
 _CLASSES_WRITING: dict[type[BaseException], tuple[str, str]] = {
     errors.HFValidationError: ("{repo!r} is not the name of a repo", "write USER/NAME"),
     errors.RepositoryNotFoundError: (
@@ -55,7 +55,7 @@ _STATUSES = {
     429: ("{host} refuses more requests for now", "wait {wait} and run again"),
     451: ("{host} may not hand {file} out for legal reasons", "use another repo"),
 }
-"""What is wrong and how to fix it, by the status with which a host refuses to be read."""
+"""Message and fix by the status with which a host refuses to be read."""
 _STATUSES_WRITING = _STATUSES | {
     400: ("{host} refuses the files or the name", "check README.md and the repo's name"),
     402: ("{host} wants a payment for this", _ROOM),
@@ -274,7 +274,8 @@ def _quote(error: BaseException) -> str:
 
 
 def _quote_reason(error: HfHubHTTPError) -> str:
-    """What the Hub says of a refusal, short and inert; empty where it says nothing, or another host refuses."""
+    """The reason that the Hub gives for a refusal, short and inert; empty where it says nothing, or another host
+    refuses."""
     if not is_hub(host_of(str(error.response.url))):
         return ""
     text = error.response.headers.get("X-Error-Message", "")

@@ -20,9 +20,9 @@ from featcal_cli.runtime.structured_text import parse_json
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**14
-"""Of a model, and of a layer: more would be built for hours."""
+"""Layers of a model and experts of a layer at most: more would be built for hours."""
 LARGEST_SIZE = 10**7
-"""Of a layer, an image or a vocabulary."""
+"""Length at most of an axis of a layer, an image or a vocabulary."""
 _LAYERS = re.compile(r"(layers?|blocks|depths?|stages)$")
 _SIZES = re.compile(
     r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
@@ -39,7 +39,7 @@ _PACKED = (
     *(".qweight", ".qzeros", ".g_idx", ".absmax", ".quant_map", ".SCB", ".weight_format", ".weight_packed"),
     *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".input_scale"),
 )
-"""What names of tensors end with where weights are packed: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
+"""Endings of the names of tensors where weights are packed: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
 UNPACKED = "give the unquantised model, in bfloat16, float16 or float32, that this one was made from"
 MAX_DEPTH = 30
 CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -47,7 +47,7 @@ CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16
 
 
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
-    """What config.json in the folder of the model `name` says. Raises CheckpointError when it cannot be read, or
+    """The content of config.json in the folder of the model `name`. Raises CheckpointError when it cannot be read, or
     describes what no model can be, or asks for code and is not `trusted`."""
     where, fix = f"{name}/config.json", "use the config.json that belongs to the weights"
     try:

@@ -1,4 +1,4 @@
-"""Where a model's weights come from, before they are downloaded, and what of a name in a card or config may be
+"""The origin of a model's weights, before they are downloaded, and references in a card or config that may be
 believed."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Origin:
 
     @property
     def name(self) -> str:
-        """What the user typed, without the revision; of BASE+ADAPTER the adapter's."""
+        """The text that the user typed, without the revision; of BASE+ADAPTER the adapter's."""
         return self.repo.name
 
     @property
@@ -109,7 +109,7 @@ _UNREAD = {
 
 
 def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
-    """What weights a repo has that are not read, "" for none; and what to do."""
+    """Weights of a repo that are not read, in words ("" for none), and what to do."""
     for ending, (kind, fix) in _UNREAD.items():
         if named := sorted(file for file in files if file.endswith(ending)):
             return f", only {kind} ({named[0]})", fix
@@ -204,9 +204,9 @@ class UnusableError(ValueError):
 
 
 def locate(text: str, repo: Repo | None) -> str:
-    """What a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute path. A repo
-    on the Hub names repos on the Hub, never a path of this machine; a folder may also name paths, from itself on (or,
-    where the text can be nothing else, from where the command runs). Raises UnusableError."""
+    """The reference that a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute
+    path. A repo on the Hub names repos on the Hub, never a path of this machine; a folder may also name paths, from
+    itself on (or, where the text can be nothing else, from where the command runs). Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(path.resolve())
@@ -217,7 +217,7 @@ def locate(text: str, repo: Repo | None) -> str:
 
 
 def find(text: str, repo: Repo | None) -> str | None:
-    """What `locate` gives; None where it raises."""
+    """The reference that `locate` gives; None where it raises."""
     try:
         return locate(text, repo)
     except UnusableError:

@@ -43,10 +43,10 @@ class Pushed:
 def check_target(
     repo_id: str, *, private: bool, create_pr: bool, overwrite_repo: bool, finished: Path | None = None
 ) -> Target:
-    """Where to push, after everything was checked that can be without writing. finished: the folder of a model that an
-    earlier run may have pushed already; a repo that holds just this is fine. Raises HubError for a missing, unknown or
-    read-only token, a repo of somebody else, a repo that holds a model where neither `create_pr` nor `overwrite_repo`
-    is given, and a pull request to a repo that does not exist."""
+    """The target of a push, after everything was checked that can be without writing. finished: the folder of a model
+    that an earlier run may have pushed already; a repo that holds just this is fine. Raises HubError for a missing,
+    unknown or read-only token, a repo of somebody else, a repo that holds a model where neither `create_pr` nor
+    `overwrite_repo` is given, and a pull request to a repo that does not exist."""
     with explained_writing(repo_id):
         validate_repo_id(repo_id)
     if "/" not in repo_id:

@@ -34,7 +34,7 @@ class Account:
     reads_only: frozenset[str]
     """Namespaces of organisations in which they have no right to write, in lower case."""
     rights: frozenset[str]
-    """Those of RIGHTS that the token has in some namespace."""
+    """Members of RIGHTS that the token has in some namespace."""
 
 
 def read_account(repo_id: str, *, create_pr: bool) -> Account:
@@ -53,7 +53,7 @@ def read_account(repo_id: str, *, create_pr: bool) -> Account:
 
 
 def describe_account(user: Mapping[str, Any]) -> Account:
-    """What the Hub tells of the user of a token, and what that token may do."""
+    """The user of a token and what that token may do, as the Hub tells it."""
     name = str(user.get("name") or "")
     token = (user.get("auth") or {}).get("accessToken") or {}
     fine_grained = token.get("fineGrained") or {}
@@ -102,7 +102,7 @@ class Head:
 
 
 def read_head(repo_id: str, revision: str = "main") -> Head | None:
-    """What a model repo holds now; None where there is no such repo for this token. Asks the Hub, never the cache."""
+    """The head of a model repo; None where there is no such repo for this token. Asks the Hub, never the cache."""
     try:
         info = HfApi().model_info(repo_id, revision=revision)
     except GatedRepoError:
@@ -174,8 +174,8 @@ def counted_additions(
 
 @contextmanager
 def told_xet(repo_id: str, watch: Watch | None) -> Iterator[None]:
-    """Inside, `watch` is told how many bytes were sent over Xet. The client asks nobody who shall be told of them, so
-    its progress bars are exchanged for the time being."""
+    """A context in which `watch` is told how many bytes were sent over Xet. The client asks nobody who shall be told of
+    them, so its progress bars are exchanged for the time being."""
 
     class Reporter:
         def update_progress(self, whole: Any, _files: object = None) -> None:
@@ -192,7 +192,7 @@ def told_xet(repo_id: str, watch: Watch | None) -> Iterator[None]:
 
 @contextmanager
 def exchanged(module: Any, name: str, value: object) -> Iterator[None]:
-    """Inside, a library's setting or part has this value."""
+    """A context in which a library's setting or part has this value."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

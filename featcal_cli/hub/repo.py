@@ -50,7 +50,7 @@ class RepoFile:
     oid: str | None = None
     """Git's id of what it keeps: the content, or of a large file a pointer that says where the content is."""
     sha256: str | None = None
-    """Of the content, for large files."""
+    """Checksum of the content, for large files."""
     is_remembered: bool = False
     """Whether it was read from a listing in the cache, which leaves out the sha256 of large files."""
 
@@ -60,7 +60,7 @@ class Repo:
     """A repo at one commit, or a folder; nothing is downloaded until it is read."""
 
     name: str
-    """What the user typed, without the revision: a Hub id or the path of a folder."""
+    """The text that the user typed, without the revision: a Hub id or the path of a folder."""
     kind: Kind
     commit: str | None
     """40 hexadecimal digits for a Hub repo, None for a folder."""
@@ -122,7 +122,7 @@ class Repo:
             return patiently(lambda: self._fetch_range(path, start, stop))
 
     def fetch_text(self, path: str) -> Path:
-        """Where a small file lies on this machine, downloaded first if need be. Raises HubError."""
+        """The path of a small file on this machine, downloaded first if need be. Raises HubError."""
         if self.folder:
             return self.folder / path
         if self.files[path].size > MAX_TEXT_BYTES:
@@ -251,8 +251,8 @@ def _list_once(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """What the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to hold it against,
-    what is on disk says nothing about what the repo lacks."""
+    """The files that the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to hold it
+    against, what is on disk says nothing about what the repo lacks."""
     try:
         folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
     except LocalEntryNotFoundError:

@@ -107,7 +107,7 @@ def _read_beginning(file: Path, name: str) -> Tensor:
 
 
 def describe_files(files: Files) -> Iterator[str]:
-    """What a user should know about the files of an output: a sentence each."""
+    """Sentences on the files of an output that a user should know."""
     for name in files.left_out:
         index = name == SAFETENSORS[1]
         why = "it does not list the tensors of model.safetensors" if index else "other weights than the calibrated ones"

@@ -38,7 +38,8 @@ class Snapshot:
     """A model on this machine: nothing in `folder` changes while `commit` stays the same."""
 
     name: str
-    """What the user typed, without the revision: a Hub id or the path of a folder. For BASE+ADAPTER the adapter's."""
+    """The text that the user typed, without the revision: a Hub id or the path of a folder. For BASE+ADAPTER the
+    adapter's."""
     folder: Path
     commit: str | None
     """40 hexadecimal digits for a Hub repo, None for a local folder; an adapter's own, if its base has one too."""
@@ -56,7 +57,7 @@ class Snapshot:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What config.json says, read and checked once. Raises CheckpointError."""
+        """The content of config.json, read and checked once. Raises CheckpointError."""
         return read_config(self.folder, self.name, trusted=self.trusted)
 
     def weights(self) -> list[Path]:

@@ -45,7 +45,7 @@ BELOW = ("onnx/*", "openvino/*", "coreml/*", "*.mlpackage/*", "original/*.pth", 
 """Paths at which frameworks keep a whole model."""
 ANYWHERE = ("*.gguf", "*.ggml")
 EARLIER = re.compile(r"(checkpoint-|global_step)\d+/.*\.(safetensors|bin|pt|pth|index\.json)")
-"""What training keeps of the same model at earlier steps."""
+"""Paths at which training keeps the same model at earlier steps."""
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 LARGE = 4
 """A pickle is never opened: under a name that says nothing, one counts as a second copy if it has at least this part of
@@ -79,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def find_second_copies(sizes: Mapping[str, int]) -> list[str]:
-    """Those of a repo's files that hold the model's tensors once more, as far as names and sizes (bytes) can tell."""
+    """Files of a repo that hold the model's tensors once more, as far as names and sizes (bytes) can tell."""
     own = [
         sum(size for path, size in sizes.items() if fnmatch(path, f"{kind}*")) for kind in ("model", "pytorch_model")
     ]

@@ -43,7 +43,7 @@ def find_stated_base(search: Search) -> Finding | Question | None:
 
 
 def weigh_said_base(search: Search, base: Finding, experts: Sequence[str]) -> tuple[str, list[str]]:
-    """Where the base is known from, in words, and what the merged repo says against it; `experts` are those left. A
+    """The source of the base, in words, and what the merged repo says against it; `experts` are those left. A
     user's word counts; but an expert that is lost by it, or another base that the repo names, is said."""
     if base.source != FROM_USER:
         return base.source, []
@@ -107,7 +107,7 @@ def ask_base(what: str, choices: Sequence[str], where: str) -> Question:
 
 
 def _ask_parents(search: Search, name: str, source: str = FROM_USER) -> list[Finding]:
-    """What a model comes from; nothing where it cannot be opened, for it may be the base, which need not be."""
+    """The models that a model comes from; none where it cannot be opened, for it may be the base, which need not be."""
     try:
         return search.find_parents(name, source)
     except HubError as error:
@@ -142,7 +142,7 @@ def _find_ancestor(search: Search, parents: Parents, *, may_be_listed: bool = Fa
 
 
 def _climb(search: Search, parents: Parents) -> dict[str, list[str]]:
-    """By model, those that lie on every way up from it, nearest first, at most MOST_STEPS of them."""
+    """Models by each model's name that lie on every way up from it, nearest first, at most MOST_STEPS of them."""
     lines: dict[str, list[str]] = {}
 
     def climb(name: str, models: Sequence[Finding], steps: int) -> list[str]:

@@ -22,7 +22,7 @@ from featcal_cli.runtime.sanitise import list_some, quoted
 from featcal_cli.runtime.structured_text import load_documents
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""What the names of classes end with that write text on."""
+"""Endings of the names of classes that write text on."""
 FAMILIES = {
     "tanganke/clip-vit-*": (
         r"tanganke/(?P<base>clip-vit-(?:base-patch32|base-patch16|large-patch14))_(?P<task>[\w.-]+)",
@@ -45,7 +45,7 @@ FAMILIES = {
 the base's id begins with, and the shipped recipe that has the data of their tasks."""
 
 TaskData = tuple[Data, str]
-"""Where a task's examples come from, and who says so."""
+"""Source of a task's examples, and who says so."""
 
 
 class Known(NamedTuple):
@@ -55,7 +55,7 @@ class Known(NamedTuple):
 
 
 def recall(expert: str) -> Known | None:
-    """What is known of the expert `ID[@REVISION]`, or of the adapter in BASE+ADAPTER; None for any other name."""
+    """Knowledge of the expert `ID[@REVISION]`, or of the adapter in BASE+ADAPTER; None for any other name."""
     for family, (pattern, owner, recipe) in FAMILIES.items():
         if match := re.fullmatch(pattern, repo_of(expert), re.IGNORECASE):
             task = _plain(match["task"])

@@ -1,4 +1,4 @@
-"""What a mergekit configuration and a FusionBench model pool say, as a statement."""
+"""Readers of mergekit configurations and FusionBench model pools: each makes a statement."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
 (nuslerp and multislerp may have a base_model too, but theirs is the origin that the models are compared from; and
 linear averages what it lists, with the base_model if that is among it.)"""
 _POOL_BASES = ("_pretrained_", "_base_")
-"""What a pool calls the model that all others come from."""
+"""Names by which a pool calls the model that all others come from."""
 _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What one source says of a merged model; references are as it writes them, `PATH[@REVISION][+LORA[@REVISION]]`."""
+    """Claims of one source on a merged model; references are as it writes them, `PATH[@REVISION][+LORA[@REVISION]]`."""
 
     source: str
     bases: Sequence[str] = ()

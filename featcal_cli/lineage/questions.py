@@ -18,7 +18,7 @@ FROM_USER = "the command line or recipe"
 MOST_PROBLEMS = 12
 """Problems that are told one by one; of more the first is told, with how many there are."""
 MOST_OPTIONS = 40
-"""Beyond them a recipe is easier to write than a command."""
+"""Options of a command at most: beyond them a recipe is easier to write."""
 
 _ORDER = ("--base", "--expert", "--data", "--skip-expert")
 
@@ -40,10 +40,10 @@ class Question:
 
     problem: str
     options: tuple[Option, ...]
-    """What answers it, with REPO, SOURCE, CONFIG or TASK in place of what is missing."""
+    """Options that answer it, with REPO, SOURCE, CONFIG or TASK in place of what is missing."""
     where: str = ""
     choices: Sequence[str] = ()
-    """What is likely to be the answer."""
+    """Likely answers."""
     fix: str = ""
 
 
@@ -86,7 +86,7 @@ class OpenQuestionsError(LineageError):
         return any(word.partition("=")[0] in ("-r", "--recipe") for word in self._line)
 
     def _find_fix(self) -> str:
-        """What to do; at its end the command, where there is one that would help."""
+        """Advice what to do; at its end the command, where there is one that would help."""
         fixes = [_join_some([question.fix for question in self.questions if question.fix])]
         if self._is_too_long():
             recipe = "the recipe that you give" if self._names_recipe() else "a recipe, job.yaml,"

@@ -41,7 +41,7 @@ class Lineage:
     findings: Sequence[Finding]
     """Merged and base, then the expert and the data of each task."""
     notes: Sequence[str]
-    """What was weighed and decided, a sentence each."""
+    """Decisions and their reasons, a sentence each."""
 
 
 Base = Finding | Question | None

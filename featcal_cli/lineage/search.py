@@ -34,20 +34,20 @@ _QUANTIZED = re.compile(
 
 
 class Search:
-    """What a draft says, what the merged repo states, and every repo that was opened; also for several threads."""
+    """A draft, the statements of the merged repo, and every repo that was opened; also for several threads."""
 
     def __init__(self, draft: Draft, open_repo: Opener) -> None:
         self.draft = draft
         self.repo: Repo | None = None
         """The merged repo; None where there is none, or where it need not be asked."""
         self.statements: Sequence[Statement] = ()
-        """What it states, the most trustworthy first."""
+        """Its statements, the most trustworthy first."""
         self.looked_at: list[str] = []
         """Every source and what it lacks, a phrase each: what an error tells where nothing is found."""
         self.unmatched: list[Question] = []
         """Names of tasks that no expert has, with what is asked of each."""
         self.notes: list[str] = []
-        """What was weighed and decided, a sentence each."""
+        """Decisions and their reasons, a sentence each."""
         self._open_repo = open_repo
         self._lock = Lock()
         self._repos: dict[tuple[str, Kind], Future[Repo]] = {}
@@ -58,7 +58,7 @@ class Search:
         return "the merged model" if isinstance(self.draft.merged, Merge) else show_merged(self.draft.merged)
 
     def located(self, name: str) -> str | None:
-        """What the merged repo means by a name; None where it leads nowhere."""
+        """The reference that the merged repo means by a name; None where it leads nowhere."""
         return find(name, self.repo)
 
     def means(self, name: str, reference: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the files of a repo say: its card, and of a merged one what it was made from, a statement for each file."""
+"""Readers of a repo's files: its card, and for a merged one what it was made from, a statement for each file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Card:
     yaml_blocks: Sequence[str]
     """The code blocks that are marked as YAML, or not at all and name a merge_method."""
     problems: Sequence[str]
-    """What could not be read, a phrase each."""
+    """Faults that kept it from being read, a phrase each."""
 
 
 def read_card(text: str) -> Card:
@@ -130,9 +130,10 @@ def _find_yaml_blocks(body: str) -> Iterator[str]:
 
 
 def read_statements(repo: Repo, refuse: Refuse, notes: list[str], looked_at: list[str]) -> list[Statement]:
-    """What a merged repo says of its base and experts, the most trustworthy first. `refuse` makes the error where the
-    files are of no use, with what to type; `notes` get what was decided, `looked_at` every source and what it lacks, a
-    phrase each. Raises LineageError for a repo that is no merge or one that cannot be calibrated, and HubError."""
+    """The claims of a merged repo on its base and experts, the most trustworthy first. `refuse` makes the error where
+    the files are of no use, with what to type; `notes` get what was decided, `looked_at` every source and what it
+    lacks, a phrase each. Raises LineageError for a repo that is no merge or one that cannot be calibrated, and
+    HubError."""
     if is_adapter(repo.files):
         what = f"{repo.name} is an adapter, not a merged model"
         fix = "give the merged model, or if it is BASE+ADAPTER, name what it was made from"
