@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 """The version of the files; those of another one are not taken over."""
-SEARCH = "search.kept.json"
-"""The name of what a search found."""
 BLOCK = re.compile(r"block-\d{4,}\.safetensors")
 
 
@@ -67,7 +65,7 @@ class Journal:
                 flush(parent)
             other = _find_other(folder, wanted)
             if restart or (overwrite and other is not None):
-                for file in list_entries(folder):
+                for file in list_blocks(folder):
                     file.unlink()
                 flush(folder)
             elif other is not None:
@@ -269,40 +267,11 @@ def drop_journal(folder: Path, job: str | None = None) -> None:
     if any(_hash_text(_write_job(found)) != job for found in known):
         return
     with suppress(OSError):  # what remains is of no use, and does no harm
-        for file in (*list_entries(folder), *folder.glob("*.partial")):
+        for file in (*list_blocks(folder), *folder.glob("*.partial")):
             file.unlink(missing_ok=True)
         folder.rmdir()
-
-
-def list_entries(folder: Path) -> list[Path]:
-    """Everything that a later run can take over."""
-    return [*list_blocks(folder), *folder.glob(SEARCH)]
 
 
 def list_blocks(folder: Path) -> list[Path]:
     """The finished blocks, the first one first."""
     return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
-
-
-def seal(job: str, value: Any) -> str:
-    """A text that says what it holds, for which job, and a hash of both."""
-    text = json.dumps([job, value], sort_keys=True)
-    return json.dumps({"hash": sha256(text.encode()).hexdigest(), "job": job, "content": value}, sort_keys=True)
-
-
-def unseal(file: Path, job: str | None = None) -> Any:
-    """What was sealed, by a `job` if one is given. Raises FileNotFoundError, and DamagedError for what is not as it was
-    written; what an older featcal wrote is returned as it is."""
-    try:
-        sealed = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DamagedError from error
-    if job is None and isinstance(sealed, dict) and "hash" not in sealed:
-        return sealed
-    with suppress(LookupError, TypeError):
-        text = json.dumps([sealed["job"], sealed["content"]], sort_keys=True)
-        if sealed["hash"] == sha256(text.encode()).hexdigest() and sealed["job"] == (job or sealed["job"]):
-            return sealed["content"]
-    raise DamagedError

@@ -38,6 +38,8 @@ MODELS_CONVERTED = 4
 """Models whose weights a CPU converts while they run: merged, student, base and an expert."""
 BATCH_COPIES = 4
 """What a batch's features at one block take: the student's, the expert's, its outputs, and what sums are made of."""
+LOGIT_COPIES = 6
+"""What a batch's logits take while they are differentiated: with their probabilities, and the gradients of both."""
 SQUARES, SQUARES_SOLVED = 2.0, 3
 """Matrices of d_in² in the sums for one input, of the models' features with themselves and with each other; and for the
 largest system that is solved: with its factor, and what that is made with."""
@@ -91,6 +93,8 @@ class Load(NamedTuple):
     """What one batch's features at the widest block take."""
     shown: float
     """What one block is called with for all examples that are fitted, in one pass."""
+    logits: float
+    """The logits of one batch, in float32, of a model that has as many as its vocabulary has tokens."""
 
 
 def estimate(
@@ -120,7 +124,10 @@ def estimate(
         for task, rows in examples.items()
     }
     passes = DRIFT_PASSES + HEAD_PASSES * has_small_head(merged, architecture) + CHECK_PASSES * guarded
-    loads = [_load(rows, calibration, needs[task], computing, passes, writes) for task, rows in examples.items()]
+    choices = len(getattr(model.get_output_embeddings(), "weight", ()))
+    loads = [
+        _load(rows, calibration, needs[task], computing, passes, choices, writes) for task, rows in examples.items()
+    ]
     all_loads = Load(*map(sum, zip(*loads, strict=True)))
     filed, in_files = (0.0, 0.0) if has_device else (all_loads.filed, all_loads.paused_in_files)
     features = all_loads.paused - in_files + all_loads.placed * has_device
@@ -140,7 +147,8 @@ def estimate(
     gradients, kept = 0.0, 0
     if calibration.uses_output_metric:
         summed, kept = _count_gradients(model, architecture)
-        gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
+        shown = min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
+        gradients = summed + shown + BLOCKS_ON_HOST * block + LOGIT_COPIES * max(load.logits for load in loads)
     at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, gradients)
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + all_loads.unread - filed + HEAP_GAPS
@@ -161,10 +169,16 @@ def estimate(
 
 
 def _load(
-    rows: TaskExamples, calibration: Calibration, need: BatchNeeds, computing: torch.dtype, passes: int, writes: bool
+    rows: TaskExamples,
+    calibration: Calibration,
+    need: BatchNeeds,
+    computing: torch.dtype,
+    passes: int,
+    choices: int,
+    writes: bool,
 ) -> Load:
     """What all examples of a task will take, of which some are read; fewer than asked for where the source has no more.
-    passes: those that are paused for each example that drift is measured on."""
+    passes: those that are paused for each example that drift is measured on. choices: logits of each token."""
     tensors = [x for batch in (*rows.fitted, *rows.selection, *rows.held_out) for x in batch.values()]
     wanted = rows.fitted_count if rows.is_whole else calibration.examples
     scale = wanted / rows.fitted_count
@@ -174,6 +188,8 @@ def _load(
     if writes and not rows.held_out_count:  # these are fitted too
         passes -= FITTED_PASSES
     paused, size = FITTED_PASSES * wanted + passes * watched, min(rows.batch_size, wanted)
+    ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
+    tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
     state, begun = (x / need.examples * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
     return Load(
         unread=sum(x.nbytes for x in tensors) * (scale - 1),
@@ -183,6 +199,7 @@ def _load(
         paused_in_files=begun * paused if begun * size >= LARGE else 0.0,
         batch=BATCH_COPIES * need.feature_bytes / need.examples * size,
         shown=state * wanted,
+        logits=choices * tokens * size * COMPUTE,
     )
 
 

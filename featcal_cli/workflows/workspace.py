@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from featcal_cli.calibration.journal import drop_journal, list_entries
+from featcal_cli.calibration.journal import drop_journal, list_blocks
 from featcal_cli.hub.download import DESCRIBING, PREPROCESSOR_FILES
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError
@@ -208,7 +208,7 @@ class Workspace:
                 shutil.rmtree(folder, ignore_errors=True)
             for name in (NOTE, REPORT, CARD):  # of one that was being rewritten
                 (self.folder / name).unlink(missing_ok=True)
-            if not list_entries(self.journal):
+            if not list_blocks(self.journal):
                 drop_journal(self.journal)
             (self.folder / LOCK).unlink(missing_ok=True)
         for folder in (self.folder, *missing[1:]):
