@@ -111,8 +111,8 @@ def shrink_updates(
     if step < 1:
         _take_over(job, partial if step else job, PARTIAL.get(step, MERGED))
     before, after, now = (_mean(measured, t, measured) for t in (0.0, 1.0, step))
-    what = "mean distance of answers" if job.gradients else "mean drift"
-    return step, _describe(what, step, "held-out rows" if held_out else "the fitted rows", before, after, now)
+    what = "mean distance of outputs" if job.gradients else "mean drift"
+    return step, _describe(what, step, "held-out rows" if held_out else "the calibration examples", before, after, now)
 
 
 PIECE = 1 << 24

@@ -112,14 +112,16 @@ def show_drift(report: Report) -> None:
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
-    where = "fitted rows" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
-    what = "Distance of answers from the experts'" if report.output_distances else "Drift of the last block's features"
+    where = "calibration examples" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
+    what = "Distance of outputs from the experts'" if report.output_distances else "Drift of the last block's features"
     OUT.print(f"{what} on {where}; 0 is the expert:")
     rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.judged_rows]
     heads = ("task", "merged", "calibrated", "change", "base")[: len(rows[-1])]
     OUT.print(make_table(heads, rows))
     if report.fitted_tasks:
-        OUT.print(f"{'*: ' if where == 'held-out examples' else ''}on fitted rows, which say little for new ones")
+        OUT.print(
+            f"{'*: ' if where == 'held-out examples' else ''}on calibration examples, which say little for new ones"
+        )
 
 
 def _write_cells(row: DriftRow) -> list[str]:

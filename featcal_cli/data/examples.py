@@ -301,7 +301,7 @@ def _notes(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     elif fitted < count:
         yield f"only {fitted} usable row{'s' if fitted > 1 else ''} ({count} requested): nothing is held out"
     if not held_out:
-        yield "drift is measured on the fitted rows, as no others are left, and updates are not checked"
+        yield "drift is measured on the calibration examples, as no others are left, and updates are not checked"
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ GROUP_BYTES = 2**29
 
 
 @dataclass(frozen=True)
-class Answerer:
+class Predictor:
     """One model and the function by which it predicts."""
 
     module: torch.nn.Module
     """The model, which lies on the host."""
-    answer: Callable[[Batch], list[Any]]
+    predict: Callable[[Batch], list[Any]]
     """Function from a batch to one prediction for each example; model and batch are on the device then."""
 
 
@@ -101,32 +101,32 @@ class Comparison:
     rows: LabelledRows
     read_label: Callable[[Any], Any]
     """Function from a row's label to the right prediction."""
-    answerers: Mapping[str, Answerer]
+    predictors: Mapping[str, Predictor]
     """Models by role."""
 
     def score(self, tell: Callable[[int], None]) -> dict[str, Score]:
         """The figure of every model by role; `tell` is called now and then with the number of finished examples. Raises
         DataError for rows that cannot be used."""
         right: list[Any] = []
-        answers: dict[str, list[Any]] = {role: [] for role in self.answerers}
+        predictions: dict[str, list[Any]] = {role: [] for role in self.predictors}
         last = time.monotonic()
         for group in self._read_groups():
             for _, labels in group:
                 right += map(self.read_label, labels)
-            for role, answerer in self.answerers.items():
-                with on_device(answerer.module, self.task.device), torch.inference_mode():
+            for role, predictor in self.predictors.items():
+                with on_device(predictor.module, self.task.device), torch.inference_mode():
                     for batch, _ in group:
                         placed = {name: value.to(self.task.device) for name, value in batch.items()}
-                        answers[role] += answerer.answer(placed)
+                        predictions[role] += predictor.predict(placed)
             if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
                 tell(len(right))
                 last = time.monotonic()
         if self.task.how.metric == "spearman":
             numbers = list(map(read_number, right))
-            return {role: score_spearman(list(map(read_number, given)), numbers) for role, given in answers.items()}
+            return {role: score_spearman(list(map(read_number, given)), numbers) for role, given in predictions.items()}
         return {
             role: score_accuracy([float(one == other) for one, other in zip(given, right, strict=True)])
-            for role, given in answers.items()
+            for role, given in predictions.items()
         }
 
     def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
@@ -151,15 +151,15 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
     rows = task.open(expert.module)
     numbers = getattr(expert.module.config, "label2id", None) or {}
     own = task.find_vocabulary(EXPERT)
-    answerers = {}
+    predictors = {}
     for role, body in bodies.items():
         other = task.find_vocabulary(role)
         table = None if own is None or other is None else map_ids(own, other)
-        answerers[role] = _answer_with_head(expert, body, table)
-    return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), answerers)
+        predictors[role] = _predict_with_head(expert, body, table)
+    return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors)
 
 
-def _answer_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Answerer:
+def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Predictor:
     """A model that predicts the class ranked first by the expert's head, on its own body or on another model's
     (everything inside `base_model`). The table has the body's ids of the expert's tokens, where these differ.
 
@@ -182,12 +182,12 @@ def _answer_with_head(expert: Model, body: Model | None, table: Tensor | None) -
         parameters: dict[str, Tensor] = dict(body.module.base_model.named_parameters())
         _take_over(module.base_model, parameters | _order_embeddings(expert, body, table), explain)
 
-    def answer(batch: Batch) -> list[int]:
+    def predict(batch: Batch) -> list[int]:
         given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
         chosen: list[int] = module(**given).logits.argmax(-1).tolist()
         return chosen
 
-    return Answerer(module, answer)
+    return Predictor(module, predict)
 
 
 def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
         task,
         rows,
         partial(_read_class, {name: number for number, name in enumerate(classes)}, len(classes), rows),
-        {role: _answer_by_texts(tower, texts) for role, tower in towers.items()},
+        {role: _predict_by_texts(tower, texts) for role, tower in towers.items()},
     )
 
 
@@ -282,15 +282,15 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], wher
         return normalize(torch.cat(directions).unflatten(0, (len(classes), len(prompts))).mean(1), dim=-1)
 
 
-def _answer_by_texts(tower: Any, texts: Tensor) -> Answerer:
+def _predict_by_texts(tower: Any, texts: Tensor) -> Predictor:
     """A model that predicts the class whose direction in `texts` [classes, width] is nearest to an image's features."""
 
-    def answer(batch: Batch) -> list[int]:
+    def predict(batch: Batch) -> list[int]:
         features = _pool(tower.get_image_features(pixel_values=batch["pixel_values"].to(tower.dtype))).float()
         chosen: list[int] = (features @ texts.T).argmax(-1).tolist()
         return chosen
 
-    return Answerer(tower, answer)
+    return Predictor(tower, predict)
 
 
 def _pool(features: Any) -> Tensor:
@@ -309,7 +309,7 @@ def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, labe
     return number
 
 
-# Generation: an answer is right when it is the wanted text to the letter
+# Generation: a text is right when it is the wanted one to the letter
 
 
 def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Comparison:
@@ -328,11 +328,11 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
         task,
         rows,
         partial(_read_answer, task.how.answers or (), rows),
-        {role: _answer_in_words(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()},
+        {role: _generate(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()},
     )
 
 
-def _answer_in_words(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Answerer:
+def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Predictor:
     """A model that predicts by generating text, the likeliest token at each step, without special tokens. cutting: the
     vocabulary of the batches; own: the model's, None where it is the same."""
     module: Any = model.module
@@ -340,15 +340,15 @@ def _answer_in_words(model: Model, cutting: Vocabulary, own: Vocabulary | None, 
     tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer
     limits = {"do_sample": False, "num_beams": 1, "max_new_tokens": task.how.max_new_tokens, "use_cache": True}
 
-    def answer(batch: Batch) -> list[str]:
+    def predict(batch: Batch) -> list[str]:
         given = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
         given = renumber(given, table)
         with quiet_transformers():
             written = module.generate(**given, **limits)
-        answers: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
-        return answers
+        texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+        return texts
 
-    return Answerer(module, answer)
+    return Predictor(module, predict)
 
 
 def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -> str:

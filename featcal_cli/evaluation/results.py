@@ -46,12 +46,12 @@ def score_accuracy(hits: Sequence[float]) -> Score:
     return _bootstrap(numpy.asarray(hits, dtype=numpy.float64)[:, None], lambda drawn: float(drawn.mean()))
 
 
-def score_spearman(answers: Sequence[float], labels: Sequence[float]) -> Score:
+def score_spearman(predictions: Sequence[float], labels: Sequence[float]) -> Score:
     """Spearman's rank correlation, ties at their mean rank, with its interval.
 
     It is 0 where all predictions or all labels are the same.
     """
-    return _bootstrap(numpy.asarray([answers, labels], dtype=numpy.float64).T, _correlate_ranks)
+    return _bootstrap(numpy.asarray([predictions, labels], dtype=numpy.float64).T, _correlate_ranks)
 
 
 def combine(scores: Sequence[Score]) -> Score:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # one process alone does without, and need not wait for it
     from torch import Tensor
 
 PATIENCE = timedelta(hours=2)
-"""How long one process waits for another, which may be downloading or pushing. When one process ends, torchrun ends all
+"""Time that a process waits for another, which may be downloading or pushing. When one process ends, torchrun ends all
 of them."""
 T = TypeVar("T")
 Key = TypeVar("Key")

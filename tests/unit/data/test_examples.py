@@ -255,7 +255,7 @@ def test_a_source_with_fewer_rows_is_fitted_whole_and_the_notes_say_so(at: Folde
     found = at.load(bert, at.rows(*text_rows(5)))
     assert (found.fitted_count, found.held_out_count, found.selection) == (5, 0, [])
     assert any("(8 requested): nothing is held out" in note for note in found.notes)
-    assert any("drift is measured on the fitted rows" in note for note in found.notes)
+    assert any("drift is measured on the calibration examples" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("rows", "halves"), [(9, (0, 0)), (10, (1, 1)), (11, (1, 2)), (16, (4, 4)), (99, (4, 4))])
@@ -301,7 +301,7 @@ def test_equal_rows_are_never_on_both_sides(at: Folder, bert: Any, different: in
     if different < 200:
         assert any("rows equal others" in note for note in found.notes)
     if different < 10:
-        assert any("drift is measured on the fitted rows" in note for note in found.notes)
+        assert any("drift is measured on the calibration examples" in note for note in found.notes)
 
 
 def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder, vit: Any) -> None:
