@@ -37,7 +37,7 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 MOST_SECONDS = 30
-"""Of a recording; what is beyond is not heard."""
+"""Length of a recording that is read; the rest is cut off."""
 SLOWEST, FASTEST = 1_000, 400_000
 """Samples a second that a recording may have."""
 INSTALL = "install what reads sound, in the clone of featcal: pip install -e '.[audio]'"
@@ -54,7 +54,7 @@ class EncodedAudio:
     is_cut: bool
     samples: int
     tokens: list[int]
-    """Of what the decoder is to write; empty where nothing says."""
+    """Ids of the text that the decoder is to write; empty where there is no text."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class AudioReader(Reader):
 
     column: str
     folder: Path | None
-    """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
+    """The folder that relative paths start at, of a local source. None for a Hub dataset, whose rows name no files
     of this machine."""
     extractor: Any
     target: Target
     transcript: str | None
     """The column of what is said."""
     tokens: TextTokens | None
-    """Those of what is said."""
+    """The tokens of that text."""
 
     def read(self, row: Row) -> EncodedAudio:
         wave, is_cut = self._decode(row.get(self.column))
@@ -120,7 +120,7 @@ class AudioReader(Reader):
         return batch | {name: x for name, x in self._decoder_input(items).items() if name in forward_names(model)}
 
     def _decoder_input(self, items: Sequence[EncodedAudio]) -> Batch:
-        """What is said, shifted to the right [examples, tokens], and where it is no padding."""
+        """The text of the recordings, shifted to the right [examples, tokens], and its mask."""
         config, longest = self.target.model.config, max(len(item.tokens) for item in items)
         shifted = torch.full((len(items), longest), int(getattr(config, "pad_token_id", None) or 0))
         mask = torch.zeros_like(shifted)

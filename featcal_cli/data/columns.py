@@ -115,7 +115,7 @@ def needed_columns(data: Data) -> set[str] | None:
 
 
 def _given_about(data: Data) -> Sequence[str]:
-    """What may lie beside the prompt that the user named, in datasets of instructions."""
+    """Columns that may lie beside the prompt that the user named, in datasets of instructions."""
     return ABOUT_NAMES["instruction"] if data.columns.get("prompt") == "instruction" else ()
 
 
@@ -126,7 +126,7 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
 
 
 def name_columns(where: str, roles: str) -> str:
-    """What to type to name columns, for a task that `where` begins with."""
+    """The option to type to name columns, for a task that `where` begins with."""
     return f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
 
 

@@ -42,9 +42,9 @@ PEEKED_ROWS = 16
 SOUND = ("input_values", "input_features")
 """Main inputs of models that read sound."""
 SEED = 42
-"""Of the choice of rows where only some labelled ones are wanted."""
+"""Seed of the choice of rows where only some labelled ones are wanted."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
-"""Of at least so many different rows one in so many is held out where there are no further ones; so many in a half."""
+"""Different rows from which on some are held out where there are no further ones; one in how many; fewest in a half."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TaskExamples:
 
     @property
     def measured(self) -> list[Batch]:
-        """Those that a calibration's drift is measured on: where none are held out, some of the fitted ones."""
+        """The examples that a calibration's drift is measured on: where none are held out, some of the fitted ones."""
         return self.held_out or take_range(self.fitted, 0, self.measured_count)
 
     @property
@@ -85,7 +85,7 @@ class DrawnExamples:
     task: str
     reader: Reader
     fitted: Sequence[Any]
-    """What the reader makes batches of, one item an example."""
+    """Items that the reader makes batches of, one for each example."""
     selection: Sequence[Any]
     held_out: Sequence[Any]
     notes: list[str]
@@ -222,7 +222,7 @@ class _UsableRows:
     """All different, and none of them fitted."""
     bad: list[str] = field(default_factory=list)
     fix: str = ""
-    """What mends the first of the bad ones."""
+    """How to fix the first of the bad ones."""
     copies: int = 0
     left_out: int = 0
     """Copies that are neither fitted nor held out, as what they equal is on the other side."""

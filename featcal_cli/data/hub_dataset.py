@@ -49,7 +49,7 @@ class HubSource:
     repo: Repo
     config: str
     keys: Config
-    """What the card says of the config."""
+    """Keys that the card gives the config."""
     splits: Splits
     is_copy: bool = False
     """Whether they are the Hub's parquet copy rather than the dataset's own files."""
@@ -79,7 +79,7 @@ class HubSplit:
     splits: Mapping[str, Sequence[HubFile]]
     """The files of every split by its name."""
     features: Sequence[Mapping[str, Any]]
-    """What the card says of the columns."""
+    """Columns as the card describes them."""
     system: Any
 
     @cached_property
@@ -198,7 +198,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _explain_hub(error: BaseException, data: Data) -> HubError | None:
-    """What the Hub or the connection did, where that is the cause of an error."""
+    """The error for what the Hub or the connection did, if that is the cause of another error."""
     for cause in _causes(error):
         if type(cause).__module__.split(".")[0] in ("huggingface_hub", "httpx", "httpx2"):
             try:

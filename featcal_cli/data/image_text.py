@@ -25,7 +25,7 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 MARK = "<image>"
-"""What datasets write where the image belongs."""
+"""Placeholder that datasets write into a text at the place of its image."""
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ from featcal_cli.runtime.sanitise import list_some, plain, quoted
 DECODED_AT_ONCE = 16
 """Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
 PIXELS_AT_ONCE = 2**27
-"""Of these together, unless one of them alone has more."""
+"""Pixels of these images together, unless one of them alone has more."""
 FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""What is decoded. Pillow knows more; one of them, PostScript, is a program that Pillow would have run."""
+"""Formats that are decoded. Pillow knows more; one of them, PostScript, is a program that Pillow would have run."""
 CHANNELS = (1, 3, 4)
 """Grey; red, green, blue; the same with transparency."""
 Pixels = NDArray[numpy.float64]
@@ -65,7 +65,7 @@ class ImageReader(Reader):
 
     column: str
     folder: Path | None
-    """Where relative paths start: the folder of a local source. None for a Hub dataset, whose rows name no files
+    """The folder that relative paths start at, of a local source. None for a Hub dataset, whose rows name no files
     of this machine."""
     processor: Any
     target: Target
@@ -119,7 +119,7 @@ class ImageReader(Reader):
             raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
 
     def _source(self, value: Any) -> BytesIO | Path:
-        """Where the encoded image is. Raises BadRowError for none, and for one that is too large to be one; ValueError
+        """The encoded image, or its file. Raises BadRowError for none, or one that is too large; ValueError
         for base64 text that is damaged or too long."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")

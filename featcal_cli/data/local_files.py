@@ -272,7 +272,7 @@ def _refuse_json(error: ValueError, file: Path, number: int) -> DataError:
 
 
 Values = tuple[str, Sequence[str], Sequence[str]]
-"""Where a row of a .csv file begins, the names of the columns, and its values."""
+"""The file and line at which a row of a .csv file begins, the names of the columns, and its values."""
 
 
 def _scan_csv(file: Path, separator: str) -> Iterator[Values]:
@@ -309,7 +309,7 @@ def _parse_values(found: Values) -> Row:
 
 
 def _open_arrow(file: Path) -> Table:
-    """What `datasets` saves to a disk, or a feather file, which stays where it is until rows are read."""
+    """The rows of a file that `datasets` has saved to a disk, or of a feather file; it is mapped, not read whole."""
     import pyarrow as arrow
 
     mapped = arrow.memory_map(str(file))

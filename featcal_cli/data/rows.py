@@ -70,7 +70,7 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
 
 @contextmanager
 def naming_task(task: str) -> Iterator[None]:
-    """What is wrong with data says whose they are, and what to type for this task."""
+    """Let errors about data name the task that the data are for, and what to type for it."""
     try:
         yield
     except (DataError, HubError) as error:
@@ -79,7 +79,7 @@ def naming_task(task: str) -> Iterator[None]:
 
 
 def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """The same rows; what is wrong with them says that they are this task's."""
+    """Pass on the rows; errors about them name the task."""
     with naming_task(task):
         yield from rows
 

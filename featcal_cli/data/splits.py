@@ -19,7 +19,7 @@ TABLE_FILES = {
     ".tsv": "csv",
 }  # fmt: skip
 """Ending of a file of rows → its format, in the words of `datasets`."""
-FORMATS = TABLE_FILES | {".txt": "text", ".tar": "webdataset"} | dict.fromkeys(IMAGE_FILES, "imagefolder")
+FORMATS = TABLE_FILES | {".txt": "text"} | dict.fromkeys(IMAGE_FILES, "imagefolder")
 """Ending of a file on the Hub → its format."""
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 """Files about the data or a model, which lie beside them."""

@@ -30,7 +30,7 @@ from featcal_cli.runtime.sanitise import list_some
 
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
-"""Where configs say that a decoder has other tokens than its encoder."""
+"""Keys of a config which say that a decoder has other tokens than its encoder."""
 PER_TOKEN = (
     ("input_ids", "attention_mask"), ("input_ids", "token_type_ids"), ("decoder_input_ids", "decoder_attention_mask"),
 )  # fmt: skip
@@ -61,7 +61,7 @@ class TensorReader(Reader):
         return digest.digest()
 
     def batch(self, items: Sequence[int]) -> Batch:
-        """Those rows of every tensor; floating point as float32."""
+        """The rows of these examples of every tensor; floating point as float32."""
         taken = take_examples(self.tensors, items)
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in taken.items()}
 

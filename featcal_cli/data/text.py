@@ -52,7 +52,7 @@ SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
     "chatgpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
-"""What datasets call the speakers → what chat templates do."""
+"""Name of a speaker in datasets → the one in chat templates."""
 
 OTHER_TEMPLATE = "write another template, or give other data"
 OTHER_CONVERSATIONS = (
@@ -236,7 +236,7 @@ class TextReader(Reader):
 
     @property
     def tokenizer(self) -> Any:
-        """What cuts the texts; its ids are not those of the batches where `model` has another vocabulary."""
+        """The tokenizer that cuts the texts; batches have other ids where `model` has another vocabulary."""
         return self.tokens.cutting.tokenizer
 
     def read(self, row: Row) -> Tokens:

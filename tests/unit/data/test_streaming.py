@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -232,17 +231,6 @@ def test_every_format_is_read_whole_in_order_and_drawn_from(publish: Publish, na
     assert drawn_texts(data, 5) == ["a", "b", "c"]
 
 
-def test_images_in_a_tar_are_rows(publish: Publish, tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "repos").mkdir()
-    for number in range(5):
-        (tmp_path / "images" / f"{number}.png").write_bytes(b"\x89PNG" + bytes([number]))
-    with tarfile.open(tmp_path / "repos" / "train.tar", "w") as archive:
-        archive.add(tmp_path / "images", arcname=".")
-    cells = [value for row in draw_rows(publish(), 5, 0) for value in row.values() if isinstance(value, dict)]
-    assert sorted(cell["bytes"][4] for cell in cells) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -254,6 +242,7 @@ def test_images_in_a_tar_are_rows(publish: Publish, tmp_path: Path) -> None:
         ("a.txt", b"\xff\xfe", "cannot be read"),
         ("a.arrow", b"a", "cannot be read"),
         ("a.zip", b"PK\x05\x06" + bytes(18), r"it has .zip\)[^$]*hf download streaming/\w+ --repo-type dataset"),
+        ("a.tar", b"", r"it has .tar\)[^$]*unpack its archives"),
         ("a.wav", b"RIFF", r"it has .wav\)[^$]*give the folder"),
         ("a.mid", b"a", r"no files of a kind that can be read \(it has .mid\)[^$]*safetensors"),
     ],
