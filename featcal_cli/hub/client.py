@@ -257,7 +257,7 @@ def _send(client: Any, request: Any, *, stream: bool = False, **options: Any) ->
             break
         end += asked or 0
         pause_after(blame(failure), pause)
-    if is_timeout(failure):
+    if failure is not None and is_timeout(failure):
         _gave_up = time.monotonic()
     failure.is_final = True  # type: ignore[union-attr]
     if isinstance(failure, HfHubHTTPError):
