@@ -27,7 +27,7 @@ Judge = Callable[[BaseException, float], "float | None"]
 TIMEOUT = 20.0
 """Seconds without a byte of an answer, after which a request has failed."""
 SHORTER_TIMEOUT = 5.0
-"""Seconds of that kind for a request after another has failed for the last time a moment ago."""
+"""Seconds of that kind for a request after another has gone unanswered a moment ago."""
 TRIES = 5
 """Times that a request is made before its failure counts."""
 PAUSE = 0.5
@@ -37,7 +37,7 @@ LONGEST_PAUSE = 300.0
 LONGEST_FAILING = 22.0
 """Seconds after which a failing request is not made again, besides those that the Hub asked to wait for."""
 MOMENT = 60.0
-"""Seconds after a last failure in which other requests are made once only."""
+"""Seconds after an unanswered request in which other requests are made once only."""
 
 
 class UnreachableError(OfflineModeIsEnabled):
@@ -206,7 +206,7 @@ def _address_of(error: Any) -> str:
 # Every request
 
 _gave_up = -MOMENT
-"""When a request has failed for the last time; long ago, once another has succeeded."""
+"""When a request has gone unanswered for the last time; long ago, once another was answered."""
 
 
 def limit_waiting() -> None:
@@ -257,7 +257,8 @@ def _send(client: Any, request: Any, *, stream: bool = False, **options: Any) ->
             break
         end += asked or 0
         pause_after(blame(failure), pause)
-    _gave_up = time.monotonic()
+    if failure is not None and is_timeout(failure):
+        _gave_up = time.monotonic()
     failure.is_final = True  # type: ignore[union-attr]
     if isinstance(failure, HfHubHTTPError):
         raise failure
