@@ -169,7 +169,7 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
 
 
 def _describe(block: Block, solution: BlockSolution, asked: float) -> dict[str, ModuleReport]:
-    """What was done to some of the block's modules with the λ that was asked for, or more of it, by name."""
+    """Return what was done to some of the block's modules with the given λ, or more of it, by name."""
     reports = {}
     for name, kind in ((module.name, module.kind) for module in block.modules if module.name in solution.solutions):
         _, change, ridge = solution.solutions[name]

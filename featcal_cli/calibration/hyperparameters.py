@@ -38,7 +38,7 @@ class Hyperparameters:
 
 
 NUMBERS = ("ridge", "rho", "alpha")
-"""What a user may give in place of the method's own."""
+"""The numbers that a user may give in place of the method's own."""
 PAPER = {
     "CLIP": Hyperparameters(ridge=0.05, rho=2.0, alpha=0.3),
     "FLAN-T5": Hyperparameters(ridge=1e-5, rho=2.0, alpha=0.6),

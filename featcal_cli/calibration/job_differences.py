@@ -1,4 +1,4 @@
-"""What is not the same in two jobs, in the user's words."""
+"""Differences between two jobs, in the user's words."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from featcal_cli.runtime.references import write_number
 LONGEST = 60
 """Letters of a value in a message."""
 OPTIONS = {"base": "--base", "expert": "--expert", "data": "--data"}
-"""What is typed for keys that are no settings of the method."""
+"""The options for keys that are no settings of the method."""
 TYPED = {key for key, field in Calibration.model_fields.items() if AsOption.of(field)}
 """Settings of the method that are options."""
 COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What is not the same in two fingerprints, one clause each, the most telling first: what the user typed, then
+    """List the differences between two fingerprints, one clause each, the most telling first: what the user typed, then
     files, packages and machine, then examples; these only where nothing before explains that they differ."""
     clauses = []
     for path, *values in _differing_keys(known.get("recipe", {}), wanted.get("recipe", {})):
@@ -45,7 +45,7 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
 
 def describe_way_back(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What to type to get the recipe of `known` again, where that is a matter of options; else nothing."""
+    """Return the options that give the recipe of `known` again; empty where options alone cannot."""
     differing = _differing_keys(known.get("recipe", {}), wanted.get("recipe", {}))
     options = [_write_option(path, was) for path, was, _ in differing]
     return " ".join(options) if all(options) else ""

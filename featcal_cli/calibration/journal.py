@@ -150,7 +150,7 @@ class Journal:
 
     @contextmanager
     def _writing(self, target: Path) -> Iterator[Path]:
-        """Where to write what becomes `target` when it is whole, and on the disk. Raises OutputError."""
+        """Yield a temporary path that becomes `target` once it is whole and on the disk. Raises OutputError."""
         partial = target.with_suffix(".partial")
         with self._explained(target):
             try:

@@ -33,13 +33,13 @@ LONGEST_SILENCE = 8.0
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """Tasks whose drift is shown as it falls, the blocks of each, and columns of a name."""
 MOST_LINES = 6
-"""Of a message."""
+"""Characters of a message."""
 LONGEST_WORD, FITTED = 60, 40
 """Columns of a word in what a message says is wrong, such as a path; longer ones are cut in the middle to FITTED, where
 the message would not fit else."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
-"""Of a level."""
+"""Characters of a level."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -48,7 +48,7 @@ _COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 _COMMAND = re.compile(r"(?P<text>.*): (?P<command>(?:featcal|pip|torchrun) [^;]+)", re.DOTALL)
 _QUOTED = re.compile(r"`[^`]*`")
 _BLANK = "\0"
-"""In place of a blank at which no line may end."""
+"""The stand-in for a blank at which no line may end."""
 
 
 def escape(text: str) -> str:
@@ -129,9 +129,9 @@ class Screen(Listener):
         shown = not quiet and ERR.is_interactive
         self._bar = _Bar(*columns, console=ERR, expand=True, transient=True, disable=not shown)
         self._doing = ""
-        """What progress is of, in a word."""
+        """The unit that progress counts, in a word."""
         self._drifts: dict[str, list[tuple[float, float]]] = {}
-        """By task, drift of the merged and of the calibrated model after every block so far."""
+        """Drift of the merged and of the calibrated model after every block so far, by task."""
         self._task = self._bar.add_task("starting", total=None, at="", memory="")
 
     @property

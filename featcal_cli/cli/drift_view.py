@@ -1,4 +1,4 @@
-"""What the terminal shows of an inspection."""
+"""The view of an inspection on the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ABOUT = {
     "output": "distance of what the expert's head makes of it, relative",
     "agree": "same first choice",
 }
-"""What a column of the table means, by its head."""
+"""The meaning of each column of the table, by its head."""
 SMALLER = ("drift", "output")
 """Measures of which the smallest figure is the best; of the others it is the largest."""
 LONGEST_PATH = 400
@@ -41,7 +41,7 @@ LONGEST_PATH = 400
 GAP = 2
 """Between two columns."""
 COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
-"""Of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
+"""Colours of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
 ROLE = 6
 """Columns of a role's name."""
 UNREACHED, UNKNOWN = "·", "?"
@@ -100,7 +100,7 @@ def _list_figures(column: Column) -> list[float | None]:
 
 
 def _find_best(columns: Sequence[Column]) -> dict[str, list[float | None]]:
-    """By measure, the best of the models' figures on every task and in the mean; None where only one is measured."""
+    """Return the best figure on every task and in the mean, by measure; None where only one model is measured."""
     rivals: dict[str, list[list[float | None]]] = {}
     for column in columns:
         rivals.setdefault(column.measure, []).append(_list_figures(column))

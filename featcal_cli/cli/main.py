@@ -98,6 +98,6 @@ def _leave(code: int) -> NoReturn:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Of several processes the first one speaks; of what fails, each."""
+    """Show what the first of several processes says, and the failures of each."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield

@@ -1,4 +1,4 @@
-"""What the terminal shows of results, and of what a command would do or can do. Hints go to stderr."""
+"""The views of results on the terminal, and of what a command would do or can do. Hints go to stderr."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these import torch
 PLACING = "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_repo", "push_anyway"
 """Options of calibrate on where a job is read and written, which another run of it has of its own."""
 RECIPE_LINES = 5
-"""Of the demo's recipe that are shown."""
+"""The lines of the demo's recipe that are shown."""
 OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of your own"
 """A hint for who has seen the demo."""
 
@@ -42,7 +42,7 @@ OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of yo
 def show_calibration(
     report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: tuple[str, str] | None
 ) -> None:
-    """What a calibration reached, where it is, and how long it took. hint: what to do next, and the command for it."""
+    """Show the result of a calibration, its place, and its duration. hint: what to do next, and the command for it."""
     show_drift(report)
     if report.accuracy:
         OUT.print()
@@ -98,7 +98,7 @@ def _describe_drift(report: Report) -> str:
 
 
 def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
-    """What the calibrated model gains over merged, if both were evaluated."""
+    """Return the calibrated model's gain over merged, if both were evaluated."""
     if not tasks:
         return
     means = average_tasks(tasks)
@@ -215,7 +215,7 @@ def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], 
 
 
 def show_preflight(preflight: Preflight) -> None:
-    """What a job would read, by where it is said, and what it would take."""
+    """Show the inputs of a job, with where each was found, and its cost."""
     width = max(cell_len(for_terminal(finding.role)) for finding in preflight.findings)
     for source, findings in _group_by_source(preflight).items():
         OUT.print(f"{'Given:' if source == FROM_USER else f'From {escape(source)}:'}")

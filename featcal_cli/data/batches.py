@@ -29,14 +29,14 @@ TOKENIZER_FILES = (
 LONGEST_SIDES = dict.fromkeys(("height", "width", "size", "crop_size"), 2**14) | {"shortest_edge": 2**17}
 """Pixels; by the keys of a processor's settings. For some processors the shortest edge is a number of all pixels."""
 MOST_SOUND = {"sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600}
-"""What a feature extractor's settings may say; any other number of it at most MOST_OF_SOUND."""
+"""The most that a feature extractor's settings may say; any other of its numbers is at most MOST_OF_SOUND."""
 MOST_OF_SOUND = 2**16
 GLOBAL_MASK = "global_attention_mask"
-"""What Longformer and LED call an input that is 1 for tokens that attend everywhere."""
+"""The name that Longformer and LED give to an input that is 1 for tokens that attend everywhere."""
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 
 Folders = Sequence[Path] | Mapping[Path, str]
-"""Where a preprocessor may lie, the likeliest first; of a mapping the values say whose folder each is."""
+"""Folders in which a preprocessor may lie, the likeliest first; a mapping's values say whose folder each is."""
 
 image_processors: Any = AutoImageProcessor  # has no types
 feature_extractors: Any = AutoFeatureExtractor
@@ -85,7 +85,7 @@ def load_processor(folders: Folders, where: str) -> tuple[Any, str]:
 
 
 CHECK_PROCESSOR = "give --batch-size 1; if that fails too, check the processor's files beside the model (*_config.json)"
-"""What to do where a processor fails at a batch: its examples may differ in size, or its files be wrong."""
+"""The fix where a processor fails at a batch: its examples may differ in size, or its files be wrong."""
 
 
 def load_tokenizer(folders: Folders, where: str) -> tuple[Any, str]:
@@ -126,7 +126,7 @@ def _check_sizes(file: Path, most: Mapping[str, float], otherwise: float) -> Non
 def _load_first(
     what: str, files: Sequence[str], load: Callable[[Path], Any], folders: Folders, where: str
 ) -> tuple[Any, str]:
-    """What the first folder that has one of the files gives, and whose that folder is, else its name."""
+    """Load from the first folder that has one of the files; return the result, and the folder's owner or name."""
     reasons: list[str] = []
     for folder in folders:
         if any((folder / file).is_file() for file in files):
@@ -169,22 +169,22 @@ class Reader(ABC):
     """Turns rows into batches in two steps, so that bad rows are known before batches are cut."""
 
     chosen: str
-    """What was chosen: columns and preprocessing."""
+    """The chosen columns and preprocessing."""
 
     @abstractmethod
     def read(self, row: Any) -> Any:
-        """What `batch` needs of one row. Raises BadRowError."""
+        """Return the part of one row that `batch` needs. Raises BadRowError."""
 
     @abstractmethod
     def key(self, item: Any) -> bytes:
-        """What two items have in common where they become the same example, and no others."""
+        """Return a key that is equal for two items if and only if they become the same example."""
 
     @abstractmethod
     def batch(self, items: Sequence[Any]) -> Batch:
         """The batch of these items, dimension 0 in their order."""
 
     def remarks(self, items: Sequence[Any]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
-        """What is to be known of all these items together. Raises DataError where they mean nothing to the model."""
+        """Return remarks about all these items together. Raises DataError where they mean nothing to the model."""
         return ()
 
     def unpadded_length(self, item: Any) -> int | None:  # noqa: ARG002 - for those who cannot pad

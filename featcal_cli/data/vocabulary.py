@@ -26,7 +26,7 @@ class Vocabulary:
     """A model's tokenizer, and the id of each of its tokens, added and special ones included."""
 
     role: str
-    """What the model is in the job: merged, expert red."""
+    """The model's part in the job, such as `merged` or `expert red`."""
     name: str
     """The repo or folder that the tokenizer is from."""
     tokenizer: Any
@@ -84,7 +84,7 @@ class Vocabularies:
     """The vocabularies of a job's models, each read when it is first asked for."""
 
     folders: Mapping[str, Sequence[Path]]
-    """By role, where the tokenizer of the model may lie."""
+    """Folders in which the tokenizer of each model may lie, by role."""
     _found: dict[str, Vocabulary | None] = field(default_factory=dict)
 
     def find(self, role: str) -> Vocabulary | None:
@@ -193,7 +193,7 @@ class TextTokens:
 
 
 def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:
-    """Where two lists of tokens begin to differ."""
+    """Return the position at which two lists of tokens begin to differ."""
     place = next(number for number, (x, y) in enumerate(zip_longest(one, other)) if x != y)
     shown = (" ".join(plain(token) for token in tokens[place : place + SHOWN]) or "nothing" for tokens in (one, other))
     return " against ".join(shown)

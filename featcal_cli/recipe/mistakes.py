@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, all at once: each mistake with its line or option, and what to write instead."""
+"""The mistakes in a recipe, all at once: each mistake with its line or option, and what to write instead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GONE = {
     "select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)",
     "chosen": "take it out: the method says whether updates are checked",
 }
-"""What to do about a key or an option of earlier versions."""
+"""The fix for each key or option of earlier versions."""
 
 
 class RecipeMistakesError(SeveralErrors, RecipeError):
@@ -76,7 +76,7 @@ def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | i
 def _describe_mistake(
     place: tuple[str | int, ...], problem: ErrorDetails, typed: Mapping[str, Any]
 ) -> tuple[str, str | None, str]:
-    """What is wrong, the option that says so, if it was typed, and how to mend it, unless that is plain from it."""
+    """Return the mistake, its option if it was typed, and the fix, which is empty where the mistake says it."""
     parts = list(map(str, place))
     name = ".".join(map(plain, parts))
     if problem["type"] == "extra_forbidden":
@@ -101,7 +101,7 @@ def _describe_mistake(
 
 
 def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
-    """What to do with a key that is unknown in this part of a recipe."""
+    """Return the fix for a key that is unknown in this part of a recipe."""
     if unknown in _GONE and list(parts) == ["calibration"]:
         return _GONE[unknown]
     section = tuple("TASK" if number == 1 and parts[0] == "tasks" else part for number, part in enumerate(parts))
@@ -142,7 +142,7 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
 
 
 def suggest_for_option(option: str) -> str:
-    """What to do about an option that is unknown, where it was one once, or is the key of a recipe; else nothing."""
+    """Return the fix for an unknown option that was one once or is a recipe key; empty for any other."""
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
     sections = [place[0] for place, model in _SECTIONS.items() if len(place) == 1 and key in model.model_fields]
     return _GONE.get(key) or (f"write {key}: in the section {sections[0]}: of a recipe (-r FILE)" if sections else "")

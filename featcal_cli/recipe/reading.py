@@ -80,7 +80,7 @@ def _folder() -> Path:
 
 
 def describe_recipe(file: Path) -> str:
-    """What the recipe is for: the sentence that its first comment begins with."""
+    """Return the purpose of the recipe: the sentence that its first comment begins with."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
     return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0] + "."
 
@@ -91,7 +91,7 @@ _NEXT_ROLE = re.compile(rf",(?=\s*(?:{'|'.join(ROLES)})\s*:)")
 
 
 def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
-    """What `file` (if any) and, laid over it, the command line's `overrides` say, validated; parts may be missing.
+    """Read `file` (if any), lay the command line's `overrides` over it, and validate; parts may be missing.
     `overrides` has the same nesting as the YAML, with None for what is not given. Raises RecipeError."""
     if file is None:
         return _build_draft({}, overrides, None)

@@ -38,14 +38,14 @@ def _check_name(text: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-"""What names something; it may be shown on a terminal, and be a part of a path."""
+"""A name, which may be shown on a terminal and be a part of a path."""
 ModelName = Annotated[Name, AfterValidator(complaining(bare_model))]
 """A model's Hub id or path, or the address of its page, which becomes an id."""
 
 SELF = "self"
 """The source of a task whose expert writes its examples itself."""
 ROLES = ("image", "audio", "text", "text_pair", "messages", "prompt", "response", "label")
-"""What a column of a dataset can be."""
+"""The roles that a column of a dataset can have."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Evaluate(Section):
     classes: tuple[str, ...] | None = None
     """Names of the classes by number; if left out, the dataset's label names."""
     answers: tuple[str, ...] | str | None = None
-    """What a model should write: a list by the label's number, or a format for the label, e.g. "{:.1f}"."""
+    """Text that a model should write: a list by the label's number, or a format for the label, e.g. "{:.1f}"."""
     max_new_tokens: int = Field(default=10, ge=1)
     """The longest answer, in tokens."""
     lm_eval: dict[str, str] = Field(default_factory=dict)
@@ -141,7 +141,7 @@ _MERGE_KEYS = {
     "ties": ("scale", "density"),
     "dare_ties": ("scale", "density", "seed"),
 }
-"""What each method reads, in the order in which a command line has it."""
+"""The parameters of each method, in the order in which a command line has them."""
 
 
 class Merge(Section):
@@ -152,11 +152,11 @@ class Merge(Section):
     expert's changes only the largest count, and of these only those with the sign of their sum. `dare_ties`: of
     changes that are kept at random and divided by `density`, those with the sign of their sum."""
     scale: float = Field(default=0.3, gt=0, allow_inf_nan=False)
-    """For all methods but average."""
+    """Factor of the experts' changes, for all methods but average."""
     density: float = Field(default=0.2, gt=0, le=1, allow_inf_nan=False)
-    """For ties and dare_ties: the share of each expert's changes that is kept."""
+    """Share of each expert's changes that is kept, for ties and dare_ties."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """For dare_ties: seed of the random choice."""
+    """Seed of the random choice, for dare_ties."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> Merge:
@@ -183,7 +183,7 @@ class Merge(Section):
 
 
 class Data(Section):
-    """Where a task's calibration examples come from: a Hub dataset, a local file or folder, or the expert itself."""
+    """The source of a task's calibration examples: a Hub dataset, a local file or folder, or the expert itself."""
 
     dataset: Name | None = None
     """Hub dataset id; or self: the expert, a causal language model, writes the examples."""
@@ -304,7 +304,7 @@ class Calibration(Section):
     metric: Literal["features", "output"] | None = None
     """How errors are measured: by `features`, as in the paper, or by `output`, their effect on the expert's outputs."""
     order: Literal["block", "module"] | None = None
-    """What is solved at once: a whole `block`, as in the paper, or a `module`, on inputs calibrated before."""
+    """The unit that is solved at once: a whole `block`, as in the paper, or a `module`, on inputs calibrated before."""
     norms: Literal["auto", "layernorm", "all", "none"] = "auto"
     """Which norms are calibrated: `auto` and `layernorm` those with a bias, `all` RMSNorm too."""
     routers: bool = False
@@ -336,7 +336,7 @@ class Calibration(Section):
 
 
 class Output(Section):
-    """Where the result goes besides the local folder."""
+    """Place of the result besides the local folder."""
 
     push_to: Annotated[ModelName | None, AsOption("USER/NAME", group="hub")] = None
     """Push the result to this model repo."""
@@ -347,7 +347,7 @@ class Output(Section):
 
 
 class Draft(Section):
-    """What the user says of a job: the merged model at least."""
+    """A job as far as the user describes it: the merged model at least."""
 
     merged: Annotated[
         Annotated[ModelName, Tag("repo")] | Annotated[Merge, Tag("merge")],
@@ -363,7 +363,7 @@ class Draft(Section):
     calibration: Calibration = Calibration()
     """The settings of the method."""
     output: Output = Output()
-    """Where the result goes."""
+    """Place of the result."""
     paper: Mapping[str, Any] = Field(default={}, exclude=True)
     """Figures of the paper by table, for `benchmarks/reproduce.py`; the commands ignore them."""
 
@@ -372,7 +372,7 @@ class Draft(Section):
 
     @property
     def name(self) -> str:
-        """What the output is named after: the merged model's id or path; or the recipe that has it built, or where
+        """Return the name for the output: the merged model's id or path; or the recipe that has it built, or where
         there is none, the method."""
         if isinstance(self.merged, Merge):
             if self._file:

@@ -25,7 +25,7 @@ COMPUTE = 4
 
 @dataclass(frozen=True)
 class BatchNeeds:
-    """What one batch of a task takes in float32, at its largest over the blocks."""
+    """Memory of one batch of a task in float32, at its largest over the blocks."""
 
     examples: int
     state_bytes: int
@@ -107,7 +107,8 @@ CPU_ROWS, DEVICE_ROWS = 2_048, 32_768
 CPU_SHARE, DEVICE_SHARE = 64, 16
 """Part of the memory that a batch's inputs of one block's modules may fill; several times as much is held of them."""
 MOST_BYTES = 2**30
-"""Of a batch's inputs of one block's modules, whatever the memory: wide modules are busy with fewer rows."""
+"""Most bytes of a batch's inputs of one block's modules, whatever the memory: wide modules are busy with fewer
+rows."""
 
 
 def choose_batch_sizes(

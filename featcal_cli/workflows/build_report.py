@@ -1,4 +1,4 @@
-"""What a run did and measured, put together."""
+"""The report of a run: all that it did and measured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from featcal_cli.workflows.session import Session
 class Outcome:
     hyperparameters: Hyperparameters
     chosen_by: str
-    """Where λ, ρ and α come from, in words."""
+    """The origin of λ, ρ and α, in words."""
     job: Job
     blocks: list[BlockReport]
     step: float
@@ -85,7 +85,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
 
 
 def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
-    """What the run cost, over all ranks; of memory, the most that one of them took."""
+    """Return the cost of the run over all ranks; for memory, the largest of any rank."""
     device = torch.cuda.max_memory_allocated(session.device) if session.device.type == "cuda" else 0
     read = sum(runner.bytes_read for runner in job.experts.values())
     own = (peak_resident_bytes(), device, read)

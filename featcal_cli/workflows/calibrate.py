@@ -49,7 +49,7 @@ GRADIENTS = "gradients"
 
 
 def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ranks: Ranks) -> dict[str, TaskExamples]:
-    """The same examples in batches half as large, where memory ran out with these, which are given up.
+    """Return the same examples in batches half as large, after memory ran out with these, which are given up.
 
     Raises ShortageError where they cannot be smaller, and for one of several ranks, as the others know nothing of it.
     """
@@ -90,7 +90,7 @@ def _halve(batches: list[Batch]) -> list[Batch]:
 
 
 def read_groups(journal: Journal, models: Models, blocks: int, step: float) -> Iterator[dict[str, Tensor]]:
-    """Of every block, the parameters by path, as the share `step` of their updates makes them; nothing for none."""
+    """Yield each block's parameters by path, with the share `step` of their updates; nothing where there is none."""
     merged = models.merged.module
     for number in range(blocks if step else 0):  # without updates every byte is merged's
         full = journal.tensors(number).items()
@@ -108,7 +108,7 @@ class Computation:
         self._inputs: list[Unchanged] = []
         """The files of the models, as they were when they were first read."""
         self._data = Unchanged(name_local_files(session.draft))
-        """Likewise those of examples."""
+        """Fingerprints of the examples."""
 
     def compute(self, target: Target | None) -> tuple[Report, Models]:
         """Calibrate, and write the output, which is pushed to `target` later. Raises FeatCalError."""

@@ -1,4 +1,4 @@
-"""What featcal needs of a machine: looked at piece by piece, with a fix for what is wrong. Models are not touched."""
+"""Checks of the machine, piece by piece, with a fix for what is wrong. Models are not touched."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Finding:
     state: State
     """note: a run works, though perhaps not the one that is wanted; problem: it would stop."""
     text: str
-    """What is there, with numbers."""
+    """The finding, with numbers."""
     fix: str = ""
-    """What to do about a note or a problem; empty where nothing need be done."""
+    """The fix of a note or a problem; empty where nothing need be done."""
     command: str = ""
-    """What to type for it."""
+    """The command for it."""
 
 
 def examine() -> Iterator[Finding]:
@@ -56,7 +56,8 @@ def examine() -> Iterator[Finding]:
 
 
 def _examine_packages() -> Iterator[Finding]:
-    """What featcal's own metadata asks for: one finding for all that is right, one for each that is not."""
+    """Check the packages that featcal's own metadata asks for: one finding for all that is right, one for each
+    that is not."""
     right = []
     for line in requires("featcal-cli") or []:
         wanted = Requirement(line)

@@ -249,14 +249,14 @@ class LazyModels:
         self._scratch.close()
 
     def name(self, role: str) -> str:
-        """What a role's model is: a repo with its commit, a folder, or how it is built."""
+        """Describe a role's model: a repo with its commit, a folder, or how it is built."""
         if role in self._origins:
             return self._origins[role].pinned
         merged = self.recipe.merged
         return str(merged)
 
     def identify(self, role: str, task: str) -> list[Any]:
-        """What changes when the model does: repos with their commits, folders with the stamps of their files."""
+        """Return a value that changes when the model does: repos with commits, folders with their files' stamps."""
         if role == EXPERT:
             role = f"expert {task}"
         if role in self._origins:
@@ -302,7 +302,7 @@ class LazyModels:
         return self.model(BASE)
 
     def folders(self, role: str, task: str) -> list[Path]:
-        """Where the task's processor or tokenizer may lie: with the expert, the model itself, or base."""
+        """List the folders that may hold the task's processor or tokenizer: the expert's, the model's, or base's."""
         return [self.snapshot(holder, task).folder for holder in dict.fromkeys((EXPERT, role, BASE))]
 
     def _build(self) -> Snapshot:

@@ -84,7 +84,7 @@ def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
 
 
 def _measure(session: Session, compare: str | None) -> tuple[Preflight, Job]:
-    """What was run, and all that it has measured. Raises FeatCalError."""
+    """Run the job; return it with all that it has measured. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
     from featcal_cli.workflows.output_files import is_calibrated

@@ -35,7 +35,7 @@ from featcal_cli.workflows.workspace import Workspace
 
 @dataclass(frozen=True)
 class Slot(Entry):
-    """Where one tensor lies on disk."""
+    """The place of one tensor on disk."""
 
     file: str
 

@@ -1,4 +1,4 @@
-"""What lies beside the weights of an output: the note of the job that made it, report and card, and the recipe."""
+"""The files beside the weights of an output: the note of the job that made it, report and card, and the recipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DID = "the job that calibrated"
 
 class Note(NamedTuple):
     card: dict[str, Any]
-    """What its card is made of."""
+    """The content of its card."""
     push: bool
     """It is to be pushed yet."""
     files: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class FinishedOutput:
             return None
 
     def describe_other_job(self) -> str:
-        """What differs between this job and the one that made the output; empty where that is not known."""
+        """Describe the difference between this job and the one that made the output; empty where it is not known."""
         try:
             note = json.loads((self._target / NOTE).read_text(encoding="utf-8"))
             known = {"recipe": json.loads(note["job"]), "files": dict(note["files"])}

@@ -51,7 +51,7 @@ class Transfer:
     missing: int
     """To be downloaded."""
     here: int
-    """In the cache or in a local folder already."""
+    """Bytes that are in the cache or in a local folder already."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,23 @@ class Preflight:
     """Every Hub repo and dataset at the commit that it has now."""
     findings: Sequence[Finding]
     origins: Mapping[str, Origin]
-    """By role: merged (unless it is built), base, and expert TASK."""
+    """Origins by role: merged (unless it is built), base, and expert TASK."""
     transfers: Mapping[str, Transfer]
     examples: Mapping[str, TaskExamples]
     token_ids: TokenIds
     model_class: str
     dtype: str
-    """Of the merged model's files."""
+    """The dtype of the merged model's files."""
     parameters: int
     blocks: int
     modules: int
-    """That are calibrated."""
+    """Number of calibrated parameters."""
     largest_rank: int
-    """Of an adapter on the merged model; 0 where it is not known."""
+    """Bytes of an adapter on the merged model; 0 where they are not known."""
     estimate: Estimate
     device: str
     stops: Sequence[FeatCalError] = ()
-    """What would stop a run, where this is the plan of a dry run."""
+    """Errors that would stop a run, where this is the plan of a dry run."""
 
     @property
     def commits(self) -> list[str | None]:
@@ -345,8 +345,8 @@ def _draw_examples(
 
 
 def _find_folders(task: str, origins: Mapping[str, Origin]) -> dict[Path, str]:
-    """Where the task's preprocessors may lie, and whose folder each is: with its expert (an adapter may bring its own),
-    merged or base."""
+    """List the folders that may hold the task's preprocessors, with their owners: its expert's (an adapter may
+    bring its own), merged's or base's."""
     folders: dict[Path, str] = {}
     for role in (role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins):
         for repo in origins[role].repos():

@@ -37,9 +37,9 @@ that are in use, and while a block is written all, also as a file's bytes. Stems
 MODELS_CONVERTED = 4
 """Models whose weights a CPU converts while they run: merged, student, base and an expert."""
 BATCH_COPIES = 4
-"""What a batch's features at one block take: the student's, the expert's, its outputs, and what sums are made of."""
+"""Bytes of a batch's features at one block: the student's, the expert's, its outputs, and what sums are made of."""
 LOGIT_COPIES = 6
-"""What a batch's logits take while they are differentiated: with their probabilities, and the gradients of both."""
+"""Bytes of a batch's logits while they are differentiated: with their probabilities, and the gradients of both."""
 SQUARES, SQUARES_SOLVED = 2.0, 3
 """Matrices of d_in² in the sums for one input, of the models' features with themselves and with each other; and for the
 largest system that is solved: with its factor, and what that is made with."""
@@ -53,7 +53,7 @@ SMALL_FILES = 2**18
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job will need."""
+    """The needs of a job."""
 
     host_bytes: int
     """Peak resident memory, weights that are read from disk included."""
@@ -86,13 +86,13 @@ class Load(NamedTuple):
     filed: float
     """Examples that a CPU keeps in files once the passes have begun."""
     paused: float
-    """What paused passes hold."""
+    """Bytes that paused passes hold."""
     paused_in_files: float
-    """What they hold and do not ask for, which a CPU keeps in files where it is large."""
+    """Bytes that they hold and do not ask for, which a CPU keeps in files where they are many."""
     batch: float
-    """What one batch's features at the widest block take."""
+    """Bytes of one batch's features at the widest block."""
     shown: float
-    """What one block is called with for all examples that are fitted, in one pass."""
+    """Bytes of one block's inputs for all calibration examples, in one pass."""
     logits: float
     """The logits of one batch, in float32, of a model that has as many as its vocabulary has tokens."""
 
@@ -177,7 +177,8 @@ def _load(
     choices: int,
     writes: bool,
 ) -> Load:
-    """What all examples of a task will take, of which some are read; fewer than asked for where the source has no more.
+    """Estimate the memory of all examples of a task from those that were read; fewer than asked for where the
+    source has no more.
     passes: those that are paused for each example that drift is measured on. choices: logits of each token."""
     tensors = [x for batch in (*rows.fitted, *rows.selection, *rows.held_out) for x in batch.values()]
     wanted = rows.fitted_count if rows.is_whole else calibration.examples

@@ -1,4 +1,4 @@
-"""What can stop a run whose models and examples are known: looked at before it computes, and by a dry run."""
+"""Checks of all that can stop a run whose models and examples are known, made before it computes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import EXPERT, Session, identify
 
 VERSION = 1
-"""Of the way to write: rows that were written in another one are not read again."""
+"""Version of the way to write: rows that were written in another one are not read again."""
 AT_ONCE = 32
 """Texts that are written together."""
 PASSES = 4
@@ -109,7 +109,7 @@ def write_examples(
     folders: Mapping[str, Folders],
     text_models: Mapping[str, TextModels],
 ) -> dict[str, DrawnExamples]:
-    """What the experts of the tasks in `folders` write, each on the rank of its task; rows that an earlier run has kept
+    """Let the experts of the tasks in `folders` write, each on the rank of its task; rows that an earlier run has kept
     are read. folders: by task, where its tokenizer may lie; text_models: by task, those that read what is written.
     Raises FeatCalError."""
     calibration = recipe.calibration
@@ -256,7 +256,7 @@ class Writer:
         return ids
 
     def _sample(self, prompts: Sequence[list[int]], most: int, seed: int) -> list[list[int]]:
-        """What the model writes behind each prompt, up to `most` tokens, by its own probabilities; without the token
+        """Let the model write behind each prompt, up to `most` tokens, by its own probabilities; without the token
         that ends it."""
         if not prompts:
             return []

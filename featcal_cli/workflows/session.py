@@ -1,4 +1,4 @@
-"""What every verb begins with: the recipe made whole, the processes, the repos; and what is noted on the way."""
+"""The beginning of every verb: the recipe made whole, the processes, the repos; and notes on the way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it is not waited for before it is needed
 RecipeSource = Draft | Mapping[str, Any] | str | Path
 """A Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe."""
 EXPERT = "expert "
-"""What the role of an expert begins with; its task follows."""
+"""The prefix of an expert's role; its task follows."""
 
 
 DESCRIPTIONS = (CARD, REPORT, RECIPE, PICTURE)
@@ -40,7 +40,7 @@ DESCRIPTIONS = (CARD, REPORT, RECIPE, PICTURE)
 
 
 def identify(origin: Origin) -> list[Any]:
-    """What changes when a model does: its repo with the commit, and the stamps of files on this machine."""
+    """Return a value that changes when a model does: its repo with the commit, and the stamps of local files."""
     stamps = [stamp(repo.folder, skip=DESCRIPTIONS) for repo in origin.repos() if repo.folder]
     return [origin.pinned, *stamps]
 
@@ -58,7 +58,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """What `calibrate` is told beside the recipe: what of earlier runs counts, and when the result is pushed."""
+    """Options of `calibrate` beside the recipe: what of earlier runs counts, and when the result is pushed."""
 
     overwrite: bool = False
     restart: bool = False
@@ -73,7 +73,7 @@ class CalibrateOptions:
 
 
 class Session:
-    """What a user asked for, on this machine, and who is told how it goes."""
+    """A user's request on this machine, with the listener that is told how it goes."""
 
     def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
         self.started = listener.began if listener and listener.began is not None else time.monotonic()
@@ -85,16 +85,16 @@ class Session:
         check_device(options.device)
         self.options = options
         self.obstacles = Obstacles()
-        """What stops the run; a dry run collects it."""
+        """Errors that stop the run; a dry run collects them."""
         self.notes: list[str] = []
-        """What was found and chosen without being told, for the report."""
+        """Notes on all that was found and chosen without being told, for the report."""
         self.open_repo: Opener = cache(open_repo)
         """Opens every repo once, so that all parts of the run see one commit."""
         self._lineage: tuple[Recipe, Sequence[Finding]] | None = None
 
     @cached_property
     def device(self) -> torch.device:
-        """What the models run on. Raises RecipeError where it is not there."""
+        """The device that models run on. Raises RecipeError where it is not there."""
         from featcal_cli.runtime.hardware import choose_device
 
         return choose_device(self.options.device)
@@ -128,7 +128,7 @@ class Session:
         return lineage.recipe, lineage.findings
 
     def find_origin(self, name: str) -> Origin:
-        """Where a model's weights come from. Raises HubError."""
+        """Find the source of a model's weights. Raises HubError."""
         return find_origin(name, allow_pickle=self.options.allow_pickle, open_repo=self.open_repo)
 
     def fetch(self, origin: Origin) -> Snapshot:
@@ -159,7 +159,7 @@ class Session:
             self.listener.note(text)
 
     def note_of_tasks(self, tasks: Collection[str], texts: Sequence[str]) -> None:
-        """The same of sentences that begin with a task; those that several tasks share are shown once."""
+        """Note sentences that begin with a task; those that several tasks share are shown once."""
         self.notes += map(for_terminal, texts)
         for text in join_notes(map(for_terminal, texts), tasks):
             self.listener.note(text)

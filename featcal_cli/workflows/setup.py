@@ -50,7 +50,7 @@ class Models:
     """The merged model again, with the same tensors: it is the one that changes."""
     base: Model
     experts: Mapping[str, Model]
-    """By task; of several ranks each has those of its own tasks."""
+    """Experts by task; of several ranks each has those of its own tasks."""
 
 
 def fetch_models(session: Session, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
@@ -156,11 +156,11 @@ class Setup:
     device: torch.device
     note: Callable[..., None]
     ranks: Ranks = field(default_factory=Ranks)
-    """Those of the run, of which this one works on its own tasks."""
+    """Processes of the run, of which this one works on its own tasks."""
     scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """The folder for features that fit nowhere else, by default the system's; it should lie on a disk."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """By task, the file of what `measure_gradients` found."""
+    """Files of what `measure_gradients` found, by task."""
     token_ids: TokenIds = field(default_factory=TokenIds)
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
@@ -255,7 +255,7 @@ class Setup:
         *,
         is_inspected: bool,
     ) -> Measurement:
-        """What is measured of the models, by role: their drift, or all that there is to say where they are inspected;
+        """Prepare the measurement of the models, by role: drift, or everything where they are inspected;
         answering: the models whose answers limit the size of a batch."""
         blocks = self.architecture.blocks
         heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
@@ -279,7 +279,7 @@ class Setup:
         return drift
 
     def describe_merge(self, recipe: Recipe, *, is_calibrated: bool) -> list[str]:
-        """What is odd about the models as a merge, in sentences; nothing where not all experts are here.
+        """Describe what is odd about the models as a merge, in sentences; none where not all experts are here.
         is_calibrated: merged is itself what featcal made of another model."""
         models, built = self.models, isinstance(recipe.merged, Merge)
         if models.experts.keys() != recipe.tasks.keys():
@@ -307,7 +307,7 @@ class Setup:
 
 
 LOGIT_BYTES = 2**28
-"""Of one batch that outputs are compared on."""
+"""Most bytes of the logits of one batch that outputs are compared on."""
 
 
 def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
@@ -329,7 +329,7 @@ def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
 SWITCHED = 16
 """Examples of a task, at most, that models which switch run on."""
 SWITCH_COST = 1 / 3
-"""Of the passes that are run anyway: so much more they may cost."""
+"""Further passes that are allowed, as a share of those that are run anyway."""
 
 
 def choose_switched(batches: Sequence[Batch], blocks: int, models: int, split: int) -> list[Batch]:

@@ -35,12 +35,12 @@ class TokenIds:
     """How the models of a job read batches that hold the ids of merged's vocabulary."""
 
     tables: Mapping[str, Tensor] = field(default_factory=dict)
-    """By role, the model's own id for each of merged's; roles that have the same ids are left out."""
+    """The model's own id for each of merged's, by role; roles that have the same ids are left out."""
     left_out: frozenset[str] = frozenset()
     """Roles of models that do not run, because they lack tokens of the examples."""
     assumed: Mapping[str, Tensor] = field(default_factory=dict)
-    """By role, the tokens [ids] that a model without a tokenizer, or one beside a merged model without one, is taken to
-    have under merged's ids: only its weights can tell."""
+    """The tokens [ids], by role, that a model without a tokenizer, or one beside a merged model without one, is taken
+    to have under merged's ids: only its weights can tell."""
 
     def verify(self, models: Iterable[Model], merged: Model, note: Callable[..., None]) -> TokenIds:
         """Compare the embeddings of models whose ids are only assumed with merged's; a base that has its tokens in

@@ -39,7 +39,7 @@ class Result:
     output: Path
     report: Report
     pushed: Pushed | None
-    """Where on the Hub it is, if it was to be pushed."""
+    """Its address on the Hub, if it was to be pushed."""
     models: Models | None
     """The models that it used; None where an earlier run had finished the output."""
 
@@ -163,7 +163,7 @@ def dry_run(
 
 
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
-    """What stops a run, as one error."""
+    """The errors that stop a run, as one."""
     fix = "see to all of it, then leave out --dry-run"
     return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
@@ -178,10 +178,10 @@ class CalibrationRun:
         self._workspace = Workspace(self.target, overwrite=options.overwrite)
         self._output = FinishedOutput(session.draft, self._workspace)
         self._note: Note | None = None
-        """That of the output, where an earlier run of this very job has written it."""
+        """The report of the output, where an earlier run of this very job has written it."""
 
     def check_output_and_hub(self) -> Target | None:
-        """Where the result is to go on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
+        """Find the result's place on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
         there, or not to the output."""
         if not self._ranks.is_first:
             return None
@@ -216,7 +216,7 @@ class CalibrationRun:
         return None
 
     def plan(self) -> Preflight:
-        """What would be done, and what would stop it. Raises FeatCalError where that cannot be told."""
+        """Return the plan of the run and all that would stop it. Raises FeatCalError where that cannot be told."""
         session, options, found = self._session, self._options, self._session.obstacles.found
         session.find_models(note_findings=False)
         self.check_output_and_hub()
@@ -268,7 +268,7 @@ class CalibrationRun:
         return Result(self.target, report, pushed, models)
 
     def _describe_adapter(self, rank: int) -> str:
-        """What is there in the place of an adapter of this rank; empty where the output has just that."""
+        """Describe what stands in the place of an adapter of this rank; empty where the output has just that."""
         adapter = self._output.read_report().adapter
         if adapter is not None and adapter.rank == rank:
             return ""
@@ -279,7 +279,7 @@ class CalibrationRun:
         return OutputError(what, where=str(self.target), fix="give --overwrite to replace it, or another --output")
 
     def _read_finished(self) -> Report:
-        """What an earlier run has reported, on every rank."""
+        """The report of an earlier run, on every rank."""
         report = self._ranks.broadcast(self._output.read_report() if self._ranks.is_first else None)
         assert report is not None
         if self._options.strict:
@@ -316,11 +316,11 @@ class DemoResult:
     output: Path
     report: Report
     scores: Mapping[str, TaskScores]
-    """By task, of expert, merged and calibrated model."""
+    """Scores of expert, merged and calibrated model, by task."""
 
     @property
     def accuracy(self) -> list[Accuracy]:
-        """The same, without intervals."""
+        """Scores without intervals, likewise."""
         return [
             Accuracy(task, **{role: score.value for role, score in scores.scores.items()})
             for task, scores in self.scores.items()

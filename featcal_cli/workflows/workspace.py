@@ -22,7 +22,7 @@ NOTE = ".featcal.json"
 WROTE = "wrote"
 """The key of the note that lists them."""
 UNLISTED = (NOTE, REPORT, RECIPE, PICTURE, CARD, "*.safetensors", "*.safetensors.index.json", "LICENSE*")
-"""What is ours in an output without a note, which is never pushed, beside what describes a model."""
+"""Our files in an output without a note, which is never pushed, beside those that describe a model."""
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
 
@@ -132,7 +132,7 @@ class Workspace:
         self._merged = self.folder / "merged"
         """The merged model, where it is built."""
         self._replaced = self.folder / "replaced"
-        """What the output takes the place of, for a moment."""
+        """The older output, while the new one takes its place."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Workspace:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Where a run puts what it needs for a while on the machine of this process: here, and on the other machines
+        """The folder for what a run needs for a while on the machine of this process: here, and on the other machines
         of torchrun's in a temporary folder."""
         launch = read_launch()
         if launch.rank == 0 or launch.local_rank:  # the first process of a machine is the one to ask

@@ -11,7 +11,20 @@ import pytest
 
 import featcal_cli
 
-PACKAGES = ("engine", "evaluation", "models", "reporting", "runtime")
+PACKAGES = (
+    "calibration",
+    "cli",
+    "data",
+    "engine",
+    "evaluation",
+    "hub",
+    "lineage",
+    "models",
+    "recipe",
+    "reporting",
+    "runtime",
+    "workflows",
+)
 """Packages of featcal_cli whose docstrings keep to the rule."""
 FRAGMENT = re.compile(r"(By|For|In|Likewise|Of|That|The same|Those|What|Where)\b")
 """First words of a fragment or of a reference to something said elsewhere."""
