@@ -14,13 +14,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, get_args
 
 from corruptions import corrupting
+from pydantic.dataclasses import dataclass
 
 from featcal_cli import calibrate, evaluate
 from featcal_cli.evaluation.lm_eval_tasks import check_harness
@@ -42,9 +43,9 @@ NOT_RUN = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Row:
-    """A row of the table as the recipe holds it; the recipes' comments explain the keys."""
+    """A row of the table as the recipe holds it, its numbers read; the recipes' comments explain the keys."""
 
     method: str
     merge: str | None = None
@@ -77,7 +78,7 @@ class Part:
         self.printed = [Row(**row) for row in table["rows"]]
         self.rows = choose_rows(self.printed, args.examples)
         self.skipped = [self.explain_skip(row) for row in self.rows]
-        self.seeds = args.seeds or table.get("seeds") or [draft.calibration.seed]
+        self.seeds = args.seeds or [int(seed) for seed in table.get("seeds", ())] or [draft.calibration.seed]
         tasks = {task: spec.evaluate for task, spec in draft.tasks.items() if task in (args.tasks or [task])}
         self.how = {} if set(self.all_columns) & set(COSTS) else {task: how for task, how in tasks.items() if how}
         self.scored = {task: list(how.lm_eval) or [task] for task, how in self.how.items()}
