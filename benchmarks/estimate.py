@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TASKS = ("one", "two", "three")
-GIVEN = ("--ridge", "0.05", "--rho", "2", "--alpha", "0.3")
+GIVEN = ("--method", "paper", "--ridge", "0.05", "--rho", "2", "--alpha", "0.3")
 """Options that leave nothing to be searched for."""
 Inputs = Callable[[], dict[str, Tensor]]
 

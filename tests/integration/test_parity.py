@@ -24,7 +24,7 @@ def test_calibrated_tensors_equal_the_official_ones(tmp_path: Path, result: str,
         save_file({"pixel_values": official[f"pixel_values.t{task}"]}, tmp_path / f"t{task}.safetensors")
         sources += ["--expert", f"t{task}={DATA / f'expert{task}'}"]
         sources += ["--data", f"t{task}={tmp_path / f't{task}'}.safetensors"]
-    settings = ["--ridge", told["lambda"], "--rho", told["rho"], "--alpha", told["alpha"]]
+    settings = ["--method", "paper", "--ridge", told["lambda"], "--rho", told["rho"], "--alpha", told["alpha"]]
     run = featcal("calibrate", DATA / "merged", "--base", DATA / "base", *sources, *settings, "-o", tmp_path / "out")
     assert run.returncode == 0, run.stderr
     ours = load_file(tmp_path / "out" / "model.safetensors")

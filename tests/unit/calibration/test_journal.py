@@ -189,7 +189,7 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(
     monkeypatch.setattr(Path, "replace", note_replace)
     calibrate(bert.recipe(), output=tmp_path / "out")
     named = [number for number, (event, _) in enumerate(events) if event == "name"]
-    assert len(named) >= 4
+    assert len(named) >= 3  # two blocks and the output
     for number in named:
         assert ("sync", events[number][1]) in events[:number]
         assert events[number + 1][0] == "sync"  # the folder
