@@ -53,7 +53,8 @@ def test_drift_costs_a_pass_of_merged_and_one_of_base(
 ) -> None:
     """A row that is fitted runs through a block in the expert and twice in the student, and half of eight, which are
     measured, in merged and in base; of rows that are held out, one half once in each of the four, and the other, on
-    which the default method checks updates, in none. The last block of what was calibrated runs where it is measured alone."""
+    which the default method checks updates, in none. The last block of what was calibrated runs where it is measured
+    alone."""
     runs: Counter[str] = Counter()
     run_block = PausedForward.run_block
 
