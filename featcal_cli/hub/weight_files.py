@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
+from math import prod
 from pathlib import Path, PurePosixPath
-from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
-from featcal_cli.runtime.sanitise import plain, quoted
+from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
@@ -55,7 +55,14 @@ FIRST_BYTES = 100_000
 """Read of a file at first; most headers are shorter, and one request is enough."""
 LONGEST = 25_000_000
 """Bytes of a header at most: those of 200,000 tensors. Read, it takes twenty times as much memory."""
-LONGEST_REASON = 200
+MOST_AXES = 64
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16), **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}  # fmt: skip
+"""Bits of one number, by the name of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -123,23 +130,12 @@ def read_header(file: Path) -> dict[str, Entry]:
     short, OSError for one that cannot be read."""
     with file.open("rb") as stream:
         read = partial(os.pread, stream.fileno())
-        header = _read_first_bytes(lambda start, stop: read(stop - start, start), file.stat().st_size)
-    return _parse(header, file)
+        return parse_header(lambda start, stop: read(stop - start, start), file.stat().st_size)
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
-    """The tensors of a remote file of `size` bytes, by name; `read` returns its bytes from one offset up to another.
-    Raises ValueError for everything that safetensors refuses."""
-    header = _read_first_bytes(read, size)
-    with NamedTemporaryFile() as copy:  # as long as the file, and all but its header a hole
-        copy.write(header)
-        copy.truncate(size)
-        copy.flush()
-        return _parse(header, Path(copy.name))
-
-
-def _read_first_bytes(read: Callable[[int, int], bytes], size: int) -> bytes:
-    """A file up to where its tensors begin."""
+    """The tensors of a file of `size` bytes, by name; `read` returns its bytes from one offset up to another. Raises
+    ValueError for everything that safetensors refuses, and for a name that comes twice."""
     content = read(0, min(FIRST_BYTES, size))
     if content[:8] == b"version ":  # of the Git LFS specification
         raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
@@ -150,29 +146,27 @@ def _read_first_bytes(read: Callable[[int, int], bytes], size: int) -> bytes:
         raise ValueError(f"its header has {start - 8:,} bytes, and none is so long")
     if start > len(content):
         content += read(len(content), start)
-    return content[:start]
+    is_repeated = False
 
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal is_repeated
+        mapping = dict(pairs)
+        is_repeated |= len(mapping) < len(pairs)
+        return mapping
 
-def _parse(header: bytes, file: Path) -> dict[str, Entry]:
-    """The tensors that the header of a file describes, after safetensors itself has found no fault with it."""
-    reason = ""
     try:
-        with safe_open(file, framework="np"):
-            pass
-    except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
-        if "not fully covered" not in reason:
-            raise ValueError(f"its header is invalid: {plain(reason)[:LONGEST_REASON]}") from None
-    start = len(header)
-    described: dict[str, Any] = json.loads(header[8:])
-    described.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in described.items():
-        first, stop = entry["data_offsets"]
-        tensors[name] = Entry(entry["dtype"], tuple(entry["shape"]), start + first, stop - first)
-    if reason:
-        end = max((entry.start + entry.size for entry in tensors.values()), default=start)
-        raise ValueError("it is cut short" if end > file.stat().st_size else "it holds more than its tensors")
+        header = json.loads(content[8:start].decode(), object_pairs_hook=as_dict, parse_constant=_refuse_constant)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are no texts")
+        for name in header:
+            name.encode()  # half characters have no place in a file
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        raise ValueError("its header is invalid") from None
+    if is_repeated:
+        raise ValueError("its header names something twice")
+    tensors = {name: _parse_entry(name, entry, start) for name, entry in header.items()}
+    _check_places(tensors, start, size)
     return tensors
 
 
@@ -180,6 +174,42 @@ def check_distinct(before: Mapping[str, Entry], tensors: Mapping[str, Entry]) ->
     """Raise ValueError for a tensor that earlier files of the model hold, too: which of them counts, nothing says."""
     if twice := before.keys() & tensors.keys():
         raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _parse_entry(name: str, entry: Any, start: int) -> Entry:
+    if not isinstance(entry, dict):
+        raise ValueError(f"the tensor {quoted(name)} is not described")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        raise ValueError(f"the tensor {quoted(name)} has an invalid shape or position")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"the tensor {quoted(name)} is of an unknown dtype")
+    size = offsets[1] - offsets[0]
+    if prod(shape) * BITS[dtype] != 8 * size:
+        raise ValueError(f"the tensor {quoted(name)} has {size:,} bytes, which is not what its shape and dtype take")
+    return Entry(dtype, tuple(shape), start + offsets[0], size)
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    """Whether these are the lengths of a tensor's axes, or offsets in a file."""
+    if not isinstance(values, list) or len(values) > MOST_AXES:
+        return False
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:
+    """Raise ValueError unless the tensors fill the rest of the file, one after the other."""
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.start != start:
+            what = "lies over another one" if entry.start < start else "does not follow the one before it"
+            raise ValueError(f"the tensor {quoted(name)} {what}")
+        start += entry.size
+    if start != size:
+        raise ValueError("it is cut short" if start > size else "it holds more than its tensors")
 
 
 def converted_copy(source: Path, key: str) -> Path:

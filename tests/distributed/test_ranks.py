@@ -102,7 +102,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 def folder(families: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes have done all of KINDS, and an inspection."""
     folder = tmp_path_factory.mktemp("ranks")
-    jobs: dict[str, Any] = {"inspection": {"recipe": recipe_of(families["bert"], KINDS["search"]), "inspect": True}}
+    jobs: dict[str, Any] = {"inspection": {"recipe": recipe_of(families["bert"], KINDS["featcal"]), "inspect": True}}
     for name, kind in KINDS.items():
         jobs[name] = {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
@@ -173,7 +173,7 @@ def test_only_the_first_writes(folder: Path, done: dict[str, Done]) -> None:
 
 
 def test_an_inspection_is_shared_too(families: dict[str, Saved], folder: Path) -> None:
-    alone = inspect_drift(recipe_of(families["bert"], KINDS["search"]), device="cpu")
+    alone = inspect_drift(recipe_of(families["bert"], KINDS["featcal"]), device="cpu")
     for rank in (0, 1):
         found = json.loads((folder / f"inspection-{rank}.json").read_text())
         assert found["tasks"] == json.loads(alone.to_json())["tasks"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, TASKS, VOCABULARY, Family, save_family, save_tokenizer, text
+from families import BY_NAME, TASKS, VOCABULARY, Family, few_of, save_family, save_tokenizer, text
 from families_text import MIXTURES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,8 +25,8 @@ PRECISE, PRECISE_TO_ROUNDING = 1e-5, 1e-4
 """Of the update: how far results may lie apart; and with a mixture or the default method, whose float32 gradients and
 module-by-module steps carry the rounding of one sum on into the next (1.4e-5 was seen)."""
 TEXT = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "global_attention_mask"}
-COMPARED = ("gpt2", "bert", "t5", "opt", "mixtral", "vit")
-"""One family of each kind: positions that are learnt, given by a mask or relative; a mixture; no text."""
+COMPARED = ("gpt2", "bert", "t5", "opt", "mixtral")
+"""One family of each kind: positions that are learnt, given by a mask or relative; a mixture."""
 CELLS = (("right", 1), ("left", 16), ("right", 3))
 ALL_CELLS = (("right", 1), ("right", 3), ("right", 16), ("left", 1), ("left", 3), ("left", 16))
 
@@ -109,7 +109,7 @@ def pad(inputs: dict[str, Tensor], side: str) -> dict[str, Tensor]:
     return moved
 
 
-@pytest.mark.parametrize("method", ["featcal", "paper"])
+@pytest.mark.parametrize("method", few_of(["featcal", "paper"], ("featcal",)))
 def test_learnt_positions_are_those_of_each_text_alone(tmp_path: Path, method: str) -> None:
     check(Batches(tmp_path, BY_NAME["gpt2"]), method, CELLS)
 
@@ -121,7 +121,7 @@ def test_no_family_depends_on_batches_and_padding(tmp_path: Path, name: str) -> 
     family = BY_NAME[name]
     batches = Batches(tmp_path, family, rows=8)  # nothing is held out, so that no update is reduced to nothing
     for method in ("featcal", "paper"):
-        check(batches, method, ALL_CELLS if family.name in ("gpt2", "bert", "t5") else CELLS)
+        check(batches, method, ALL_CELLS if family.name == "gpt2" else CELLS)
 
 
 def check(batches: Batches, method: str, cells: tuple[tuple[str, int], ...]) -> None:

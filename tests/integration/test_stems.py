@@ -42,6 +42,7 @@ def test_stems_are_calibrated_as_the_oracle_does_it(tmp_path: Path, name: str) -
 PATCHES = "embeddings.patch_embeddings.projection.weight"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 def test_precisions_may_differ(tmp_path: Path, stored: torch.dtype, computed: str) -> None:

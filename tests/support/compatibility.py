@@ -38,7 +38,7 @@ similar ways work too.
 
 
 NO_LIMITATION = re.compile(
-    "neither a Linear nor a norm|--(norms all|routers) calibrates it|shares its weight"
+    "neither a Linear nor a norm|`(norms: all|routers: true)` calibrates it|shares its weight"
     "|tokens are routed to it|examples reaches it"
 )
 """Reasons for leaving something as merged that say what it is, what option calibrates it, or what the examples lack."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import tokenizers
 import torch
 import transformers as tf
@@ -17,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 __all__ = [
-    "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "images", "save_family",
-    "save_tokenizer", "text",
+    "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "few_of", "images",
+    "save_family", "save_tokenizer", "text",
 ]  # fmt: skip
 
 TASKS = ("red", "green", "blue")
@@ -28,6 +31,11 @@ SPREAD = {
     "bert", "albert", "fnet", "gpt2", "llama", "mixtral", "t5", "clip", "vit", "swin", "wav2vec2", "llava",
 }  # fmt: skip
 """Those that the default run tests: as different as twelve can be."""
+
+
+def few_of(names: Iterable[str], default: Collection[str]) -> list[Any]:
+    """Parameters of a test: by default these few alone, the others with -m matrix."""
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.matrix) for name in names]
 
 
 @dataclass(frozen=True)
