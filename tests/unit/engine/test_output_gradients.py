@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -241,3 +242,14 @@ def test_a_sketch_of_wide_outputs_does_not_depend_on_how_gradients_are_grouped(r
     if rows < len(sketch):
         exact = gradients.T @ gradients / gradients.square().sum() * wide
         assert (factor.T @ factor - exact).norm() <= 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("size", [1e-21, 1e-30])
+def test_gradients_too_small_to_be_divided_by_are_finite(size: float) -> None:
+    """The sum of their squares is no normal number of float32, or zero."""
+    sums = GradientSums(SEED)
+    sums.add("module", torch.full((2, 8), size))
+    assert sums.factor("module").isfinite().all()
+    traced: Any = SimpleNamespace(sizes={"module": torch.tensor([[size**2, 0.0]])}, counts={"module": 2})
+    sizes = output_gradients._relative_sizes("module", [traced], 1)
+    assert sizes.isfinite().all()
