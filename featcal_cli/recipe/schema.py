@@ -336,7 +336,7 @@ class Calibration(Section):
 
 
 class Output(Section):
-    """Place of the result besides the local folder."""
+    """Destination of the result besides the local folder."""
 
     push_to: Annotated[ModelName | None, AsOption("USER/NAME", group="hub")] = None
     """Push the result to this model repo."""
@@ -363,7 +363,7 @@ class Draft(Section):
     calibration: Calibration = Calibration()
     """The settings of the method."""
     output: Output = Output()
-    """Place of the result."""
+    """Destination of the result."""
     paper: Mapping[str, Any] = Field(default={}, exclude=True)
     """Figures of the paper by table, for `benchmarks/reproduce.py`; the commands ignore them."""
 
