@@ -6,25 +6,19 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
-from featcal_cli.calibration.results import describe_guard, describe_kinds
-from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, average_tasks
+from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_kinds, write_share
+from featcal_cli.evaluation.results import CALIBRATED, MERGED, average_tasks
 from featcal_cli.hub.model_source import is_hub_id
-from featcal_cli.reporting.markdown import (
-    join_notes,
-    write_accuracy,
-    write_adapter,
-    write_distances,
-    write_drift_cells,
-    write_percent,
-    write_row,
-)
-from featcal_cli.reporting.report import CARD, ITSELF, RECIPE, REPORT, Report, Source
+from featcal_cli.reporting.markdown import join_notes, write_drift_cells
+from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, OutputDrift, Report, Source
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_seconds
 from featcal_cli.runtime.sanitise import for_markdown, one_line, without_folders, without_tokens
@@ -32,15 +26,7 @@ from featcal_cli.runtime.structured_text import dump_yaml, split_front_matter
 
 MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
-METRICS = {
-    "features": "Errors are measured on features, as in the paper.",
-    "output": "Errors are measured by their effect on each expert's outputs.",
-}
-ORDERS = {
-    "block": "The modules of a block were solved together, as in the paper.",
-    "module": "Modules were solved one after another, each on what the calibrated ones before it give.",
-}
-"""Sentences of the card on metric and order; reports of earlier versions name none."""
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 MARK = "<!-- This card was written by featcal. -->"
 MERGED_CARD = "README.merged.md"
 """File name of the merged model's own card in an output, where no page of the Hub shows it."""
@@ -58,17 +44,6 @@ FEATURES = ("feature-extraction", "image-feature-extraction")
 """The Hub's names of the task of models without a head."""
 LISTED = 12
 """The most lines of a list that are shown."""
-CITATION = """\
-@misc{gu2026featcal,
-  title         = {FeatCal: Feature Calibration for Post-Merging Models},
-  author        = {Gu, Yanggan and Cai, Shuo and Wang, Zihao and Wang, Wenjun and Wang, Yuanyi and Wang, Pengkai and
-                   Huang, Sirui and Lu, Su and Wu, Jianmin and Yang, Hongxia},
-  year          = {2026},
-  eprint        = {2605.13030},
-  archivePrefix = {arXiv},
-  primaryClass  = {cs.LG},
-  url           = {https://arxiv.org/abs/2605.13030}
-}"""
 
 
 def write_card(
@@ -92,9 +67,10 @@ def write_card(
     if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
     loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
-    agreed = data.license_name or data.license
-    sections = _write_sections(report, name, target, (model_class, loading), agreed, has_card=bool(merged_readme))
-    text = "\n\n".join([MARK, *sections])
+    merged = next(iter(_find_sources(report, "merged")), None)
+    at_hub = f"{HUB}/{merged.name}/blob/{merged.commit}/{CARD}" if merged and _on_hub(merged) else MERGED_CARD
+    merged_card = at_hub if merged and merged_readme else None
+    text = _render_body(report, name, target, merged_card, loading, model_class, data.license_name or data.license)
     metadata = data.to_dict()  # type: ignore[no-untyped-call]
     return without_tokens(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
 
@@ -190,83 +166,151 @@ def _on_hub(source: Source) -> bool:
     return source.commit is not None and is_hub_id(source.name)
 
 
-def _write_sections(
-    report: Report, name: str, target: str | None, loading: tuple[str, str], agreed: str | None, *, has_card: bool
-) -> Iterator[str]:
-    """The parts of a card's body, in order. loading: a class of transformers, and the code that loads the output
-    by it. agreed: the licence of all models, None where they do not agree. has_card: the merged model has a card
-    of its own."""
-    model_class, code = loading
-    yield f"# {for_markdown((target or name).rpartition('/')[2])}"
-    if report.has_grown:
-        headline = for_markdown(report.headline.removeprefix("WARNING: "))
-        yield f"> **Warning:** {headline}: this model is further from its experts than the merged one."
-    if report.worse:
-        worse = ", ".join(map(for_markdown, report.worse))
-        what = f"{report.judged_by} grew on {worse}"
-        yield f"> **Warning:** {what}: there this model is further from its expert than the merged one."
-    yield _summarise(report)
-    merged = next(iter(_find_sources(report, "merged")), None)
-    if has_card and merged:
-        at_hub = f"{HUB}/{merged.name}/blob/{merged.commit}/{CARD}"
-        yield f"The merged model has [a card of its own]({at_hub if _on_hub(merged) else MERGED_CARD})."
-    yield f"## Use\n\n{_fence('python', code)}"
-    if report.adapter and merged:
-        commit = merged.commit if _on_hub(merged) else None
-        yield write_adapter(report.adapter, merged.name, commit, target or name, model_class)
-    yield from write_accuracy(report)
-    yield from write_distances(report)
-    yield f"## How it was made\n\n{_describe_settings(report)}"
-    yield _describe_cost(report)
-    yield from _write_sources(report)
-    skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
-    left = [
-        f"{for_markdown(name)} in {count} block{'s' if count > 1 else ''}: {_show_message(reason, report)}"
-        for (name, reason), count in skipped.most_common()
-    ]
-    outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
-    yield f"### Left unchanged\n\n{_write_list([f'{outside}, final norms, poolers and heads', *left])}"
-    if report.notes:
-        notes = [_show_message(note, report) for note in join_notes(report.notes, report.drift)]
-        yield f"### Notes\n\n{_write_list(notes)}"
-    download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
-    command = f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
-    what = f"`{RECIPE}` names every model and dataset of the Hub by its commit; `{REPORT}` holds all its figures."
-    yield f"### Run it again\n\n{what}\n\n{_fence('sh', command)}"
-    if not all(_on_hub(source) or source.name == ITSELF for source in report.sources):
-        yield "Sources marked local are files of the machine where this was made: put your own paths in the recipe."
-    yield f"## Limits\n\n{_write_list(list(_list_limits(report, agreed)))}"
-    yield f"## Citation\n\n{_fence('bibtex', CITATION)}"
+def _render_body(
+    report: Report, name: str, target: str | None, merged_card: str | None, loading: str, model: str, agreed: str | None
+) -> str:
+    """The card's body. merged_card: the place of the merged model's own card, if it has one; loading: code that loads
+    the output; model: a class of transformers; agreed: the licence of all models, None where they do not agree."""
+    rows = report.judged_rows[: len(report.drift)]
+    context = {
+        **_describe_sources(report, agreed),
+        **_describe_modules(report),
+        "report": report,
+        "title": (target or name).rpartition("/")[2],
+        "merged_card": merged_card,
+        "loading": loading,
+        "adapter_code": _write_adapter_code(report, target or name, model),
+        "means": average_tasks(report.accuracy) if report.accuracy else {},
+        "ranked": [task for task, scores in report.accuracy.items() if scores.metric == "spearman"],
+        "choices": list(_list_choices(report)),
+        "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
+        "notes": [_show_message(note, report) for note in join_notes(report.notes, report.drift)],
+        "commands": _write_commands(name, target),
+        "any_local": not all(_on_hub(source) or source.name == ITSELF for source in report.sources),
+        "mark": MARK,
+        "listed": LISTED,
+        "picture": PICTURE,
+        "recipe_file": RECIPE,
+        "report_file": REPORT,
+        "adapter_folder": ADAPTER,
+    }
+    text = _make_environment(report).from_string(TEMPLATE.read_text(encoding="utf-8")).render(context)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _summarise(report: Report) -> str:
-    """Two sentences on what was done, and one on the result."""
+def _make_environment(report: Report) -> Environment:
+    """The environment of the template, in which every value that is not marked as Markdown is written as plain text."""
+
+    def finalize(value: object) -> str:
+        return str(value) if isinstance(value, Markup) else for_markdown(str(value))
+
+    # trim and lstrip: a line that holds a statement alone leaves none behind
+    environment = Environment(finalize=finalize, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "markdown": Markup,
+        "message": lambda text: _show_message(text, report),
+        "names": _show_names,
+        "drift_cells": write_drift_cells,
+        "percent": lambda score: f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}",
+        "share": write_share,
+        "size": tell_bytes,
+        "seconds": tell_seconds,
+    }
+    return environment
+
+
+def _show_names(names: Iterable[str]) -> Markup:
+    return Markup(", ".join(map(for_markdown, names)))
+
+
+def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
+    """Context on models and datasets: each once with all its roles, and their licences."""
+    sources: dict[tuple[str, str | None], list[Source]] = {}
+    for source in report.sources:
+        sources.setdefault((source.name, source.commit), []).append(source)
+    rows = []
+    for same in sources.values():
+        first = same[0]
+        found_in = "; ".join(_show_message(place, report) for place in _unique(source.found_in for source in same))
+        commit = f"`{first.commit[:7]}`" if first.commit and _on_hub(first) else "local"
+        rows.append(
+            {
+                "link": _link(first),
+                "roles": [source.role for source in same],
+                "commit": Markup("none" if first.name == ITSELF else commit),
+                "license": first.license or "not named",
+                "found_in": Markup(f" {found_in} |"),
+            }
+        )
+    models = _find_sources(report, *MODELS)
+    silent = sum(source.license is None for source in models)
+    licenses = _show_names(_unique(source.license for source in models if source.license))
+    unnamed = f"{silent} of {len(models)} name none" if silent else ""
     merge = merge if isinstance(merge := report.recipe.get("merged"), Mapping) else {}
     numbers = [f"{key} {merge[key]}" for key in ("scale", "density", "seed") if key in merge]
-    built = f"a merge of its experts ({for_markdown(', '.join([str(merge.get('method', 'unknown')), *numbers]))})"
-    merged = next(map(_link, _find_sources(report, "merged")), built)
+    built = f"a merge of its experts ({', '.join([str(merge.get('method', 'unknown')), *numbers])})"
     counts = report.settings["examples"].values()
-    examples = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    experts = "the expert's" if len(report.drift) == 1 else f"those of its {len(report.drift)} experts"
-    before, after, change, *_ = write_drift_cells(report.judged_rows[-1])
-    whose = "experts'" if report.output_distances else "experts"
-    closer = f"{'outputs' if report.output_distances else 'features'} come closer to {experts}"
-    done = f"its weights were changed in closed form, without training, so that its {closer}"
-    if report.settings.get("step") == 0:
-        done = f"no update let its {closer}, so all weights are the merged model's"
-    text = (
-        f"This is {merged}, calibrated by featcal {for_markdown(report.featcal_version)} ([FeatCal](https://arxiv.org/abs/"
-        f"2605.13030)): {done}. This took {examples} unlabelled "
-        "examples per task. File names, tensor names, shapes and dtypes are those of the merged model, so it loads "
-        "wherever that one does.\n\n"
-        f"Mean {report.judged_by} from the {whose}, {for_markdown(report.measured_on)}: **{before} → {after}** "
-        f"({change})."
-    )
-    if report.accuracy and (means := average_tasks(report.accuracy)).keys() >= {EXPERT, MERGED, CALIBRATED}:
-        shown = {role: write_percent(score) for role, score in means.items()}
-        measure = "accuracy" if all(one.metric != "spearman" for one in report.accuracy.values()) else "score"
-        text += f" Mean {measure}: **{shown[MERGED]} → {shown[CALIBRATED]}** % (experts: {shown[EXPERT]} %)."
-    return text
+    return {
+        "sources": rows,
+        "places": _unique(source.found_in for source in report.sources),
+        "merged": next(map(_link, _find_sources(report, "merged")), built),
+        "examples": f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}",
+        "self_written": [
+            source.role.partition(" ")[2] for source in _find_sources(report, "data") if source.name == ITSELF
+        ],
+        "agreed": agreed,
+        "licenses": Markup("; ".join(filter(None, (licenses, unnamed)))),
+    }
+
+
+def _describe_modules(report: Report) -> dict[str, Any]:
+    """Context on what was calibrated, how much it changed, and what was left unchanged."""
+    modules = [module for block in report.blocks for module in block.modules]
+    kinds = Counter(module.kind for module in modules).most_common()
+    skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
+    outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
+    left = [f"{outside}, final norms, poolers and heads"]
+    for (name, reason), count in skipped.most_common():
+        blocks = f"{count} block{'s' if count > 1 else ''}"
+        left.append(Markup(f"{for_markdown(name)} in {blocks}: {_show_message(reason, report)}"))
+    return {
+        "modules": modules,
+        "changes": sorted(module.relative_change for module in modules),
+        "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
+        "guard": describe_guard(report.blocks),
+        "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
+        "left_unchanged": left,
+    }
+
+
+def _list_choices(report: Report) -> Iterator[tuple[str, OutputDrift, OutputDrift]]:
+    """The outputs of merged and calibrated model by task, where the expert's own head makes a choice."""
+    for task, measured in report.measures.items():
+        before, after = (model.output if (model := measured.models.get(r)) else None for r in (MERGED, CALIBRATED))
+        if before and after and before.agreement is not None and after.agreement is not None:
+            yield task, before, after
+
+
+def _write_commands(name: str, target: str | None) -> str:
+    """The commands that make the output once more."""
+    download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
+    return f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
+
+
+def _write_adapter_code(report: Report, output: str, model: str) -> str:
+    """The code that puts the adapter on the merged model; empty where that is none of its own."""
+    merged = next(iter(_find_sources(report, "merged")), None)
+    if merged is None:
+        return ""
+    model = model if model.isidentifier() else "AutoModel"
+    name = merged.name if _on_hub(merged) else Path(merged.name).name
+    revision = f', revision="{merged.commit}"' if _on_hub(merged) else ""
+    where, place = (json.dumps(one_line(text), ensure_ascii=False) for text in (name, output))
+    return f"""from peft import PeftModel
+from transformers import {model}
+
+merged = {model}.from_pretrained({where}{revision}, dtype="auto")
+model = PeftModel.from_pretrained(merged, {place}, subfolder="{ADAPTER}")"""
 
 
 def _write_loading(place: str, purpose: str | None, model: str, processor: str | None) -> str:
@@ -287,104 +331,17 @@ def _write_loading(place: str, purpose: str | None, model: str, processor: str |
     return "\n".join(lines)
 
 
-def _write_sources(report: Report) -> Iterator[str]:
-    """A table of models and datasets, each once, with all its roles."""
-    sources: dict[tuple[str, str | None], list[Source]] = {}
-    for source in report.sources:
-        sources.setdefault((source.name, source.commit), []).append(source)
-    places = _unique(source.found_in for source in report.sources)
-    heads = ["source", "used as", "commit", "licence", *(["found in"] if len(places) > 1 else [])]
-    lines = [write_row(heads), write_row(["---"] * len(heads))]
-    for same in sources.values():
-        first = same[0]
-        commit = f"`{first.commit[:7]}`" if first.commit and _on_hub(first) else "local"
-        commit = "none" if first.name == ITSELF else commit
-        roles = ", ".join(for_markdown(source.role) for source in same)
-        cells = [_link(first), roles, commit, for_markdown(first.license or "not named")]
-        if len(places) > 1:
-            cells.append("; ".join(_show_message(place, report) for place in _unique(one.found_in for one in same)))
-        lines.append(write_row(cells))
-    if sources:
-        said = f"\n\nFound in: {_show_message(places[0], report)}." if len(places) == 1 else ""
-        yield "\n".join(["### Sources\n", *lines]) + said
-
-
-def _describe_settings(report: Report) -> str:
-    settings = report.settings
-    modules = [module for block in report.blocks for module in block.modules]
-    changes = sorted(module.relative_change for module in modules)
-    kinds = ", ".join(f"{count} {for_markdown(kind)}" for kind, count in Counter(m.kind for m in modules).most_common())
-    sentences = [
-        f"Method: {for_markdown(str(settings['method']))}, with λ (ridge) = {settings['ridge']:g}, ρ (rho) = "
-        f"{settings['rho']:g}, α (alpha) = {settings['alpha']:g} ({_show_message(settings['chosen_by'], report)}).",
-        METRICS.get(str(settings.get("metric")), METRICS["features"]),
-        ORDERS.get(str(settings.get("order")), ORDERS["block"]),
-        f"Norms: {for_markdown(str(settings['norms']))}; biases: {'calibrated' if settings['bias'] else 'unchanged'}; "
-        f"token weights: {for_markdown(str(settings['token_weights']))}.",
-        f"In {len(report.blocks)} blocks, {len(modules)} modules were calibrated ({kinds or 'none'}).",
-    ]
-    if guarded := describe_guard(report.blocks):
-        sentences.append(f"{guarded[0].upper()}{guarded[1:]}.")
-    if 0 < (step := settings.get("step", 1.0)) < 1:
-        grown = f"the mean {report.judged_by} grew on held-out rows"
-        sentences.append(f"All updates were reduced to {step:g}, because {grown}.")
-    if changes:
-        middle, most = (f"{100 * change:.0f} %" for change in (changes[len(changes) // 2], changes[-1]))
-        sentences.append(f"Their weights moved by {middle} (median) and by {most} at most.")
-    return " ".join(sentences)
-
-
-def _describe_cost(report: Report) -> str:
-    cost, machine = report.cost, {key: for_markdown(value) for key, value in report.environment.items()}
-    device = f" and {tell_bytes(cost['peak_device_bytes'])} on the device" if cost["peak_device_bytes"] else ""
-    return (
-        f"This took {tell_seconds(cost['seconds'])} on {machine['device']}, {tell_bytes(cost['peak_rss_bytes'])} of "
-        f"memory{device} at the peak, and read {tell_bytes(cost['expert_bytes_read'])} of the experts' weights "
-        f"(torch {machine['torch']}, transformers {machine['transformers']}, {machine['platform']})."
-    )
-
-
-def _list_limits(report: Report, agreed: str | None) -> Iterator[str]:
-    judged_by = report.judged_by.capitalize()
-    yield f"{judged_by} was measured on few examples per task, and it is not accuracy: evaluate on your own data."
-    yield "The experts are the aim: what they get wrong, this model may get wrong too."
-    calibrated = describe_kinds(report.blocks, stems=bool(report.settings.get("stems")))
-    if calibrated and report.settings.get("step") != 0:
-        yield for_markdown(calibrated)
-    if written := [source.role.partition(" ")[2] for source in _find_sources(report, "data") if source.name == ITSELF]:
-        tasks = for_markdown(", ".join(written))
-        yield f"The experts wrote the examples of {tasks} themselves: real ones may serve better."
-    models = _find_sources(report, *MODELS)
-    if agreed:
-        yield f"Licence: all models that it was made from say {for_markdown(agreed)}. The datasets have their own."
-    elif models:
-        silent = sum(source.license is None for source in models)
-        named = ", ".join(_unique(for_markdown(source.license) for source in models if source.license))
-        unnamed = f"{silent} of {len(models)} name none" if silent else ""
-        reasons = "; ".join(filter(None, (named, unnamed)))
-        yield f"No licence is carried over: the models that it was made from do not all name the same one ({reasons})."
-
-
-def _link(source: Source) -> str:
+def _link(source: Source) -> Markup:
     """A link to a source's page at its commit; for a local one, the last part of its path."""
     if not _on_hub(source):
-        return for_markdown(Path(source.name).name)
+        return Markup(for_markdown(Path(source.name).name))
     kind = "datasets/" if source.role.startswith("data ") else ""
-    return f"[{for_markdown(source.name)}]({HUB}/{kind}{source.name}/tree/{source.commit})"
+    return Markup(f"[{for_markdown(source.name)}]({HUB}/{kind}{source.name}/tree/{source.commit})")
 
 
-def _show_message(text: str, report: Report) -> str:
+def _show_message(text: str, report: Report) -> Markup:
     """A message of featcal's own, which may hold names and paths, for the card."""
     for source in report.sources:
         if source.commit is None and Path(source.name).is_absolute():
             text = text.replace(source.name, Path(source.name).name)
-    return for_markdown(without_folders(text), longest=400)
-
-
-def _write_list(lines: Sequence[str]) -> str:
-    more = [f"and {len(lines) - LISTED} more, in `{REPORT}`"] if len(lines) > LISTED else []
-    return "\n".join(f"- {line}" for line in [*lines[:LISTED], *more])
-
-
-def _fence(language: str, text: str) -> str:
-    return f"```{language}\n{text}\n```"
+    return Markup(for_markdown(without_folders(text), longest=400))
