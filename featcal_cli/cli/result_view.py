@@ -18,6 +18,7 @@ from rich.table import Table
 from featcal_cli.cli.console import ERR, OUT, escape, fold, shorten_commits
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Evaluation, Score, TaskScores, average_tasks
 from featcal_cli.lineage.questions import FROM_USER
+from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
 from featcal_cli.runtime.files import tell_bytes
@@ -176,16 +177,16 @@ def show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, li
     not all examples were wanted."""
     means = average_tasks(tasks)
     others = [role for role in means if role not in (EXPERT, MERGED)]
-    rows = [
-        _write_scores(escape(task) + (" (ρ)" if of_task.metric == "spearman" else ""), of_task.scores, means, others)
-        for task, of_task in tasks.items()
-    ]
+    used = [METRICS.get(of_task.metric) for of_task in tasks.values()]
+    rows = []
+    for (task, of_task), metric in zip(tasks.items(), used, strict=True):
+        mark = f" ({metric.symbol})" if metric and metric.symbol else ""
+        rows.append(_write_scores(escape(task) + mark, of_task.scores, means, others))
     rows += [_write_scores("mean", means, means, others)] if len(tasks) > 1 else []
-    metric = {
-        ("accuracy",): "Accuracy",
-        ("spearman",): "Spearman's ρ",
-        ("accuracy", "spearman"): "Accuracy, and Spearman's ρ where marked,",
-    }.get(tuple(sorted({of_task.metric for of_task in tasks.values()})), "Scores")
+    titles = [metric.title for metric in METRICS.values() if metric in used]
+    title = (
+        "Scores" if None in used else ", and ".join([*titles[:1], *(f"{more} where marked," for more in titles[1:])])
+    )
     counts = [score.examples for of_task in tasks.values() for score in of_task.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
     which = "randomly chosen " if limited else ""
@@ -193,7 +194,7 @@ def show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, li
     letters = (
         dict(zip(others, ascii_uppercase, strict=False)) if is_long and len(others) <= len(ascii_uppercase) else {}
     )
-    OUT.print(f"{metric} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
+    OUT.print(f"{title} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
     heads = [letters.get(role, role) for role in means] + (["gain"] if len(others) == 1 else [])
     OUT.print(make_table(["task", *map(escape, heads)], rows, overflow="fold"))
     for role, letter in letters.items():

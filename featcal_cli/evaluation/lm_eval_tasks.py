@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from featcal_cli.evaluation.protocols import LabelledTask, on_device
-from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_accuracy
+from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_mean
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import DataError, RecipeError
@@ -88,7 +88,7 @@ def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
     value, filtered = float(figures[fitting[0]]), fitting[0].partition(",")[2]
     samples = [row[kind] for row in results["samples"].get(name, ()) if row.get("filter", "none") == filtered]
     if samples and all(isinstance(sample, (bool, int, float)) for sample in samples):
-        score = score_accuracy(samples)
+        score = score_mean(samples)
         if abs(score.value - value) < 1e-6:
             return score
     # a metric that is no mean over examples: lm-eval's own error, where it knows one

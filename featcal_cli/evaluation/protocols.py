@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.rows import read_classes
 from featcal_cli.data.vocabulary import TextModels, Vocabulary, map_ids, open_tokens, renumber
-from featcal_cli.evaluation.results import EXPERT, Score, score_accuracy, score_spearman
+from featcal_cli.evaluation.results import EXPERT, Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.loading import Model, load_model
+from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Data, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.runtime.progress import quiet_transformers
@@ -121,13 +121,8 @@ class Comparison:
             if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
                 tell(len(right))
                 last = time.monotonic()
-        if self.task.how.metric == "spearman":
-            numbers = list(map(read_number, right))
-            return {role: score_spearman(list(map(read_number, given)), numbers) for role, given in predictions.items()}
-        return {
-            role: score_accuracy([float(one == other) for one, other in zip(given, right, strict=True)])
-            for role, given in predictions.items()
-        }
+        metric = METRICS[self.task.how.metric]
+        return {role: score(metric, given, right) for role, given in predictions.items()}
 
     def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
         """Groups of batches with their labels; every model processes a whole group while it is on the device."""
@@ -366,12 +361,3 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
         fix = "list an answer for every label, by its number, as answers: under evaluate"
         raise DataError(what, where=rows.where, fix=fix)
     return answers[number]
-
-
-def read_number(text: str) -> float:
-    """The number that a text stands for; 0 where it stands for none."""
-    try:
-        number = float(text)
-    except ValueError:
-        return 0.0
-    return number if isfinite(number) else 0.0

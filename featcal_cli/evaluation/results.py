@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from featcal_cli.recipe.metrics import Metric
 from featcal_cli.runtime.files import cache_folder, write_file
 from featcal_cli.runtime.structured_text import write_json
 
@@ -32,7 +33,7 @@ class Score:
     """The score of one model on one task."""
 
     value: float
-    """Accuracy, 0 to 1, or Spearman's ρ, −1 to 1."""
+    """The value of a metric (recipe/metrics.py), at most 1."""
     low: float
     """Lower end of its 95 % interval, from percentiles over examples drawn with replacement."""
     high: float
@@ -41,17 +42,14 @@ class Score:
     examples: int
 
 
-def score_accuracy(hits: Sequence[float]) -> Score:
-    """The mean of the examples' hits (1 right, 0 wrong), with its interval."""
-    return _bootstrap(numpy.asarray(hits, dtype=numpy.float64)[:, None], lambda drawn: float(drawn.mean()))
+def score(metric: Metric, predictions: Sequence[Any], labels: Sequence[Any]) -> Score:
+    """The metric of one model's predictions, with its interval."""
+    return bootstrap(metric.pair(predictions, labels), metric.measure)
 
 
-def score_spearman(predictions: Sequence[float], labels: Sequence[float]) -> Score:
-    """Spearman's rank correlation, ties at their mean rank, with its interval.
-
-    It is 0 where all predictions or all labels are the same.
-    """
-    return _bootstrap(numpy.asarray([predictions, labels], dtype=numpy.float64).T, _correlate_ranks)
+def score_mean(values: Sequence[float]) -> Score:
+    """The mean of values, one for each example, with its interval."""
+    return bootstrap(numpy.asarray(values, dtype=numpy.float64)[:, None], lambda rows: float(rows.mean()))
 
 
 def combine(scores: Sequence[Score]) -> Score:
@@ -65,23 +63,13 @@ def make_normal_score(value: float, error: float, examples: int) -> Score:
     return Score(value, value - NORMAL * error, value + NORMAL * error, error, examples)
 
 
-def _bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
+def bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
     """The score of all rows [examples, …], and its spread when as many rows are drawn with replacement."""
     random = numpy.random.default_rng(SEED)
     count = len(rows)
     draws = numpy.array([measure(rows[random.integers(count, size=count)]) for _ in range(RESAMPLES)])
     low, high = numpy.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Score(measure(rows), float(low), float(high), float(draws.std()), count)
-
-
-def _correlate_ranks(pairs: Numbers) -> float:
-    ranks: list[Numbers] = []
-    for column in pairs.T:
-        _, inverse, counts = numpy.unique(column, return_inverse=True, return_counts=True)
-        ranks.append((numpy.cumsum(counts) - (counts - 1) / 2)[inverse])  # equal values at the mean of their ranks
-    first, second = (rank - rank.mean() for rank in ranks)
-    size = sqrt(float(first @ first) * float(second @ second))
-    return float(first @ second) / size if size else 0.0
 
 
 EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
@@ -95,7 +83,7 @@ class TaskScores:
     protocol: str
     """The protocol: zero-shot, generation, lm-eval or heads."""
     metric: str
-    """The metric: accuracy or spearman; for lm-eval, its tasks with their metrics."""
+    """The metric's name in METRICS; for lm-eval, its tasks with their metrics."""
     data: str
     """The dataset, file or folder; empty for lm-eval."""
     split: str

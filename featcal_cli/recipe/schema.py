@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from featcal_cli.recipe.complaints import first_complaint
+from featcal_cli.recipe.metrics import METRICS, MetricName
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
 from featcal_cli.runtime.sanitise import quoted
@@ -77,7 +78,7 @@ class Evaluate(Section):
 
     split: Name = "test"
     """The split of the task's dataset to measure on; lm-eval brings its own data."""
-    metric: Literal["accuracy", "spearman"] = "accuracy"
+    metric: MetricName = "accuracy"
     """The share of right answers; or, for numbers, Spearman's rank correlation with the labels."""
     prompts: tuple[str, ...] = ()
     """Sentences about an image in which {} is a class's name; CLIP's text tower reads them."""
@@ -104,8 +105,8 @@ class Evaluate(Section):
                 raise ValueError(f"a prompt has one {{}} for the class's name: {prompt!r} has {prompt.count('{}')}")
         if isinstance(self.answers, str):
             _check_format(self.answers)
-        if self.metric == "spearman" and not isinstance(self.answers, str):
-            raise ValueError('spearman compares numbers: say how they are written, as answers: "{:.1f}"')
+        if METRICS[self.metric].of_numbers and not isinstance(self.answers, str):
+            raise ValueError(f'{self.metric} compares numbers: say how they are written, as answers: "{{:.1f}}"')
         if self.chat is not None and protocol != "lm_eval":
             raise ValueError("chat belongs to lm_eval")
         return self

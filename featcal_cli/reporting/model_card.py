@@ -17,6 +17,7 @@ from markupsafe import Markup
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_kinds, write_share
 from featcal_cli.evaluation.results import CALIBRATED, MERGED, average_tasks
 from featcal_cli.hub.model_source import is_hub_id
+from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.markdown import join_notes, write_drift_cells
 from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, OutputDrift, Report, Source
 from featcal_cli.runtime.files import tell_bytes
@@ -137,7 +138,7 @@ def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResu
             task_type=TASK_TYPES.get(scores.protocol) or pipeline_tag or "other",
             dataset_type=scores.metric if by_lm_eval else names.get(f"data {task}", one_line(task, 80)),
             dataset_name=one_line(f"{task} ({scores.metric if by_lm_eval else scores.split})", 80),
-            metric_type={"spearman": "spearmanr"}.get(scores.metric, "accuracy"),
+            metric_type=METRICS[scores.metric].hub_name if scores.metric in METRICS else "accuracy",
             metric_value=round(scores.scores[CALIBRATED].value, 5),
         )
 
@@ -181,7 +182,7 @@ def _render_body(
         "loading": loading,
         "adapter_code": _write_adapter_code(report, target or name, model),
         "means": average_tasks(report.accuracy) if report.accuracy else {},
-        "ranked": [task for task, scores in report.accuracy.items() if scores.metric == "spearman"],
+        "other_metrics": _show_names(_list_other_metrics(report)),
         "choices": list(_list_choices(report)),
         "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
         "notes": [_show_message(note, report) for note in join_notes(report.notes, report.drift)],
@@ -281,6 +282,13 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
         "left_unchanged": left,
     }
+
+
+def _list_other_metrics(report: Report) -> Iterator[str]:
+    """Each task that is measured by another metric than most, with its name."""
+    for task, scores in report.accuracy.items():
+        if scores.metric in METRICS and METRICS[scores.metric].symbol:
+            yield f"{task}: 100 · {METRICS[scores.metric].title}"
 
 
 def _list_choices(report: Report) -> Iterator[tuple[str, OutputDrift, OutputDrift]]:

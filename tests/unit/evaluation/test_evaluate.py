@@ -27,7 +27,8 @@ from torch.nn.functional import normalize
 
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
-from featcal_cli.evaluation.results import Evaluation, Score, combine, score_accuracy, score_spearman
+from featcal_cli.evaluation.results import Evaluation, Score, combine, score, score_mean
+from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
@@ -336,7 +337,7 @@ def test_a_figure_of_lm_evals_is_read_with_its_error(
             _read_score(answer, "sciq", metric, "it")
         return
     score = _read_score(answer, "sciq", metric, "it")
-    drawn = score_accuracy([1.0, 1.0, 1.0, 0.0])
+    drawn = score_mean([1.0, 1.0, 1.0, 0.0])
     spread = 1.959964 * (error or 0.0)
     assert score == (drawn if error is None else Score(value, value - spread, value + spread, error, 9))
 
@@ -353,23 +354,23 @@ def test_code_that_a_model_wrote_runs_only_when_that_is_allowed(t5: Path) -> Non
 def test_spearman_is_scipys_with_ties() -> None:
     random = Random(5)
     one, other = ([float(random.randrange(6)) for _ in range(50)] for _ in range(2))
-    assert score_spearman(one, other).value == pytest.approx(spearmanr(one, other)[0])
-    assert score_spearman([1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]).value == 0
+    assert score(METRICS["spearman"], one, other).value == pytest.approx(spearmanr(one, other)[0])
+    assert score(METRICS["spearman"], [1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]).value == 0
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_an_interval_is_as_wide_as_theory_says(share: float) -> None:
     count = 2000
-    score = score_accuracy([float(number < share * count) for number in range(count)])
+    found = score_mean([float(number < share * count) for number in range(count)])
     width = 2 * 1.96 * (share * (1 - share) / count) ** 0.5
-    assert score.value == share
-    assert score.high - score.low == pytest.approx(width, rel=0.1)
-    assert score.low < share < score.high
-    assert score == score_accuracy([float(number < share * count) for number in range(count)])
+    assert found.value == share
+    assert found.high - found.low == pytest.approx(width, rel=0.1)
+    assert found.low < share < found.high
+    assert found == score_mean([float(number < share * count) for number in range(count)])
 
 
 def test_the_mean_of_tasks_is_surer_than_each() -> None:
-    scores = [score_accuracy([1.0, 0.0] * 100), score_accuracy([1.0, 1.0, 0.0] * 100)]
+    scores = [score_mean([1.0, 0.0] * 100), score_mean([1.0, 1.0, 0.0] * 100)]
     mean = combine(scores)
     assert mean.value == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert mean.error == pytest.approx(numpy.hypot(scores[0].error, scores[1].error) / 2)
