@@ -1,7 +1,4 @@
-"""What a job costs: time, the memory of its process, and on a GPU its memory; and what the machine could do.
-
-The official repository's environment imports this too: nothing but torch is needed.
-"""
+"""What a process costs, measured from outside: its time and memory; and what the machine could do."""
 
 from __future__ import annotations
 
@@ -65,33 +62,6 @@ def _read_status(process: int) -> dict[str, int]:
     except OSError:  # it has just ended, or this is no Linux
         return {}
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
-
-
-class Clock:
-    """Times what runs inside of it: seconds, and on a GPU the peak of allocated bytes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds = 0.0
-        self.device_bytes = 0
-
-    def __enter__(self) -> Clock:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.seconds = time.perf_counter() - self._started
-        if self._device.type == "cuda":
-            self.device_bytes = torch.cuda.max_memory_allocated(self._device)
-
-    def to_dict(self) -> dict[str, Any]:
-        """To be printed."""
-        return {"seconds": self.seconds, "device_bytes": self.device_bytes}
 
 
 def gemm_speed(device: torch.device) -> float:

@@ -25,19 +25,13 @@ class Asked(NamedTuple):
     official_python: str
 
 
-def run_stage(asked: Asked, folder: Path, examples: int) -> Measured:
-    """featcal's calibration stage; its result is kept in the family's folder."""
-    read_files(folder)
-    return measure([sys.executable, str(HERE / "stage.py"), *_stage_arguments(asked, folder, examples, "ours")])
-
-
 def run_official(asked: Asked, folder: Path, examples: int) -> Measured | None:
-    """The official code's, if there is a clone of it."""
+    """The official code's process, if there is a clone of it."""
     if asked.official is None:
         return None
     read_files(folder)
-    arguments = [asked.official, *_stage_arguments(asked, folder, examples, "official")]
-    return measure([asked.official_python, str(HERE / "official.py"), *arguments])
+    arguments = [str(folder), str(examples), str(asked.device), str(folder / "official")]
+    return measure([asked.official_python, str(HERE / "official.py"), asked.official, *arguments])
 
 
 def read_files(folder: Path) -> None:
@@ -46,10 +40,6 @@ def read_files(folder: Path) -> None:
         with file.open("rb") as opened:
             while opened.read(CHUNK):
                 pass
-
-
-def _stage_arguments(asked: Asked, folder: Path, examples: int, result: str) -> list[str]:
-    return [str(folder), str(examples), str(asked.device), str(folder / result)]
 
 
 def run_command(folder: Path, examples: int, *options: str) -> Measured:

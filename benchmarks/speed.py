@@ -4,8 +4,8 @@
                                [--device cpu] [--work FOLDER]
                                [--official CLONE --official-python ENVIRONMENT/bin/python]
 
-clip     CLIP-ViT-B/32's shapes, 8 tasks: the calibration stage (from loaded models and read examples to all blocks
-         solved), the official code's on the same weights and pixel values, turn about, and the whole command.
+clip     CLIP-ViT-B/32's shapes, 8 tasks: the whole command with the paper's settings, and the official code's process
+         on the same weights and pixel values, turn about.
 default  The same family: the whole command with featcal's settings, beside the paper's.
 experts  The same shapes, 3 blocks, 4 to 32 experts: what more of them cost.
 mixture  A layer of 64 experts, of OLMoE's shapes, beside a dense one: memory.
