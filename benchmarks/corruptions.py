@@ -33,7 +33,7 @@ def corrupting(corruption: str | None) -> Iterator[None]:
     decode = ImageReader.picture
     with ExitStack() as stack:
         if corruption:
-            picture = lambda reader, item: corrupt_image(decode(reader, item), corruption)  # noqa: E731
+            picture = lambda reader, row: corrupt_image(decode(reader, row), corruption)  # noqa: E731
             stack.enter_context(patch.object(ImageReader, "picture", picture))
         yield
 

@@ -1,8 +1,13 @@
-"""Cells of rows: the endings of images and recordings, and how much of a value is kept."""
+"""Cells of rows: the endings of images and recordings, how much of a value is kept, and the files that they name."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any
+
+from featcal_cli.data.batches import OTHER_COLUMN, BadRowError
+from featcal_cli.runtime.sanitise import plain, quoted
 
 Row = dict[str, Any]
 """Column → value."""
@@ -26,7 +31,7 @@ def is_base64(text: str) -> bool:
 
 def shorten_row(row: Row) -> Row:
     """The row without what no reader of it needs: the middle of very long texts, and bytes that are too many for an
-    image. Hundreds of rows are held at once."""
+    image. Hundreds of rows are held at once, and a tokenizer would take minutes over a book."""
     return {name: _shorten(value, MOST_LEVELS) for name, value in row.items()}
 
 
@@ -43,3 +48,33 @@ def _shorten(value: Any, levels: int) -> Any:
         case list() if levels:
             return [_shorten(inner, levels - 1) for inner in value]
     return value
+
+
+def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes | Path:
+    """The encoded image or recording (`kind`) in a cell: bytes, or the file that its text names in `folder`, where that
+    is given. Raises BadRowError."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and len(value) <= LARGEST_FILE:
+        return value
+    if isinstance(value, str) and value and folder is not None:
+        file = folder / value
+        try:
+            status = file.stat()
+        except (OSError, ValueError) as error:
+            raise BadRowError(f"there is no {kind} {quoted(file.name)}") from error
+        if S_ISREG(status.st_mode) and status.st_size <= LARGEST_FILE:
+            return file
+        raise BadRowError(f"{quoted(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
+    what = "only the name of a file" if isinstance(value, str) else type(value).__name__
+    raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if value else ""), OTHER_COLUMN)
+
+
+def refuse_cell(value: Any, column: str, kind: str, reason: str) -> BadRowError:
+    """The error for an image or recording (`kind`) that cannot be decoded, named by its file where it has one."""
+    name = value.get("path") if isinstance(value, dict) else value
+    is_name = isinstance(name, str) and name and not is_base64(name)
+    which = (
+        f"the {kind} {quoted(Path(str(name)).name)}" if is_name else f"an {kind}" if kind == "image" else f"a {kind}"
+    )
+    return BadRowError(f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})")

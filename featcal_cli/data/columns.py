@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, is_base64
+from featcal_cli.data.messages import answer_of, is_conversation, is_text
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
@@ -17,60 +18,43 @@ Samples = Mapping[str, Sequence[Any]]
 """Column → its values in the first rows."""
 TextKind = Literal["encoder", "causal", "encoder-decoder"]
 
-IMAGE_NAMES = ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name")
-ARRAY_NAMES = (*IMAGE_NAMES, "pixels", "array", "pixel_values")
-"""Columns whose nested lists of numbers may be pictures."""
-AUDIO_NAMES = ("audio", "speech", "sound", "recording", "wav", "flac", "mp3", "file", "path", "file_name")
-TRANSCRIPT_NAMES = ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text")
-"""Columns of what is said in a recording."""
-CAPTION_NAMES = (
-    "caption", "captions", "text", "sentence", "alt_text", "description", "question", "query", "prompt", "instruction",
-    "messages", "conversations", "conversation",
-)  # fmt: skip
-"""Columns of what is said about an image."""
-MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
-PROMPT_RESPONSE_NAMES = (
-    ("instruction", "output"), ("query", "response"), ("instruction", "response"), ("inputs", "targets"),
-    ("prompt", "response"), ("prompt", "completion"), ("question", "response"), ("problem", "response"),
-    ("problem", "generated_solution"), ("question", "generated_solution"), ("problem", "solution"),
-    ("question", "solution"), ("prompt", "solution"), ("instruction", "solution"),
-    ("question", "answer"), ("problem", "answer"), ("query", "answer"), ("prompt", "answer"), ("instruction", "answer"),
-    ("question", "answers"), ("query", "answers"), ("prompt", "output"), ("instruction", "completion"),
-    ("prompt", "chosen"), ("question", "chosen"), ("instruction", "chosen"), ("input", "chosen"),
-    ("prompt", "canonical_solution"), ("prompt", "code"), ("text", "code"), ("instruction", "code"),
-    ("question", "code"), ("question", "solutions"), ("sql_prompt", "sql"), ("question", "sql"), ("question", "query"),
-    ("intent", "snippet"), ("question", "rationale"), ("question", "correct_answer"), ("question_title", "best_answer"),
-    ("inputs_pretokenized", "targets_pretokenized"), ("message_1", "message_2"), ("user", "assistant"),
-    ("human", "assistant"), ("prompt", "target"),
-)  # fmt: skip
-SOURCE_TARGET_NAMES = (
-    ("document", "summary"), ("article", "highlights"), ("dialogue", "summary"), ("article", "summary"),
-    ("article", "abstract"), ("description", "abstract"), ("text", "summary"), ("source", "target"), ("src", "tgt"),
-    ("input", "output"), ("input", "target"), ("input_text", "target_text"), ("text", "target"), ("input", "response"),
-    ("input", "answer"),
-)  # fmt: skip
-ABOUT_NAMES = {
-    "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
+NAMES = {
+    "image": ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name", "pixels", "array",
+              "pixel_values"),
+    "audio": ("audio", "speech", "sound", "recording", "wav", "flac", "mp3", "file", "path", "file_name"),
+    "messages": ("messages", "conversations", "conversation", "chat"),
+    "prompt": ("instruction", "prompt", "question", "query", "problem", "inputs", "sql_prompt", "intent",
+               "question_title", "inputs_pretokenized", "message_1", "user", "human", "document", "article", "dialogue",
+               "input", "input_text", "text", "description", "source", "src"),
+    "response": ("output", "response", "targets", "completion", "generated_solution", "solution", "answer", "answers",
+                 "chosen", "canonical_solution", "code", "solutions", "sql", "snippet", "rationale", "correct_answer",
+                 "best_answer", "targets_pretokenized", "message_2", "assistant", "summary", "highlights", "abstract",
+                 "target", "tgt", "target_text", "query"),
+    "text": ("text", "sentence", "content", "review", "document", "article", "body", "tweet", "comment", "utterance",
+             "prompt", "instruction", "question", "query", "chosen", "problem"),
+    "words": ("tokens", "words"),
+    "transcript": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text"),
+    "caption": ("caption", "captions", "text", "sentence", "alt_text", "description", "question", "query", "prompt",
+                "instruction", "messages", "conversations", "conversation"),
+    "label": ("label", "labels", "class", "cls", "target"),
 }  # fmt: skip
-"""Columns that hold what a prompt is about, where there is something."""
-TEXT_PAIR_NAMES = (
+"""Role → the names of columns that play it, the likeliest first. Besides a recipe's roles: `words` (of one text, in a
+list), `transcript` (of a recording) and `caption` (what is said about an image)."""
+TEXT_PAIRS = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
     ("question", "passage"), ("question", "context"), ("query", "passage"), ("text1", "text2"), ("text_a", "text_b"),
     ("sentence_a", "sentence_b"), ("sent1", "sent2"), ("query", "document"),
 )  # fmt: skip
-TEXT_NAMES = (
-    "text", "sentence", "content", "review", "document", "article", "body", "tweet", "comment", "utterance",
-    "prompt", "instruction", "question", "query", "chosen", "problem",
-)  # fmt: skip
-WORDS_NAMES = ("tokens", "words")
-ANSWER_NAMES = tuple(dict.fromkeys(name for _, name in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES))
-QUESTION_NAMES = ("prompt", "instruction", "question", "query", "problem")
-NO_ANSWERS = ("rejected", "system", "system_prompt", "title", "source", "context")
-
-LABEL_NAMES = ("label", "labels", "class", "cls", "target")
+ABOUT = {
+    "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
+}  # fmt: skip
+"""A prompt's column → columns that hold what it is about, where there is something."""
 
 LOOKED_AT_CHARACTERS = 1000
 """Characters of a text that tell whether it is one."""
+
+
+# --- what the recipe names ---
 
 
 def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
@@ -104,53 +88,81 @@ def template_fields(template: str) -> list[str]:
     return names
 
 
+def names_text(data: Data) -> bool:
+    """Whether the recipe says where a text is."""
+    return data.template is not None or bool({"text", "prompt", "messages"} & data.columns.keys())
+
+
 def needed_columns(data: Data) -> set[str] | None:
     """The columns that a task's examples are made of; None where they have yet to be found among all there are."""
-    if data.template is None and not {"image", "audio", "text", "prompt", "messages"} & data.columns.keys():
+    if not names_text(data) and not {"image", "audio"} & data.columns.keys():
         return None
     try:
-        return {*data.columns.values(), *template_fields(data.template or "")} | set(_given_about(data))
+        return {*data.columns.values(), *template_fields(data.template or ""), *_given_about(data)}
     except ValueError:  # a broken template, which `check_columns` explains
         return None
 
 
 def _given_about(data: Data) -> Sequence[str]:
     """Columns that may lie beside the prompt that the user named, in datasets of instructions."""
-    return ABOUT_NAMES["instruction"] if data.columns.get("prompt") == "instruction" else ()
+    return ABOUT["instruction"] if data.columns.get("prompt") == "instruction" else ()
 
 
 def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> list[str]:
-    prompt = roles.get("prompt", "")
-    names = _given_about(data) if "prompt" in data.columns else ABOUT_NAMES.get(_bare_name(prompt), ())
+    """The columns with what the prompt is about."""
+    if data.template is not None:
+        return []
+    names = _given_about(data) if "prompt" in data.columns else ABOUT.get(_bare_name(roles.get("prompt", "")), ())
     return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
 
 
-def name_columns(where: str, roles: str) -> str:
+def _name_columns(where: str, roles: str) -> str:
     """The option to type to name columns, for a task that `where` begins with."""
     return f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
 
 
-def no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
+def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
     """The error that says which columns there are and how to name one."""
     what = f"no column holds {what}; the columns are {list_some(columns)}"
-    return DataError(what, where=where, fix=f"name it: {name_columns(where, roles)}")
+    return DataError(what, where=where, fix=f"name it: {_name_columns(where, roles)}")
 
 
-def find_image_column(samples: Samples, where: str) -> str:
-    """A column called like images, else the first that looks like some. Raises DataError for none."""
-    likely = find_encoded_images(samples)
-    likely = likely or [name for name in ARRAY_NAMES if any(map(is_array, samples.get(name, ())))]
+# --- what names and values tell ---
+
+
+def find_image_column(data: Data, samples: Samples, where: str) -> str:
+    """The recipe's column of images, else one called like images, else the first that looks so. Raises DataError for
+    none."""
+    arrays = [name for name in NAMES["image"] if any(map(is_array, samples.get(name, ())))]
+    return _find_column("image", "images", data, find_encoded_images(samples) or arrays, samples, where)
+
+
+def find_audio_column(data: Data, samples: Samples, where: str) -> str:
+    """The column of recordings, found like that of images. Raises DataError for none."""
+    return _find_column("audio", "recordings", data, _find_likely(samples, _looks_like_audio), samples, where)
+
+
+def find_label_column(data: Data, columns: Collection[str], where: str) -> str:
+    """The recipe's column of labels, else one that is called so. Raises DataError for none."""
+    likely = [name for name in NAMES["label"] if name in columns]
+    return _find_column("label", "labels", data, likely, columns, where)
+
+
+def find_encoded_images(samples: Samples) -> list[str]:
+    """The columns whose values look like images: encoded, or the names of files."""
+    return _find_likely(samples, _looks_like_image)
+
+
+def _find_column(role: str, what: str, data: Data, likely: Sequence[str], columns: Iterable[str], where: str) -> str:
+    if role in data.columns:
+        return data.columns[role]
     if not likely:
-        raise no_column("images", "image:COLUMN", samples, where)
-    return next((name for name in IMAGE_NAMES if name in likely), likely[0])
+        raise _no_column(what, f"{role}:COLUMN", columns, where)
+    return next((name for name in NAMES[role] if name in likely), likely[0])
 
 
-def find_audio_column(samples: Samples, where: str) -> str:
-    """A column called like recordings, else the first that looks like some. Raises DataError for none."""
-    likely = [name for name, values in samples.items() if any(map(_looks_like_audio, values))]
-    if not likely:
-        raise no_column("recordings", "audio:COLUMN", samples, where)
-    return next((name for name in AUDIO_NAMES if name in likely), likely[0])
+def _find_likely(samples: Samples, test: Callable[[Any], Any]) -> list[str]:
+    return [name for name, values in samples.items() if any(map(test, values))]
 
 
 def _looks_like_audio(value: Any) -> bool:
@@ -160,11 +172,6 @@ def _looks_like_audio(value: Any) -> bool:
         case str():
             return value.lower().endswith(AUDIO_FILES)
     return isinstance(value, bytes)
-
-
-def find_encoded_images(samples: Samples) -> list[str]:
-    """The columns whose values look like images: encoded, or the names of files."""
-    return [name for name, values in samples.items() if any(map(_looks_like_image, values))]
 
 
 def _looks_like_image(value: Any) -> bool:
@@ -189,78 +196,64 @@ def is_array(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def names_text(columns: Collection[str]) -> bool:
-    """Whether a user's roles name a text."""
-    return bool({"text", "prompt", "messages"} & set(columns))
+def has_caption(data: Data, samples: Samples) -> bool:
+    """Whether rows with images hold texts about them: the recipe names one, or a column is called like one."""
+    texts = {name.lower(): values for name, values in samples.items()}
+    found = (value for name in NAMES["caption"] for value in texts.get(name, ()))
+    return names_text(data) or (not data.columns and any(isinstance(x, str) or is_conversation(x) for x in found))
 
 
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
-    """Role → column: the user's where they name a text, else found. `chat`: whether the tokenizer has a chat template.
+    """Role → column: the recipe's where it names a text, else found. `chat`: whether the tokenizer has a chat template.
     Raises DataError when no column holds text."""
-    given = dict(data.columns)
-    if data.template is not None or names_text(given):
-        return given
-    return _find_text_columns(samples, kind, chat, where) | given
+    if names_text(data):
+        return dict(data.columns)
+    return _find_text_columns(samples, kind, chat, where) | data.columns
 
 
 def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str) -> dict[str, str]:
     names = {_bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
-    texts = {name for name, column in names.items() if any(isinstance(value, str) for value in samples[column])}
-    talks = {name for name, column in names.items() if any(map(is_conversation, samples[column]))}
-    answers = {name for name, column in names.items() if any(map(answer_of, samples[column]))}
-    messages = [{"messages": names[name]} for name in MESSAGES_NAMES if name in talks]
+    bare = {name: samples[column] for name, column in names.items()}
+    texts = _find_likely(bare, lambda value: isinstance(value, str))
+    talks, answers = _find_likely(bare, is_conversation), _find_likely(bare, answer_of)
+    messages = [names[name] for name in NAMES["messages"] if name in talks]
     if messages and kind == "causal" and (chat or "text" not in texts):
-        return messages[0]
+        return {"messages": messages[0]}
     if kind != "encoder":
-        for prompt, response in PROMPT_RESPONSE_NAMES + SOURCE_TARGET_NAMES:
-            if prompt in texts | talks and response in answers | talks:
-                return {"prompt": names[prompt], "response": names[response]}
+        prompt = next((name for name in NAMES["prompt"] if name in [*texts, *talks]), "")
+        responses = [name for name in NAMES["response"] if name in [*answers, *talks] and name != prompt]
+        if prompt and responses:
+            return {"prompt": names[prompt], "response": names[responses[0]]}
         for name in ("prompt", "chosen"):
             if name in talks and kind == "causal":
                 return {"messages": names[name]}
-    for first, second in TEXT_PAIR_NAMES:
+    for first, second in TEXT_PAIRS:
         if first in texts and second in texts:
             return {"text": names[first], "text_pair": names[second]}
-    single = [names[name] for name in TEXT_NAMES if name in texts]
+    single = [names[name] for name in NAMES["text"] if name in texts]
     single += [column for column in samples if _looks_natural(samples[column])]
-    single += [names[name] for name in WORDS_NAMES if name in answers]
+    single += [names[name] for name in NAMES["words"] if name in answers]
     if single:
         return {"text": single[0]}
-    if further := messages + [{"messages": names[name]} for name in names if name in talks]:
-        return further[0]
+    if messages or talks:
+        return {"messages": (messages or [names[name] for name in talks])[0]}
     cells = ((name, value) for name, values in samples.items() for value in values if isinstance(value, dict))
-    texts_inside = (f"{{{name}[{key}]}}" for name, value in cells for key, text in value.items() if _is_text(text))
-    if inner := next(texts_inside, None):  # as a template names it
+    inside = (f"{{{name}[{key}]}}" for name, value in cells for key, text in value.items() if is_text(text))
+    if inner := next(inside, None):  # as a template names it
         what = f"no column holds text, but {inner} does; the columns are {list_some(samples)}"
         raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
-    raise no_column("text", "text:COLUMN", samples, where)
+    raise _no_column("text", "text:COLUMN", samples, where)
 
 
-def find_unused_answer(samples: Samples, roles: Mapping[str, str], data: Data) -> str | None:
-    """A column that may hold the answers, by its name or as further text beside a question, where no answer is read."""
-    if {"response", "messages"} & roles.keys():
-        return None
+def advise_answer(samples: Samples, roles: Mapping[str, str], data: Data, where: str) -> str:
+    """What to type where a column called like an answer is not read; empty without one."""
     used = {*roles.values(), *template_fields(data.template or "")}
     further = [name for name in samples if name not in used and any(map(answer_of, samples[name]))]
-    likely = [name for name in further if _bare_name(name) in ANSWER_NAMES]
-    text = _bare_name(roles.get("text", ""))
-    asks = "text_pair" not in roles and (text in QUESTION_NAMES or text not in TEXT_NAMES)
-    if asks and not data.columns and not data.template:
-        likely += [name for name in further if _bare_name(name) not in NO_ANSWERS and _looks_natural(samples[name])]
-    return likely[0] if likely else None
-
-
-def answer_of(value: Any) -> str | None:
-    """The text of an answer: a text, the first of several, or that of {text: …} and {value: …}; None for no text."""
-    if isinstance(value, Mapping):
-        value = value.get("text") or value.get("value")
-    if isinstance(value, list) and value:
-        value = value[0]
-    return value if _is_text(value) else None
-
-
-def _is_text(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and bool(value.strip())
+    likely = [name for name in further if _bare_name(name) in NAMES["response"]]
+    if not likely or {"response", "messages"} & roles.keys():
+        return ""
+    command = _name_columns(where, f"prompt:{roles.get('text', 'COLUMN')},response:{likely[0]}")
+    return f"; {likely[0]}, which may be the answer, is not read: to have it read, type {command}"
 
 
 def _bare_name(column: str) -> str:
@@ -268,25 +261,10 @@ def _bare_name(column: str) -> str:
     return column.strip().lower().replace(" ", "_").replace("-", "_")
 
 
-def is_conversation(value: Any) -> bool:
-    """True for a list of messages, or lists of what each has: {role: […], content: […]}."""
-    if isinstance(value, dict):
-        kinds = value.keys() & {"role", "from"}, value.keys() & {"content", "value"}
-        return all(kinds) and all(isinstance(value[name], list) for name in set().union(*kinds))
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
 def _looks_natural(values: Sequence[Any]) -> bool:
-    """True when most of the values are several words, unlike ids, paths and class names."""
-    texts = [value[:LOOKED_AT_CHARACTERS] for value in values if _is_text(value)]
+    """Whether most of the values are several words, unlike ids, paths and class names."""
+    texts = [value[:LOOKED_AT_CHARACTERS] for value in values if is_text(value)]
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)
-
-
-def find_label_column(data: Data, columns: Collection[str], where: str) -> str:
-    """The column of the labels: the one that the recipe names, else one that is called so. Raises DataError."""
-    if column := data.columns.get("label") or next((name for name in LABEL_NAMES if name in columns), None):
-        return column
-    raise no_column("labels", "label:COLUMN", columns, where)
 
 
 def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str) -> int:
@@ -299,8 +277,6 @@ def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str
                 what = "the split hides its labels (some are below 0)"
                 raise DataError(what, where=where, fix="evaluate another split")
             return int(value)
-    what = (
-        f"label {quoted(value) if isinstance(value, str) else plain(str(value))} in column {plain(column)} is no class"
-    )
-    what += " of the model's"
+    shown = quoted(value) if isinstance(value, str) else plain(str(value))
+    what = f"label {shown} in column {plain(column)} is no class of the model's"
     raise DataError(what, where=where, fix="use class numbers, or the names in label2id of the model's config.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, starmap
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,23 +14,18 @@ from featcal_cli.data.audio import open_audio
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
-    Folders,
-    Reader,
-    forward_names,
-    group_by_length,
-    take_examples,
+    Example,
+    collate,
+    group_examples,
+    longest_example,
     take_range,
 )
 from featcal_cli.data.cells import Row
-from featcal_cli.data.columns import (
-    LABEL_NAMES,
-    check_columns,
-    find_encoded_images,
-    find_label_column,
-)
-from featcal_cli.data.image_text import open_dialogues, open_pairs, reads_pairs
+from featcal_cli.data.columns import check_columns, find_encoded_images, find_label_column, has_caption
+from featcal_cli.data.image_text import open_dialogues, open_pairs
 from featcal_cli.data.images import open_images
-from featcal_cli.data.preprocessing import Target
+from featcal_cli.data.loading import Folders
+from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
@@ -39,6 +34,7 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 PEEKED_ROWS = 16
+"""Rows by which columns are found."""
 SOUND = ("input_values", "input_features")
 """Main inputs of models that read sound."""
 SEED = 42
@@ -80,55 +76,36 @@ class TaskExamples:
 
 @dataclass(frozen=True)
 class DrawnExamples:
-    """The rows of one task, read and found good, that are yet to be cut into batches as TaskExamples has them."""
+    """The examples of one task that are yet to be cut into batches as TaskExamples has them."""
 
     task: str
     reader: Reader
-    fitted: Sequence[Any]
-    """Items that the reader makes batches of, one for each example."""
-    selection: Sequence[Any]
-    held_out: Sequence[Any]
+    fitted: Sequence[Example]
+    selection: Sequence[Example]
+    held_out: Sequence[Example]
     notes: list[str]
     rows_skipped: int
     is_whole: bool
 
     def longest(self) -> Batch:
-        items = self.reader.longest([*self.fitted, *self.selection, *self.held_out])
-        return take_examples(self.reader.batch(items), [0])
+        """One example that is as long as any batch."""
+        return longest_example([*self.fitted, *self.selection, *self.held_out], self.reader.padding)
 
     def cut(self, batch_size: int) -> TaskExamples:
-        """The examples in batches. Raises DataError when they do not go together."""
-        sizes = [len(items) for items in (self.fitted, self.selection, self.held_out)]
+        """The examples in batches."""
         # where none are held out, the fitted ones that are measured have batches of their own: one pass for both
         first = 0 if self.held_out else _count_measured(len(self.fitted))
-        measured = self._cut(self.fitted[:first], 0, batch_size)
-        lists = self.fitted[first:], self.selection, self.held_out
-        starts = first, sizes[0], sizes[0] + sizes[1]
-        rest, selection, held_out = (self._cut(*part, batch_size) for part in zip(lists, starts, strict=True))
+        lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
+        measured, rest, selection, held_out = (make_batches(self.reader, part, batch_size) for part in lists)
+        counts = map(len, (self.fitted, self.selection, self.held_out))
         return TaskExamples(
-            self.task,
-            batch_size,
-            [*measured, *rest],
-            selection,
-            held_out,
-            self.notes,
-            sizes[0],
-            sizes[1],
-            sizes[2],
-            self.is_whole,
+            self.task, batch_size, [*measured, *rest], selection, held_out, self.notes, *counts, self.is_whole
         )
 
-    def _cut(self, items: Sequence[Any], before: int, batch_size: int) -> list[Batch]:
-        groups = group_by_length(self.reader, items, batch_size)
-        batches = [self.reader.batch([items[position] for position in group]) for group in groups]
-        for group, batch in zip(groups, batches, strict=True):
-            for name, tensor in batch.items():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    row = int((~torch.isfinite(tensor)).flatten(1).any(1).int().argmax())
-                    number = before + group[row * len(group) // len(tensor)] + 1
-                    fix = "take this example out of the data, or fix it"
-                    raise DataError(f"{name} holds NaN or infinity", where=f"{self.task}: example {number}", fix=fix)
-        return batches
+
+def make_batches(reader: Reader, examples: Sequence[Example], size: int) -> list[Batch]:
+    groups = group_examples(examples, size)
+    return [collate([examples[position] for position in group], reader.padding) for group in groups]
 
 
 def draw_examples(
@@ -155,33 +132,30 @@ def draw_examples(
     bad.
     """
     where = f"{task}: {data}"
-    choices: list[str] = []
-    read = min(count, sampled or count)
-    further = most_held_out(read)
+    notes: list[str] = []
+    wanted = min(count, sampled or count)
+    further = most_held_out(wanted)
     reader: Reader
     rows: Iterable[Any]
     if is_tensor_file(data):
         reader = tensors = open_tensors(data, data.split, model, where)
-        rows = tensors.positions[: 2 * (read + further)]
+        rows = tensors.positions[: 2 * (wanted + further)]
     else:
-        drawn = name_task(task, draw_rows(data, read + further, seed, choices.append))
+        drawn = name_task(task, draw_rows(data, wanted + further, seed, notes.append))
         first = list(islice(drawn, PEEKED_ROWS))
-        reader, rows = (
-            _open_rows(data, first, Target(model, preprocessor_folders, where, text_models)),
-            chain(first, drawn),
-        )
-    usable = _read_usable(reader, rows, read, further, where)
-    choices += reader.remarks([item for _, item in (*usable.fitted, *usable.further)])
+        reader = _open_rows(data, first, Target(model, preprocessor_folders, where, text_models))
+        rows = chain(first, drawn)
+    usable = _read_usable(reader, rows, wanted, further, where)
+    notes += reader.remarks([*usable.fitted, *usable.further])
     if usable.is_whole:
         usable.divide(count, hold_out=hold_out)
     else:
-        count = read
-    fitted, others = ([item for _, item in pairs] for pairs in (usable.fitted, usable.further))
-    half = len(others) // 2
-    selection, held_out = (others[:half], others[half:]) if half else ([], [])
-    choices += [reader.chosen, *_notes(usable, count, len(selection) + len(held_out))]
-    notes = [f"{task}: {note}" for note in choices]
-    return DrawnExamples(task, reader, fitted, selection, held_out, notes, len(usable.bad), usable.is_whole)
+        count = wanted
+    half = len(usable.further) // 2
+    selection, held_out = (usable.further[:half], usable.further[half:]) if half else ([], [])
+    notes += [reader.chosen, *_describe(usable, count, len(selection) + len(held_out))]
+    notes = [f"{task}: {note}" for note in notes]
+    return DrawnExamples(task, reader, usable.fitted, selection, held_out, notes, len(usable.bad), usable.is_whole)
 
 
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
@@ -195,16 +169,15 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples, where)
     named = data.columns.keys() - {"label"}
-    has_images = "image" in named or (not named and find_encoded_images(samples))
+    has_images = "image" in named or (not named and bool(find_encoded_images(samples)))
     if model.main_input_name == "pixel_values":
         return open_images(data, samples, target)
-    if has_images and "pixel_values" in forward_names(model):
+    if has_images and "pixel_values" in target.names:
         if model.can_generate():
             return open_dialogues(data, samples, target)
         is_alone = labelled and hasattr(model, "get_image_features")
-        if reads_pairs(data, samples) and not is_alone:
-            return open_pairs(data, samples, target)
-        return open_images(data, samples, target)
+        reads_both = has_caption(data, samples) and not is_alone
+        return open_pairs(data, samples, target) if reads_both else open_images(data, samples, target)
     if model.main_input_name in SOUND:
         return open_audio(data, samples, target)
     if model.main_input_name == "input_ids":
@@ -215,35 +188,33 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
 
 @dataclass
 class _UsableRows:
-    """The usable rows of a source, each what the reader makes batches of, with a key that equal ones share."""
+    """The examples that the usable rows of a source become."""
 
-    fitted: list[tuple[bytes, Any]] = field(default_factory=list)
-    further: list[tuple[bytes, Any]] = field(default_factory=list)
-    """All different, and none of them fitted."""
+    fitted: list[Example] = field(default_factory=list)
+    further: list[Example] = field(default_factory=list)
+    """Examples that are all different, none of them fitted."""
     bad: list[str] = field(default_factory=list)
-    fix: str = ""
-    """How to fix the first of the bad ones."""
     copies: int = 0
     left_out: int = 0
     """Copies that are neither fitted nor held out, as what they equal is on the other side."""
     is_whole: bool = False
-    """The source has no more."""
+    """Whether the source has no more."""
 
     def divide(self, count: int, *, hold_out: bool) -> None:
         """Fit `count` of all rows, if there are as many; with `hold_out`, fewer where the others are less than about a
         fifth of all different ones."""
         room = max(0, count - len(self.fitted))
         self.fitted, self.further = self.fitted + self.further[:room], self.further[room:]
-        different = list(dict.fromkeys(key for key, _ in self.fitted))
+        different = list({example.key: example for example in self.fitted}.values())
         total = len(different) + len(self.further)
         wanted = min(most_held_out(count), max(2 * FEWEST_IN_HALF, round(total / HELD_OUT_SHARE)))
         if not hold_out or total < FEWEST_ROWS or len(self.further) >= wanted:
             return
-        taken = set(different[len(self.further) - wanted :])
-        items = {key: item for key, item in self.fitted if key in taken}
-        kept = [(key, item) for key, item in self.fitted if key not in taken]
-        self.left_out += len(self.fitted) - len(kept) - len(items)
-        self.fitted, self.further = kept, [*items.items(), *self.further]
+        taken = different[len(self.further) - wanted :]
+        keys = {example.key for example in taken}
+        kept = [example for example in self.fitted if example.key not in keys]
+        self.left_out += len(self.fitted) - len(kept) - len(taken)
+        self.fitted, self.further = kept, [*taken, *self.further]
 
 
 def most_held_out(count: int) -> int:
@@ -257,38 +228,47 @@ def _count_measured(fitted: int) -> int:
 
 
 def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _UsableRows:
-    """Up to `count` items to fit, then `further` different ones. Raises DataError when most rows are bad."""
-    usable = _UsableRows()
+    """Up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
+    usable = _UsableRows(is_whole=True)
     keys: set[bytes] = set()
+    fix = ""
     for number, row in enumerate(rows, 1):
         try:
-            item = reader.read(row)
+            example = reader.read(row)
         except BadRowError as reason:
             usable.bad.append(f"{reason} (example {number})")
-            usable.fix = usable.fix or reason.fix
+            fix = fix or reason.fix
             continue
-        key = reader.key(item)
-        is_copy = key in keys
-        keys.add(key)
+        _check_finite(example, f"{where.partition(': ')[0]}: example {number}")
+        is_copy = example.key in keys
+        keys.add(example.key)
         usable.copies += is_copy
         if len(usable.fitted) < count:
-            usable.fitted.append((key, item))
+            usable.fitted.append(example)
         elif is_copy:
             usable.left_out += 1
         else:
-            usable.further.append((key, item))
+            usable.further.append(example)
         if len(usable.further) == further:
+            usable.is_whole = False
             break
-    else:
-        usable.is_whole = True
     good = len(usable.fitted) + len(usable.further) + usable.left_out
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
-        raise DataError(what, where=where, fix=usable.fix.replace("TASK=", f"{where.partition(': ')[0]}="))
+        raise DataError(what, where=where, fix=fix.replace("TASK=", f"{where.partition(': ')[0]}="))
     return usable
 
 
-def _notes(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
+def _check_finite(example: Example, where: str) -> None:
+    """Raise DataError for an example that would make every result NaN."""
+    for name, tensor in example.inputs.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            fix = "take this example out of the data, or fix it"
+            raise DataError(f"{name} holds NaN or infinity", where=where, fix=fix)
+
+
+def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
+    """Notes about the rows that were found."""
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
     if usable.copies:
@@ -319,11 +299,12 @@ class LabelledRows:
         is over all rows, or it means little."""
         rows = enumerate(self.rows, 1)
         while numbered := list(islice(rows, size)):
-            items, labels = list(starmap(self._read, numbered)), [self.label_of(row) for _, row in numbered]
-            for group in group_by_length(self.reader, items, size):
-                yield self.reader.batch([items[place] for place in group]), [labels[place] for place in group]
+            examples = [self._read(number, row) for number, row in numbered]
+            for group in group_examples(examples, size):
+                labels = [self.label_of(numbered[place][1]) for place in group]
+                yield collate([examples[place] for place in group], self.reader.padding), labels
 
-    def _read(self, number: int, row: Any) -> Any:
+    def _read(self, number: int, row: Any) -> Example:
         try:
             return self.reader.read(row)
         except BadRowError as reason:
@@ -352,9 +333,9 @@ def open_labelled(
         opened = open_tensors(data, split, model, where)
         labels = opened.labels
         if labels is None:
-            raise DataError("no tensor holds the labels", where=where, fix=f"add one named {LABEL_NAMES[0]}, [rows]")
+            raise DataError("no tensor holds the labels", where=where, fix="add one named label, [rows]")
         positions = opened.positions[:limit]
-        return LabelledRows(opened, positions, lambda position: labels[position].item(), LABEL_NAMES[0], where)
+        return LabelledRows(opened, positions, lambda position: labels[position].item(), "label", where)
     if limit is None:
         rows = name_task(task, read_rows(data, split))
     else:

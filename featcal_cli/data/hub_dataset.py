@@ -21,7 +21,7 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.files import explain_full
 from featcal_cli.runtime.references import looks_like_path
-from featcal_cli.runtime.sanitise import list_some, plain
+from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import split_front_matter
 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is imported: it would report every use
@@ -188,13 +188,8 @@ def explaining_hub(data: Data) -> Iterator[None]:
         raise
     except Exception as error:  # every library below has error kinds of its own, and wraps those of the others
         fix = "check that its files are whole, and config and split the right ones"
-        unread = DataError(f"the dataset cannot be read: {first_line(error)}", where=str(data), fix=fix)
+        unread = DataError(f"the dataset cannot be read: {exception_text(error)}", where=str(data), fix=fix)
         raise (_explain_hub(error, data) or explain_full(error) or unread) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says, its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _explain_hub(error: BaseException, data: Data) -> HubError | None:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from featcal_cli.data.cells import LARGEST_FILE, Row, shorten_row
-from featcal_cli.data.columns import ABOUT_NAMES
+from featcal_cli.data.columns import ABOUT
 from featcal_cli.data.hub_dataset import HubFile, HubSplit
 from featcal_cli.data.parquet import classes_in_footer, open_parquet, read_group
 from featcal_cli.runtime.errors import DataError
@@ -153,7 +153,7 @@ def _open_groups(split: HubSplit, enough: int, columns: Collection[str] | None, 
         for file, footer in _in_parallel(read_footer, files[start : start + MOST_FILES]):
             names = footer.schema.to_arrow_schema().names
             # a column that there is not is for the caller to find missing, among all that there are
-            missing = set(columns or ()) - set(names) - set(chain.from_iterable(ABOUT_NAMES.values()))
+            missing = set(columns or ()) - set(names) - set(chain.from_iterable(ABOUT.values()))
             wanted = None if columns is None or missing else sorted(set(columns) & set(names))
             for number in range(footer.num_row_groups):
                 group = footer.row_group(number)

@@ -6,62 +6,35 @@ import binascii
 import re
 import warnings
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from io import BytesIO
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
-from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from featcal_cli.data.batches import (
-    BadRowError,
-    Batch,
-    Reader,
-    decoder_prompt,
-    load_image_processor,
-)
-from featcal_cli.data.cells import LARGEST_FILE, Row, is_base64
+from featcal_cli.data.batches import BadRowError, Example, decoder_inputs
+from featcal_cli.data.cells import LARGEST_FILE, Row, is_base64, open_cell, refuse_cell
 from featcal_cli.data.columns import Samples, find_image_column, is_array
-from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.local_files import folder_of
-from featcal_cli.data.preprocessing import Target
-from featcal_cli.data.rows import open_cell
+from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.recipe.schema import Data
-from featcal_cli.runtime.sanitise import list_some, plain, quoted
+from featcal_cli.runtime.sanitise import exception_text, list_some
 
-DECODED_AT_ONCE = 16
-"""Images that are held decoded at once: a batch of photographs, decoded, would need gigabytes."""
-PIXELS_AT_ONCE = 2**27
-"""Pixels of these images together, unless one of them alone has more."""
 FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
 """Formats that are decoded. Pillow knows more; one of them, PostScript, is a program that Pillow would have run."""
 CHANNELS = (1, 3, 4)
 """Grey; red, green, blue; the same with transparency."""
-Pixels = NDArray[numpy.float64]
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 @dataclass(frozen=True)
-class EncodedImage:
-    """An image that can be decoded, but is not: hundreds of decoded photographs need gigabytes."""
-
-    value: Any
-    """Its cell: bytes, a path, both, base64 or nested lists of numbers."""
-    pixels: int
-    digest: bytes
-
-
-@dataclass(frozen=True)
 class ImageReader(Reader):
-    """Images through a model's own image processor; an item is the image still encoded."""
+    """Images through a model's own image processor."""
 
     column: str
     folder: Path | None
@@ -70,32 +43,13 @@ class ImageReader(Reader):
     processor: Any
     target: Target
 
-    def read(self, row: Row) -> EncodedImage:
-        decoded = self._decode(row.get(self.column))
-        digest = sha256(f"{decoded.size}".encode() + decoded.tobytes()).digest()
-        return EncodedImage(row[self.column], decoded.width * decoded.height, digest)
+    def read(self, row: Row) -> Example:
+        process = partial(self.processor, images=[self.picture(row)], return_tensors="pt")
+        return Example(self.target.preprocess("pixel_values", process) | decoder_inputs(self.target.model, ()))
 
-    def key(self, item: EncodedImage) -> bytes:
-        return item.digest
-
-    def batch(self, items: Sequence[EncodedImage]) -> Batch:
-        """pixel_values [examples, …] as float32, and what else of the processor's output the model takes."""
-        parts = [self._process(part) for part in _portions(items)]
-        if any(x.shape[1:] != parts[0][name].shape[1:] for part in parts for name, x in part.items()):
-            parts = [self._process(items)]  # a processor that pads must see the largest image of the batch
-        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return whole | decoder_prompt(self.target.model, len(items))
-
-    def _process(self, items: Sequence[EncodedImage]) -> Batch:
-        pictures = [self.picture(item) for item in items]
-        process = partial(self.processor, images=pictures, return_tensors="pt")
-        return self.target.preprocess("images", process, len(items), "pixel_values")
-
-    def picture(self, item: EncodedImage) -> Image.Image:
-        """The image, decoded."""
-        return self._decode(item.value)
-
-    def _decode(self, value: Any) -> Image.Image:
+    def picture(self, row: Row) -> Image.Image:
+        """The image of a row, decoded. Raises BadRowError."""
+        value = row.get(self.column)
         if isinstance(value, list) and not is_array(value):
             if len(value) > 1:
                 raise BadRowError(f"column {self.column} has {len(value)} images, and one is read of a row")
@@ -107,18 +61,13 @@ class ImageReader(Reader):
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 Image.init()
                 formats = [name for name in FORMATS if name in Image.OPEN]  # as far as this Pillow has them
-                return to_rgb(Image.open(self._source(value), formats=formats))
+                return to_rgb(Image.open(self._open(value), formats=formats))
         except BadRowError:
             raise
         except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
-            name = value.get("path") if isinstance(value, dict) else value
-            which = "an image"
-            if isinstance(name, str) and name and not is_base64(name):
-                which = f"the image {quoted(PurePath(name).name)}"
-            reason = plain(first_line(error))
-            raise BadRowError(f"{which} in column {self.column} cannot be decoded ({reason})") from error
+            raise refuse_cell(value, self.column, "image", exception_text(error)) from error
 
-    def _source(self, value: Any) -> BytesIO | Path:
+    def _open(self, value: Any) -> BytesIO | Path:
         """The encoded image, or its file. Raises BadRowError for none, or one that is too large; ValueError
         for base64 text that is damaged or too long."""
         if isinstance(value, dict):
@@ -140,23 +89,10 @@ def open_images(
 ) -> ImageReader:
     """The reader of image rows. Raises DataError when no column holds images or no folder has an image processor, which
     may be given with the name of where it is from."""
-    column = data.columns.get("image") or find_image_column(samples, target.where)
-    images, source = processor or load_image_processor(target.folders, target.where)
+    column = find_image_column(data, samples, target.where)
+    images, source = processor or target.load("image processor")
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
     return ImageReader(chosen, column, folder_of(data), images, target)
-
-
-def _portions(items: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
-    """The images in their order, in lists of what may be decoded at once."""
-    portion: list[EncodedImage] = []
-    for item in items:
-        if portion and (
-            len(portion) == DECODED_AT_ONCE or sum(one.pixels for one in portion) + item.pixels > PIXELS_AT_ONCE
-        ):
-            yield portion
-            portion = []
-        portion.append(item)
-    yield portion
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -181,8 +117,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def _scale_to_bytes(values: Any) -> Any:
     """An array of pixels as uint8: 16 bits and floats of 0 … 1 are scaled, what fits into eight bits stays. Raises
     ValueError for what is no picture: negative numbers, NaN, numbers beyond 16 bits."""
-    if values.dtype.kind not in "uifb" or not values.size:
-        raise ValueError("the pixels are no numbers")
     if values.dtype.kind == "b":
         return values.astype(numpy.uint8) * 255
     least, most = float(values.min()), float(values.max())
@@ -207,7 +141,7 @@ def from_array(value: Any) -> Image.Image:
         values = numpy.moveaxis(values, 0, 2)
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[:, :, 0]
-    is_numeric = values.dtype.kind in "uifb"
+    is_numeric = values.dtype.kind in "uifb" and values.size > 0
     if not is_numeric or not (values.ndim == 2 or (values.ndim == 3 and values.shape[2] in CHANNELS)):
         shape = f"{list(values.shape)}" if is_numeric else "no numbers"
         raise ValueError(f"an array of {shape} is no picture; [height, width] and [height, width, 3] are")

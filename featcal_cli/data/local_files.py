@@ -18,7 +18,6 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, Row
-from featcal_cli.data.hub_dataset import first_line
 from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
 from featcal_cli.data.splits import (
     NO_ROWS,
@@ -34,6 +33,7 @@ from featcal_cli.data.splits import (
 )
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.runtime.structured_text import parse_json
 
 OTHER_KINDS = {
@@ -65,7 +65,7 @@ def local_path(data: Data) -> Path:
     except (OSError, ValueError) as error:
         what = f"there is no file or folder {path}"
         if not isinstance(error, FileNotFoundError):
-            what += f" that can be read ({first_line(error)})"
+            what += f" that can be read ({exception_text(error)})"
         raise DataError(what, where=str(data), fix="check the path") from None
     if not (S_ISREG(mode) or S_ISDIR(mode)):
         what = f"{path} is a pipe, a socket or a device, and data are read in any order, more than once"
@@ -143,7 +143,7 @@ def explaining(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, NotImplementedError, zlib.error) as error:
-        what = f"the data cannot be read: {first_line(error)}"
+        what = f"the data cannot be read: {exception_text(error)}"
         raise DataError(what, where=str(file), fix="check that the file is whole") from error
 
 

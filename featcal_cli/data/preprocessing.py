@@ -1,24 +1,27 @@
-"""The model that batches are made for, and what its own preprocessors make of inputs."""
+"""The model that examples are made for, and what every reader of rows offers to make them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import CHECK_PROCESSOR, Batch, Folders, forward_names
-from featcal_cli.data.hub_dataset import first_line
+from featcal_cli.data.batches import BadRowError, Batch, Example, forward_names
+from featcal_cli.data.loading import Folders, load_preprocessor
 from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary, open_tokens
-from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import plain
+from featcal_cli.runtime.sanitise import exception_text
+
+CHECK_PROCESSOR = "check the files beside the model that say how inputs are processed (*_config.json), and the data"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model that batches are made for, and where its preprocessors may lie."""
+    """A model that examples are made for, and where its preprocessors may lie."""
 
     model: PreTrainedModel
     folders: Folders
@@ -26,6 +29,15 @@ class Target:
     """The task and its source, as messages name them."""
     text_models: TextModels | None = None
     """The models that read the task's texts together; without them every model has the vocabulary of the tokenizer."""
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The names of the model's forward arguments."""
+        return forward_names(self.model)
+
+    def load(self, kind: str) -> tuple[Any, str]:
+        """The model's preprocessor of this kind, and whose it is. Raises DataError where none can be loaded."""
+        return load_preprocessor(kind, self.folders, self.where)
 
     def open_tokens(self) -> TextTokens:
         """The tokens that the models' tokenizer makes of texts. Raises DataError where none can be loaded."""
@@ -36,19 +48,35 @@ class Target:
         cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
         return TextTokens(cutting) if self.text_models is None else self.text_models.relate(cutting, self.where)
 
-    def preprocess(self, kind: str, call: Callable[[], Mapping[str, Any]], count: int, main: str) -> Batch:
-        """The tensors that a preprocessor, called for `count` examples, makes for the model; floating point as float32.
-        `kind` says in a word what the examples are. Raises DataError where it fails, or makes no tensor `main` with an
-        entry for each."""
+    def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
+        """The tensors that a preprocessor, called for one example, makes for the model; floating point as float32.
+        Raises BadRowError where it fails, or makes no tensor `main`."""
         try:
             output = call()
         except Exception as error:  # what its files say may make a processor raise anything
-            what = f"no batch can be made of these {kind}: {plain(first_line(error))}"
-            raise DataError(what, where=self.where, fix=CHECK_PROCESSOR) from error
-        names = forward_names(self.model) | {main}
-        batch = {name: x for name, x in output.items() if name in names and isinstance(x, Tensor)}
-        if main not in batch or len(batch[main]) != count:
-            what = f"{count} {kind} did not become a tensor {main} with an entry for each"
-            fix = "give a .safetensors file with one tensor a forward argument"
-            raise DataError(what, where=self.where, fix=fix)
-        return {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+            raise BadRowError(f"it cannot be processed ({exception_text(error)})", CHECK_PROCESSOR) from error
+        made = {name: x for name, x in output.items() if name in self.names | {main} and isinstance(x, Tensor)}
+        if main not in made:
+            raise BadRowError(f"processing makes no tensor {main} of it", CHECK_PROCESSOR)
+        return {name: x.float() if x.is_floating_point() else x for name, x in made.items()}
+
+
+@dataclass(frozen=True)
+class Reader(ABC):
+    """Turns rows into examples, each by itself, so that none depends on its neighbours."""
+
+    chosen: str
+    """The chosen columns and preprocessing."""
+
+    @abstractmethod
+    def read(self, row: Any) -> Example:
+        """The example that a row becomes. Raises BadRowError."""
+
+    @property
+    def padding(self) -> int:
+        """The id that fills up texts in batches."""
+        return 0
+
+    def remarks(self, examples: Sequence[Example]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
+        """Remarks about all these examples together. Raises DataError where they mean nothing to the model."""
+        return ()

@@ -6,13 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby
-from pathlib import Path
 from random import Random
-from stat import S_ISREG
-from typing import Any
 
-from featcal_cli.data.batches import OTHER_COLUMN, BadRowError
-from featcal_cli.data.cells import LARGEST_FILE, Row, shorten_row
+from featcal_cli.data.cells import Row, shorten_row
 from featcal_cli.data.columns import needed_columns
 from featcal_cli.data.hub_dataset import explaining_hub, find_split
 from featcal_cli.data.hub_rows import draw_hub_rows, read_hub_classes, read_hub_rows
@@ -21,7 +17,6 @@ from featcal_cli.data.parquet import classes_in_footer, open_parquet
 from featcal_cli.data.splits import Note, ignore
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
-from featcal_cli.runtime.sanitise import plain, quoted
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -82,26 +77,6 @@ def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
     """Pass on the rows; errors about them name the task."""
     with naming_task(task):
         yield from rows
-
-
-def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes | Path:
-    """The encoded image or recording (`kind`) in a cell: bytes, or the file that its text names in `folder`, where that
-    is given. Raises BadRowError."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes) and len(value) <= LARGEST_FILE:
-        return value
-    if isinstance(value, str) and value and folder is not None:
-        file = folder / value
-        try:
-            status = file.stat()
-        except (OSError, ValueError) as error:
-            raise BadRowError(f"there is no {kind} {quoted(file.name)}") from error
-        if S_ISREG(status.st_mode) and status.st_size <= LARGEST_FILE:
-            return file
-        raise BadRowError(f"{quoted(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
-    what = "only the name of a file" if isinstance(value, str) else type(value).__name__
-    raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if value else ""), OTHER_COLUMN)
 
 
 def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:

@@ -1,10 +1,8 @@
-"""Model-ready tensors of a .safetensors file become batches: the way in for any modality."""
+"""Model-ready tensors of a .safetensors file become examples: the way in for any modality."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,33 +11,31 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
     Batch,
-    Reader,
+    Example,
     count_examples,
     count_positions,
     count_vocabulary,
     forward_names,
-    pad_on_the_right,
     take_examples,
     text_config,
 )
-from featcal_cli.data.columns import LABEL_NAMES
+from featcal_cli.data.columns import NAMES
 from featcal_cli.data.local_files import check_split_of_file, local_path
+from featcal_cli.data.preprocessing import Reader
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some
 
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
+MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
+"""A mask → the ids that it has a value for each of."""
 DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
 """Keys of a config which say that a decoder has other tokens than its encoder."""
-PER_TOKEN = (
-    ("input_ids", "attention_mask"), ("input_ids", "token_type_ids"), ("decoder_input_ids", "decoder_attention_mask"),
-)  # fmt: skip
-"""Ids, and a tensor with a value for every one of them."""
 
 
 @dataclass(frozen=True)
 class TensorReader(Reader):
-    """Model-ready tensors; a row and its item are the row's position."""
+    """Model-ready tensors; a row is a position in them."""
 
     tensors: Batch
     labels: Tensor | None
@@ -49,21 +45,22 @@ class TensorReader(Reader):
     def positions(self) -> range:
         return range(count_examples(self.tensors))
 
-    def read(self, row: int) -> int:
-        return row
-
-    def key(self, item: int) -> bytes:
-        """A hash of its rows of every tensor: names, dtypes, shapes and values."""
-        digest = sha256()
-        for name, tensor in sorted(take_examples(self.tensors, [item]).items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.digest()
-
-    def batch(self, items: Sequence[int]) -> Batch:
-        """The rows of these examples of every tensor; floating point as float32."""
-        taken = take_examples(self.tensors, items)
-        return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in taken.items()}
+    def read(self, row: int) -> Example:
+        """The row of every tensor, floating point as float32, without what a mask leaves out at its ends."""
+        inputs = take_examples(self.tensors, [row])
+        inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+        for mask in MASKS:
+            if mask not in inputs or inputs[mask].dim() != 2:
+                continue
+            decoder = mask.startswith("decoder_")
+            counted = inputs[mask][0].nonzero()[:, 0]
+            text = slice(int(counted[0]), int(counted[-1]) + 1)
+            shape = inputs[mask].shape
+            for name, x in inputs.items():
+                is_of_text = name.startswith("decoder_") == decoder and not name.startswith("pixel_")
+                if is_of_text and x.shape[:2] == shape:
+                    inputs[name] = x[:, text]
+        return Example(inputs)
 
 
 def is_tensor_file(data: Data) -> bool:
@@ -80,7 +77,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
         raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
     _check_lengths(tensors, where)
     # One integer a row is a class, which the loss of a head of another size would choke on; [rows, tokens] is a target.
-    named = ((name, tensors[name]) for name in LABEL_NAMES if name in tensors)
+    named = ((name, tensors[name]) for name in NAMES["label"] if name in tensors)
     whole = (name for name, tensor in named if tensor.dim() == 1 and not tensor.is_floating_point())
     label = data.columns.get("label") or next(whole, None)
     labels = tensors.pop(label, None) if label else None
@@ -97,7 +94,6 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
         _check_kind(name, tensors[name], where)
     _check_ids(tensors, model, where)
     _check_masks(tensors, where)
-    tensors = pad_on_the_right(tensors)
     chosen = f"tensors {list_some(tensors)}, as they are" + (f" (without {label})" if labels is not None else "")
     return TensorReader(chosen, tensors, labels)
 
@@ -123,7 +119,7 @@ def _check_kind(name: str, tensor: Tensor, where: str) -> None:
         raise DataError(f"{what}, which no model reads", where=where, fix="write real numbers")
     if name in IDS and tensor.dtype != torch.int64:
         raise DataError(f"{what}, and ids are whole numbers", where=where, fix=f"write {name} as int64")
-    if name in IDS[:2] and tensor.dim() < 2:
+    if name in MASKS.values() and tensor.dim() < 2:
         fix = f"write {name} as [examples, tokens]"
         raise DataError(f"{what} without a dimension of tokens", where=where, fix=fix)
 
@@ -153,21 +149,19 @@ def _check_ids(tensors: Batch, model: PreTrainedModel, where: str) -> None:
             what = f"{name} of example {row + 1} holds {number}, but the model knows only {allowed}"
             fix = "write the ids that this model's own tokenizer gives, and mask padding with attention_mask"
             raise DataError(what, where=where, fix=fix)
-    for name in IDS[:2]:
-        if is_hard and positions is not None and name in tensors and tensors[name].shape[-1] > positions:
-            length = f"{tensors[name].shape[-1]:,}"
-            what = f"{name} has {length} tokens per example, but the model has only {positions:,} positions"
+        if name in MASKS.values() and is_hard and positions is not None and ids.shape[-1] > positions:
+            what = f"{name} has {ids.shape[-1]:,} tokens per example, but the model has only {positions:,} positions"
             raise DataError(what, where=where, fix=f"cut the examples to {positions:,} tokens")
 
 
 def _check_masks(tensors: Batch, where: str) -> None:
     """Raise DataError for a mask that is as long as no ids, that leaves nothing of an example, or is no mask."""
     flat = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
-    for ids, name in PER_TOKEN:
+    for name, ids in (*MASKS.items(), ("token_type_ids", "input_ids")):
         if ids in flat and name in flat and flat[name].shape != flat[ids].shape:
             shapes = f"{ids} {list(flat[ids].shape)} and {name} {list(flat[name].shape)}"
             raise DataError(f"{shapes} differ", where=where, fix=f"write a value of {name} for every token")
-    for name in ("attention_mask", "decoder_attention_mask"):
+    for name in MASKS:
         if (mask := flat.get(name)) is None:
             continue
         if ((mask != 0) & (mask != 1)).any():

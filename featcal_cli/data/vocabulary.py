@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from featcal_cli.data.batches import Batch, Folders, find_tokenizer, load_tokenizer
+from featcal_cli.data.batches import Batch
+from featcal_cli.data.loading import Folders, load_tokenizer
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain
 
@@ -37,6 +38,7 @@ class Vocabulary:
 
     @property
     def padding(self) -> int:
+        """The id that becomes of tokens that another vocabulary lacks."""
         tokens = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in tokens if token is not None), 0)
 
@@ -47,10 +49,6 @@ class Vocabulary:
     def cut(self, text: str) -> list[str]:
         """A text's tokens, without those that the tokenizer puts around it."""
         return self.spell(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def surround(self) -> list[str]:
-        """The tokens that the tokenizer puts around any text."""
-        return self.spell(self.tokenizer("")["input_ids"])
 
 
 def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
@@ -90,8 +88,11 @@ class Vocabularies:
     def find(self, role: str) -> Vocabulary | None:
         """The vocabulary of a model; None where it has no tokenizer that can be loaded."""
         if role not in self._found:
-            found = find_tokenizer(self.folders.get(role, ()))
-            self._found[role] = None if found is None else Vocabulary(role, found[1], found[0], found[0].get_vocab())
+            try:
+                tokenizer, name = load_tokenizer(self.folders.get(role, ()), "")
+                self._found[role] = Vocabulary(role, name, tokenizer, tokenizer.get_vocab())
+            except DataError:
+                self._found[role] = None
         return self._found[role]
 
 
@@ -107,48 +108,40 @@ class TextModels:
     target: str = ""
     """The reader whose ids the batches hold; without one they hold the expert's."""
 
-    def open(self, folders: Folders, where: str) -> TextTokens:
-        """The expert's tokenizer, or that of the first reader that has one, or what `folders` hold. Raises DataError
-        where none can be loaded."""
-        cutting = next(filter(None, map(self.vocabularies.find, (self.expert, *self.readers))), None)
-        if cutting is None:
-            tokenizer, name = load_tokenizer(folders, where)
-            cutting = Vocabulary("", name, tokenizer, tokenizer.get_vocab())
-        return self.relate(cutting, where)
-
     def relate(self, cutting: Vocabulary, where: str) -> TextTokens:
         """The tokens that the tokenizer of `cutting` makes, for these models."""
         found = map(self.vocabularies.find, (self.expert, *self.readers))
         others = [other for other in found if other is not None and other.ids != cutting.ids]
         target = self.vocabularies.find(self.target) if self.target else None
         table = None if target is None else map_ids(cutting, target)
-        template = None
-        if target is not None and target.tokenizer.chat_template != cutting.tokenizer.chat_template:
-            template = f"{self.target} has {'another' if target.tokenizer.chat_template else 'none'}"
-        return TextTokens(cutting, others, table, self._describe(cutting, target, table), where, template)
-
-    def _describe(self, cutting: Vocabulary, target: Vocabulary | None, table: Tensor | None) -> str:
         if cutting.role != self.expert:
-            return f"{cutting}, as its expert has none"
-        if not self.target:
-            return "its expert"
+            return TextTokens(cutting, others, table, f"{cutting}, as its expert has none", where)
         if target is None:
-            return f"its expert, as {self.target} has none"
+            source = f"its expert, as {self.target} has none" if self.target else "its expert"
+            return TextTokens(cutting, others, table, source, where)
+        template = None
+        if target.tokenizer.chat_template != cutting.tokenizer.chat_template:
+            template = f"{self.target} has {'another' if target.tokenizer.chat_template else 'none'}"
         text = f"{self.target} has the same vocabulary"
         if table is not None:
             text = f"{self.target} has another vocabulary: ids are mapped by token"
-        if target.surround() != cutting.surround():
+        around = [vocabulary.spell(vocabulary.tokenizer("")["input_ids"]) for vocabulary in (target, cutting)]
+        if around[0] != around[1]:
             text += f"; {self.target} puts other special tokens around a text: the expert's are used"
-        return f"its expert ({text})"
+        return TextTokens(cutting, others, table, f"its expert ({text})", where, template)
 
 
 def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:
-    """The tokens of texts that these models read; without models, of one model whose tokenizer lies in `folders`.
-    Raises DataError where none can be loaded."""
+    """The tokens of texts that these models read, cut by the expert's tokenizer, or that of the first reader that has
+    one, or what `folders` hold; without models, of one model whose tokenizer lies in `folders`. Raises DataError where
+    none can be loaded."""
     if models is not None:
-        return models.open(folders, where)
+        for role in (models.expert, *models.readers):
+            if (cutting := models.vocabularies.find(role)) is not None:
+                return models.relate(cutting, where)
     tokenizer, name = load_tokenizer(folders, where)
-    return TextTokens(Vocabulary("", name, tokenizer, {}), source=name, where=where)
+    cutting = Vocabulary("", name, tokenizer, tokenizer.get_vocab())
+    return TextTokens(cutting, source=name, where=where) if models is None else models.relate(cutting, where)
 
 
 @dataclass(frozen=True)
@@ -166,20 +159,16 @@ class TextTokens:
     template: str | None = None
     """How the chat template of the model that batches are for differs from the tokenizer's, in words."""
 
-    def renumber(self, batch: Batch) -> Batch:
-        """A batch of the ids of `cutting` with the ids that batches hold."""
-        return renumber(batch, self.table)
-
     def number(self, ids: Sequence[int]) -> list[int]:
         """The ids that batches hold for these ids of `cutting`."""
         return list(ids) if self.table is None else self.table[list(ids)].tolist()
 
-    def check(self, ids: Iterable[int], texts: Iterable[str | None], most: int, side: str = "right") -> None:
+    def check(self, ids: Iterable[int], texts: Iterable[str], most: int, side: str = "right") -> None:
         """Raise DataError where another model's tokenizer cuts the texts otherwise, or lacks one of the tokens `ids`,
         which the tokenizer has made of them. Only `most` tokens of a text are compared; what is beyond them, on the
         `side` where texts are cut off, is not read."""
         for other in self.others:
-            for text in filter(None, texts):
+            for text in texts:
                 kept = slice(-most, None) if side == "left" else slice(most)
                 own, theirs = self.cutting.cut(text)[kept], other.cut(text)[kept]
                 if own != theirs:
@@ -193,7 +182,7 @@ class TextTokens:
 
 
 def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:
-    """Return the position at which two lists of tokens begin to differ."""
+    """Some tokens of two lists, from where they begin to differ."""
     place = next(number for number, (x, y) in enumerate(zip_longest(one, other)) if x != y)
     shown = (" ".join(plain(token) for token in tokens[place : place + SHOWN]) or "nothing" for tokens in (one, other))
     return " against ".join(shown)

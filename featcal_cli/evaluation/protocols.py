@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch, load_tokenizer
+from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
+from featcal_cli.data.loading import load_tokenizer
 from featcal_cli.data.rows import read_classes
 from featcal_cli.data.vocabulary import TextModels, Vocabulary, map_ids, open_tokens, renumber
 from featcal_cli.evaluation.results import EXPERT, Score, score

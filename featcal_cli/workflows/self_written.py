@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from featcal_cli.data.batches import Folders, text_config
+from featcal_cli.data.batches import Example, text_config
 from featcal_cli.data.cells import Row
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
-from featcal_cli.data.hub_dataset import first_line
+from featcal_cli.data.loading import Folders
 from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.data.vocabulary import TextModels
@@ -32,6 +32,7 @@ from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix, write
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
+from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import EXPERT, Session, identify
 
@@ -78,12 +79,15 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
     """As many examples as an expert is to write (`sampled`: so many to fit), each as long as can be and without any
     meaning: for what depends on their shapes."""
     kept = min(count, sampled or count)
-    inputs = {"input_ids": [0] * reader.max_tokens, "attention_mask": [1] * reader.max_tokens}
-    item = {name: values for name, values in inputs.items() if name in reader.names}, list[int]()
+    inputs = {
+        "input_ids": torch.zeros(1, reader.max_tokens).long(),
+        "attention_mask": torch.ones(1, reader.max_tokens).long(),
+    }
+    example = Example({name: values for name, values in inputs.items() if name in reader.target.names})
     total = count + most_held_out(count)
     note = f"{task}: its expert is to write {total} examples of at most {reader.max_tokens} tokens itself"
     half = most_held_out(kept) // 2
-    lists = [item] * kept, [item] * half, [item] * (most_held_out(kept) - half)
+    lists = [example] * kept, [example] * half, [example] * (most_held_out(kept) - half)
     return DrawnExamples(task, reader, *lists, notes=[note], rows_skipped=0, is_whole=False)
 
 
@@ -148,7 +152,7 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
         if is_out_of_memory(error):
             what = f"the memory of {device} does not suffice for a whole expert that writes {AT_ONCE} texts at a time"
             raise ShortageError(what, where=f"{task}: {SELF}", fix=fix) from error
-        what = f"this expert cannot write examples: {first_line(error)}"
+        what = f"this expert cannot write examples: {exception_text(error)}"
         raise DataError(what, where=f"{task}: {SELF}", fix=fix) from error
     if device.type == "cpu":
         hardware.give_back(model.parameters())
@@ -201,8 +205,10 @@ class Writer:
             if len(rows) >= count:
                 return list(rows.values())[:count]
         what = f"the expert has written {len(rows)} different texts, and {count} are needed"
-        task = self.reader.where.partition(": ")[0]
-        raise DataError(what, where=self.reader.where, fix=f"name examples: --data {task}=SOURCE, or fewer with -n")
+        task = self.reader.target.where.partition(": ")[0]
+        raise DataError(
+            what, where=self.reader.target.where, fix=f"name examples: --data {task}=SOURCE, or fewer with -n"
+        )
 
     @property
     def _devices(self) -> list[torch.device]:
