@@ -1,7 +1,9 @@
-"""Cells of rows: the endings of images and recordings, how much of a value is kept, and the files that they name."""
+"""Rows and their cells: endings of images and recordings, how much of a value is kept, and the files that it names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -12,21 +14,26 @@ from featcal_cli.runtime.sanitise import plain, quoted
 Row = dict[str, Any]
 """Column → value."""
 
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that can be read by their position."""
+
+    name: str
+    """The file that the rows are from, or the first of them."""
+    length: int
+    read: Callable[[Sequence[int]], Iterator[Row]]
+    """The rows at these positions, which ascend."""
+
+
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 AUDIO_FILES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au")
-BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkqA", "TU0AK")
-"""Beginnings of PNG, JPEG, GIF, WebP and TIFF files that are written as text."""
 KEPT_CHARACTERS = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
 LARGEST_FILE = 2**26
 """Bytes of an encoded image or recording; a larger one is not read."""
 MOST_LEVELS = 6
 """Lists and mappings inside of each other in which a row's texts are looked for."""
-
-
-def is_base64(text: str) -> bool:
-    """Whether a text is an image file written as text, as it begins."""
-    return text.startswith(("data:image/", *BASE64_BEGINNINGS))
 
 
 def shorten_row(row: Row) -> Row:
@@ -37,8 +44,6 @@ def shorten_row(row: Row) -> Row:
 
 def _shorten(value: Any, levels: int) -> Any:
     match value:
-        case str() if is_base64(value[:20]):
-            return value if len(value) <= 2 * LARGEST_FILE else ""
         case str():
             return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
         case bytes():
@@ -73,8 +78,5 @@ def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes 
 def refuse_cell(value: Any, column: str, kind: str, reason: str) -> BadRowError:
     """The error for an image or recording (`kind`) that cannot be decoded, named by its file where it has one."""
     name = value.get("path") if isinstance(value, dict) else value
-    is_name = isinstance(name, str) and name and not is_base64(name)
-    which = (
-        f"the {kind} {quoted(Path(str(name)).name)}" if is_name else f"an {kind}" if kind == "image" else f"a {kind}"
-    )
+    which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"
     return BadRowError(f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, is_base64
+from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES
 from featcal_cli.data.messages import answer_of, is_conversation, is_text
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
@@ -93,26 +93,13 @@ def names_text(data: Data) -> bool:
     return data.template is not None or bool({"text", "prompt", "messages"} & data.columns.keys())
 
 
-def needed_columns(data: Data) -> set[str] | None:
-    """The columns that a task's examples are made of; None where they have yet to be found among all there are."""
-    if not names_text(data) and not {"image", "audio"} & data.columns.keys():
-        return None
-    try:
-        return {*data.columns.values(), *template_fields(data.template or ""), *_given_about(data)}
-    except ValueError:  # a broken template, which `check_columns` explains
-        return None
-
-
-def _given_about(data: Data) -> Sequence[str]:
-    """Columns that may lie beside the prompt that the user named, in datasets of instructions."""
-    return ABOUT["instruction"] if data.columns.get("prompt") == "instruction" else ()
-
-
 def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> list[str]:
     """The columns with what the prompt is about."""
     if data.template is not None:
         return []
-    names = _given_about(data) if "prompt" in data.columns else ABOUT.get(_bare_name(roles.get("prompt", "")), ())
+    names = ABOUT.get(_bare_name(roles.get("prompt", "")), ())
+    if "prompt" in data.columns and data.columns["prompt"] != "instruction":
+        names = ()  # the user may want no more than was named, but in datasets of instructions
     return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
 
 
@@ -181,7 +168,7 @@ def _looks_like_image(value: Any) -> bool:
         case [first, *_]:
             return _looks_like_image(first)
         case str():
-            return is_base64(value) or value.lower().endswith(IMAGE_FILES)
+            return value.lower().endswith(IMAGE_FILES)
     return isinstance(value, bytes)
 
 

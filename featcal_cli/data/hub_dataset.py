@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
@@ -32,12 +31,6 @@ Splits = Mapping[str, Sequence[str]]
 
 COPY = "refs/convert/parquet"
 """The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
-OPTIONS = {
-    "csv": ("sep", "delimiter", "header", "names", "column_names", "skiprows", "quotechar", "encoding"),
-    "json": ("field", "encoding"),
-    "text": ("encoding", "sample_by"),
-}
-"""Format → keys of a config that say how its files are read."""
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Names of files that say what is known about the images of a folder: no examples of their own where there are some."""
 
@@ -48,8 +41,6 @@ class HubSource:
 
     repo: Repo
     config: str
-    keys: Config
-    """Keys that the card gives the config."""
     splits: Splits
     is_copy: bool = False
     """Whether they are the Hub's parquet copy rather than the dataset's own files."""
@@ -74,21 +65,12 @@ class HubSplit:
     split: str
     format: str
     """parquet, or the builder of `datasets` that reads the files."""
-    options: Mapping[str, Any]
     files: list[HubFile]
     splits: Mapping[str, Sequence[HubFile]]
     """The files of every split by its name."""
     features: Sequence[Mapping[str, Any]]
     """Columns as the card describes them."""
     system: Any
-
-    @cached_property
-    def _files_by_url(self) -> Mapping[str, HubFile]:
-        return {file.url: file for file in self.files}
-
-    def file_at(self, url: str) -> HubFile | None:
-        """The file of the split at an address."""
-        return self._files_by_url.get(url)
 
     def open(self, file: HubFile, **options: Any) -> Any:
         return self.system.open(file.url, "rb", size=file.size, **options)
@@ -116,13 +98,12 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
         name: [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths if _belongs_to(path, kind)]
         for name, paths in source.splits.items()
     }
-    options = {key: source.keys[key] for key in OPTIONS.get(kind, ()) if key in source.keys}
     infos = _entries(_read_card(repo).get("dataset_info"))
     columns = next(
         (info.get("features") for info in infos if str(info.get("config_name", source.config)) == source.config), None
     )
     features = _entries(columns) if isinstance(columns, list) else []
-    return HubSplit(chosen, kind, options, files[chosen], files, features, system)
+    return HubSplit(chosen, kind, files[chosen], files, features, system)
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
@@ -131,32 +112,31 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
     that must be named, and where there is nothing to read; HubError when the Hub refuses or does not answer."""
     if not repo.files:
         raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
-    card_configs = _named_configs(_read_card(repo))
     script = f"{repo.name.split('/')[-1]}.py"
-    is_script = script in repo.files and not card_configs
-    own = None if is_script else _own_source(repo, data)
-    if own and _infer_format(list(chain.from_iterable(own.splits.values()))) == "parquet":
-        return own
+    is_script = script in repo.files and not _named_configs(_read_card(repo))
+    configs = {} if is_script else _read_configs(repo)
+    splits: Splits = {}
+    if name := _choose_config(configs, data) if configs else "":
+        splits = _find_splits(configs[name], _readable_files(repo.files), data)
+        if _infer_format(list(chain.from_iterable(splits.values()))) == "parquet":
+            return HubSource(repo, name, splits)
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
-    configs = _converted_configs(_readable_files(copy.files)) if copy else {}
-    name = own.config if own else _choose_config(configs, data) if configs else ""
-    if copy is not None and name in configs:
-        why = f"is a loading script ({script}), and code that comes with data is never run" if is_script else ""
-        why = why or "has no parquet files of its own"
+    copied = _converted_configs(_readable_files(copy.files)) if copy else {}
+    name = name or (_choose_config(copied, data) if copied else "")
+    why = f"is a loading script ({script}), and code that comes with data is never run"
+    if copy is not None and name in copied:
+        why = why if is_script else "has no parquet files of its own"
         is_partial = any(path.startswith(f"{name}/partial-") for path in copy.files)
         part = ", which holds only the first part of it" if is_partial else ""
         note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
-        return HubSource(copy, name, {}, configs[name], is_copy=True)
+        return HubSource(copy, name, copied[name], is_copy=True)
     if is_script:
-        has_copy = "the Hub has no parquet copy of it either"
-        if data.revision not in (None, "main"):
-            has_copy = "the Hub's parquet copy is that of the main branch"
-        what = f"the dataset is a loading script ({script}), and code that comes with data is never run; {has_copy}"
+        what = f"the dataset {why}; the Hub has no parquet copy of this revision"
         fix = "give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
         raise DataError(what, where=str(data), fix=f"{fix}the folder: --data TASK=FOLDER")
-    if own is None or not own.splits:
-        raise _refuse_files(repo, own.keys if own else {}, data)
-    return own
+    if not splits:
+        raise _refuse_files(repo, configs[name], data)
+    return HubSource(repo, name, splits)
 
 
 def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
@@ -166,16 +146,9 @@ def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
     try:
         return open_repo(f"{repo.name}@{COPY}", "dataset")
     except HubError as error:
-        if not any(isinstance(cause, RevisionNotFoundError) for cause in _causes(error)):
-            raise
-        return None
-
-
-def _own_source(repo: Repo, data: Data) -> HubSource:
-    """The files of the config that `data` or the dataset names, as the dataset has them."""
-    configs = _read_configs(repo)
-    name = _choose_config(configs, data)
-    return HubSource(repo, name, configs[name], _find_splits(configs[name], _readable_files(repo.files), data))
+        if any(isinstance(cause, RevisionNotFoundError) for cause in _causes(error)):
+            return None
+        raise
 
 
 @contextmanager
@@ -206,11 +179,12 @@ def _explain_hub(error: BaseException, data: Data) -> HubError | None:
     return None
 
 
-def _causes(error: BaseException) -> list[BaseException]:
+def _causes(error: BaseException | None) -> list[BaseException]:
     """An error, and what caused it, the last first."""
-    causes = [error]
-    while (further := causes[-1].__cause__ or causes[-1].__context__) and further not in causes:
-        causes.append(further)
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__
     return causes
 
 
@@ -357,11 +331,8 @@ def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
     if "data_files" in config and _readable_files(repo.files):
         what = f"no file of the dataset is one that its card names: {plain(str(config['data_files']))}"
         return DataError(what, where=str(data), fix="name another config, or another revision")
-    endings = Counter(PurePosixPath(path).suffix for path in repo.files if not path.startswith(".") and path != CARD)
-    found = ", ".join(ending or "no ending" for ending, _ in endings.most_common(5)) or "none at all"
-    what = f"the dataset has no files of a kind that can be read (it has {found})"
-    fix = (
-        f"fetch it (hf download {repo.name} --repo-type dataset --local-dir FOLDER), unpack its archives, and give the "
-    )
-    fix += "folder; or give a .safetensors file with one tensor a forward argument"
+    endings = {PurePosixPath(path).suffix or "no ending" for path in repo.files if path[:1] != "." and path != CARD}
+    what = f"the dataset has no files of a kind that can be read (it has {list_some(sorted(endings)) or 'none at all'})"
+    fetch = f"fetch it (hf download {repo.name} --repo-type dataset --local-dir FOLDER), unpack its archives"
+    fix = f"{fetch}, and give the folder; or give a .safetensors file with one tensor a forward argument"
     return DataError(what, where=str(data), fix=fix)

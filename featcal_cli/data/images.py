@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import binascii
-import re
 import warnings
-from base64 import b64decode
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -16,7 +13,7 @@ import numpy
 from PIL import Image, ImageOps
 
 from featcal_cli.data.batches import BadRowError, Example, decoder_inputs
-from featcal_cli.data.cells import LARGEST_FILE, Row, is_base64, open_cell, refuse_cell
+from featcal_cli.data.cells import Row, open_cell, refuse_cell
 from featcal_cli.data.columns import Samples, find_image_column, is_array
 from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.preprocessing import Reader, Target
@@ -61,27 +58,12 @@ class ImageReader(Reader):
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 Image.init()
                 formats = [name for name in FORMATS if name in Image.OPEN]  # as far as this Pillow has them
-                return to_rgb(Image.open(self._open(value), formats=formats))
+                source = open_cell(value, self.column, self.folder, "image")
+                return to_rgb(Image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=formats))
         except BadRowError:
             raise
         except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
             raise refuse_cell(value, self.column, "image", exception_text(error)) from error
-
-    def _open(self, value: Any) -> BytesIO | Path:
-        """The encoded image, or its file. Raises BadRowError for none, or one that is too large; ValueError
-        for base64 text that is damaged or too long."""
-        if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path")
-        if isinstance(value, str) and is_base64(value):
-            content = value.partition(",")[2] if value.startswith("data:") else value
-            if len(content) > 2 * LARGEST_FILE:
-                raise ValueError("it is too large for an image")
-            try:
-                value = b64decode(re.sub(r"\s", "", content), validate=True)
-            except binascii.Error:
-                raise ValueError("it is no whole base64 text") from None
-        source = open_cell(value, self.column, self.folder, "image")
-        return BytesIO(source) if isinstance(source, bytes) else source
 
 
 def open_images(

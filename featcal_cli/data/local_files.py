@@ -8,19 +8,17 @@ import gzip
 import json
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, Row
+from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, Row, Table
 from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
 from featcal_cli.data.splits import (
-    NO_ROWS,
     SPLIT_WORDS,
     TABLE_FILES,
     Note,
@@ -28,6 +26,7 @@ from featcal_cli.data.splits import (
     ending_of,
     group_by_folder,
     group_by_name,
+    holds_rows,
     ignore,
     is_hidden,
 )
@@ -44,17 +43,6 @@ OTHER_KINDS = {
 WHOLE_JSON = 2**30
 """Bytes of a .json file; a larger one would have to be in memory at once."""
 WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows that can be read by their position."""
-
-    file: Path
-    """The file that the rows are from, or the first of them."""
-    length: int
-    read: Callable[[Sequence[int]], Iterator[Row]]
-    """The rows at these positions, which ascend."""
 
 
 def local_path(data: Data) -> Path:
@@ -96,12 +84,16 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         check_split_of_file(data, split)
         return [path], []
     files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
-    shown = [name for name in files if not is_hidden(name)]
-    media = max(([name for name in shown if files[name].suffix.lower() in kind] for kind in (IMAGE_FILES, AUDIO_FILES)),
-                key=len)  # fmt: skip
+    images, sounds, tables = (
+        [name for name in files if ending_of(name) in kind and not is_hidden(name)]
+        for kind in (IMAGE_FILES, AUDIO_FILES, TABLE_FILES)
+    )
     # the .json files beside a config.json are a model's
     models = {file.parent for file in files.values() if file.name == "config.json"}
-    tables = [name for name in shown if _is_table(files[name], models)]
+    tables = [
+        name for name in tables if holds_rows(name) and not (name.endswith("json") and files[name].parent in models)
+    ]
+    media = max(images, sounds, key=len)
     if not media and not tables:
         fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
         raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
@@ -119,16 +111,10 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     return [files[name] for name in splits[choose_split(splits, split, data, note)]], classes
 
 
-def _is_table(file: Path, models: Iterable[Path]) -> bool:
-    if file.name in NO_ROWS or file.stem == "metadata" or file.name.startswith("cache-"):
-        return False
-    return ending_of(file.name) in TABLE_FILES and not (file.suffix == ".json" and file.parent in models)
-
-
 def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
     """The rows of one split of a local source. Raises DataError."""
     files, classes = list_files(data, split, note)
-    if files[0].suffix.lower() in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
+    if ending_of(files[0].name) in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
         return [_open_media(files, classes)]
     tables: list[Table] = []
     for file in files:
@@ -138,7 +124,7 @@ def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table
 
 
 @contextmanager
-def explaining(file: Path) -> Iterator[None]:
+def explaining(file: Path | str) -> Iterator[None]:
     """Turn what the parsers of a file raise into a DataError."""
     try:
         yield
@@ -154,7 +140,9 @@ def open_file(file: Path) -> list[Table]:
             # one table a row group, because a row group is the least that can be read
             opened = open_parquet(file)
             lengths = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
-            return [Table(file, length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
+            return [
+                Table(str(file), length, partial(read_group, opened, number)) for number, length in enumerate(lengths)
+            ]
         case ".arrow":
             return [_open_arrow(file)]
         case ".csv" | ".tsv" as ending:
@@ -171,21 +159,14 @@ def open_file(file: Path) -> list[Table]:
             raise DataError(what, where=str(file), fix=OTHER_KINDS.get(ending, fix))
 
 
-# --- images and recordings ---
-
-
 def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
     """Rows of image or audio and, for files in a folder called like one of the classes, label: the class's position."""
-    labels = {name: {"label": number} for number, name in enumerate(classes)}
 
     def row_of(file: Path) -> Row:
-        column = "audio" if file.suffix.lower() in AUDIO_FILES else "image"
-        return {column: str(file), **labels.get(file.parent.name, {})}
+        row: Row = {"audio" if ending_of(file.name) in AUDIO_FILES else "image": str(file)}
+        return row | ({"label": classes.index(file.parent.name)} if file.parent.name in classes else {})
 
-    return Table(files[0], len(files), lambda positions: (row_of(files[position]) for position in positions))
-
-
-# --- text ---
+    return Table(str(files[0]), len(files), lambda positions: (row_of(files[position]) for position in positions))
 
 
 def read_lines(file: Path) -> Iterator[str]:
@@ -230,7 +211,7 @@ def _open_scanned(file: Path, scan: Callable[[], Iterator[Any]], parse: Callable
             what = f"{file.name} was changed while it was read"
             raise DataError(what, where=str(file), fix="wait until it is written, and run again")
 
-    return Table(file, length, read)
+    return Table(str(file), length, read)
 
 
 def _scan_lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -239,13 +220,9 @@ def _scan_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _parse_line(file: Path, found: tuple[int, str]) -> Row:
-    number, line = found
-    try:
-        row = parse_json(line.rstrip(), unique=True)
-    except ValueError as error:
-        raise _refuse_json(error, file, number) from None
+    row = _parse_json(file, found[1].rstrip(), found[0])
     if not isinstance(row, dict):
-        raise DataError("the line is not a JSON object", where=f"{file}, line {number}", fix=WRITE_LINES)
+        raise DataError("the line is not a JSON object", where=f"{file}, line {found[0]}", fix=WRITE_LINES)
     return row
 
 
@@ -253,31 +230,27 @@ def _open_list(file: Path) -> Table:
     """The objects of a .json file that is one list."""
     if file.stat().st_size > WHOLE_JSON:
         raise DataError(f"{file.name} is too large to be read whole", where=str(file), fix=WRITE_LINES)
-    try:
-        rows = parse_json("".join(read_lines(file)), unique=True)
-    except ValueError as error:
-        raise _refuse_json(error, file, 1) from None
+    rows = _parse_json(file, "".join(read_lines(file)), 1)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)
-    return Table(file, len(rows), lambda positions: (rows[position] for position in positions))
+    return Table(str(file), len(rows), lambda positions: (rows[position] for position in positions))
 
 
-def _refuse_json(error: ValueError, file: Path, number: int) -> DataError:
-    """The error for JSON text, which begins at this line, that `parse_json` refuses."""
-    if isinstance(error, json.JSONDecodeError):
-        what = f"the text is not JSON: {error.msg} at column {error.colno}"
-        return DataError(what, where=f"{file}, line {number + error.lineno - 1}", fix=WRITE_LINES)
-    fix = "correct this value, or take its row out"
-    return DataError(f"the JSON cannot be read: {error}", where=f"{file}, line {number}", fix=fix)
+def _parse_json(file: Path, text: str, line: int) -> Any:
+    """The value of JSON text that begins at this line. Raises DataError."""
+    try:
+        return parse_json(text, unique=True)
+    except json.JSONDecodeError as error:
+        what, where = f"the text is not JSON: {error.msg} at column {error.colno}", line + error.lineno - 1
+        raise DataError(what, where=f"{file}, line {where}", fix=WRITE_LINES) from None
+    except ValueError as error:
+        fix = "correct this value, or take its row out"
+        raise DataError(f"the JSON cannot be read: {error}", where=f"{file}, line {line}", fix=fix) from None
 
 
-Values = tuple[str, Sequence[str], Sequence[str]]
-"""The file and line at which a row of a .csv file begins, the names of the columns, and its values."""
-
-
-def _scan_csv(file: Path, separator: str) -> Iterator[Values]:
-    """The rows of a file whose first line names the columns. Every value is text: a type guessed from the first rows
-    breaks on later ones."""
+def _scan_csv(file: Path, separator: str) -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
+    """The place where each row of a file begins, whose first line names the columns, these names, and the row's values.
+    Every value is text: a type guessed from the first rows breaks on later ones."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long documents
     reader = csv.reader(read_lines(file), delimiter=separator, strict=True)
     names: Sequence[str] = []
@@ -292,20 +265,16 @@ def _scan_csv(file: Path, separator: str) -> Iterator[Values]:
             start = reader.line_num + 1
     except csv.Error as error:
         fix = 'close every quote that a value begins with, and write quotes inside of such a value twice: ""'
-        raise DataError(
-            f"the row that begins here is not CSV: {error}", where=f"{file}, line {start}", fix=fix
-        ) from None
+        what = f"the row that begins here is not CSV: {error}"
+        raise DataError(what, where=f"{file}, line {start}", fix=fix) from None
 
 
-def _parse_values(found: Values) -> Row:
+def _parse_values(found: tuple[str, Sequence[str], Sequence[str]]) -> Row:
     where, names, values = found
     if len(values) != len(names):
         what = f"the row does not have one value for each column ({len(values)} for {len(names)})"
         raise DataError(what, where=where, fix="put values that hold the separator, a quote or a line break in quotes")
     return dict(zip(names, values, strict=True))
-
-
-# --- Arrow ---
 
 
 def _open_arrow(file: Path) -> Table:
@@ -318,4 +287,4 @@ def _open_arrow(file: Path) -> Table:
     except arrow.ArrowInvalid:
         table = arrow.ipc.open_file(mapped).read_all()
     check_repeated(table.column_names, str(file))
-    return Table(file, table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))
+    return Table(str(file), table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))

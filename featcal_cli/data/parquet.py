@@ -25,18 +25,16 @@ def open_parquet(source: Any, **options: Any) -> Any:
     return opened
 
 
-def read_group(
-    opened: Any, number: int, rows: Sequence[int], columns: Sequence[str] | None = None, *, whole: bool = True
-) -> Iterator[Row]:
+def read_group(opened: Any, number: int, rows: Sequence[int], *, whole: bool = True) -> Iterator[Row]:
     """These rows, in ascending order, of a row group of a parquet file; not `whole`: nothing after the last of them is
     read. Of a group that unfolds to more than ROW_GROUP_BYTES bytes only so many are in memory at once."""
     group = opened.metadata.row_group(number)
     most = max(1, group.num_rows * ROW_GROUP_BYTES // max(1, group.total_byte_size))
     if whole and most >= group.num_rows:
-        parts = iter([opened.read_row_group(number, columns=columns)])
+        parts = iter([opened.read_row_group(number)])
     else:
         size = min(most, group.num_rows if whole else rows[-1] + 1)
-        parts = opened.iter_batches(size, row_groups=[number], columns=columns)
+        parts = opened.iter_batches(size, row_groups=[number])
     start, left = 0, deque(rows)
     for part in parts:
         while left and left[0] < start + len(part):

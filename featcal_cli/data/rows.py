@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, groupby
 from random import Random
 
-from featcal_cli.data.cells import Row, shorten_row
-from featcal_cli.data.columns import needed_columns
+from featcal_cli.data.cells import Row, Table, shorten_row
 from featcal_cli.data.hub_dataset import explaining_hub, find_split
-from featcal_cli.data.hub_rows import draw_hub_rows, read_hub_classes, read_hub_rows
-from featcal_cli.data.local_files import Table, explaining, list_files, open_local
+from featcal_cli.data.hub_rows import in_parallel, open_row_groups, read_hub_classes, read_hub_rows, stream_hub_rows
+from featcal_cli.data.local_files import explaining, list_files, open_local
 from featcal_cli.data.parquet import classes_in_footer, open_parquet
 from featcal_cli.data.splits import Note, ignore
 from featcal_cli.recipe.schema import Data
@@ -24,19 +23,22 @@ def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterato
 
     Yields up to 2 · count rows, so that a caller who needs `count` good ones may skip as many bad ones; most sources
     are read `count` rows at a time. Of a Hub dataset only as much is read as it takes to spread the rows over it (see
-    `draw_hub_rows`). `note` is told what was chosen without being asked for. Raises DataError for a source that cannot
-    be found or read, and HubError when the Hub refuses or does not answer.
+    `open_row_groups` and `stream_hub_rows`). `note` is told what was chosen without being asked for. Raises DataError
+    for a source that cannot be found or read, and HubError when the Hub refuses or does not answer.
     """
-    if data.dataset is not None:
-        with explaining_hub(data):
-            yield from draw_hub_rows(find_split(data, data.split, note), count, seed, needed_columns(data))
-        return
-    tables = open_local(data, data.split, note)
-    ends = list(accumulate(table.length for table in tables))
-    total = ends[-1] if ends else 0
-    chosen = Random(seed).sample(range(total), min(total, 2 * count))
-    for start in range(0, len(chosen), count):
-        yield from _read_scattered(tables, ends, chosen[start : start + count])
+    with explaining_hub(data) if data.dataset is not None else nullcontext():
+        if data.dataset is None:
+            tables = open_local(data, data.split, note)
+        elif (split := find_split(data, data.split, note)).format == "parquet":
+            tables = open_row_groups(split, 2 * count, seed)
+        else:
+            yield from map(shorten_row, stream_hub_rows(split, 2 * count, seed))
+            return
+        ends = list(accumulate(table.length for table in tables))
+        total = ends[-1] if ends else 0
+        chosen = Random(seed).sample(range(total), min(total, 2 * count))
+        for start in range(0, len(chosen), count):
+            yield from _read_scattered(tables, ends, chosen[start : start + count], is_local=data.dataset is None)
 
 
 def read_rows(data: Data, split: str | None) -> Iterator[Row]:
@@ -46,7 +48,7 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
             yield from map(shorten_row, read_hub_rows(find_split(data, split)))
         return
     for table in open_local(data, split):
-        with explaining(table.file):
+        with explaining(table.name):
             yield from map(shorten_row, table.read(range(table.length)))
 
 
@@ -79,14 +81,21 @@ def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield from rows
 
 
-def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:
+def _read_scattered(
+    tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int], *, is_local: bool
+) -> Iterator[Row]:
     """The rows at these positions of all tables together, in this order, each table read once."""
-    row_at: dict[int, Row] = {}
-    for number, group in groupby(sorted(positions), key=lambda position: bisect_right(ends, position)):
-        inside = list(group)
-        start = ends[number] - tables[number].length
-        with explaining(tables[number].file):
-            rows = map(shorten_row, tables[number].read([position - start for position in inside]))
-            row_at.update(zip(inside, rows, strict=True))
+    parts = [(number, list(part)) for number, part in groupby(sorted(positions), lambda at: bisect_right(ends, at))]
+
+    def read(part: tuple[int, list[int]]) -> list[Row]:
+        table, start = tables[part[0]], ends[part[0]] - tables[part[0]].length
+        with explaining(table.name) if is_local else nullcontext():
+            return list(map(shorten_row, table.read([position - start for position in part[1]])))
+
+    # a file on this machine is read from its start to its end, those of the Hub several at a time
+    found = map(read, parts) if is_local else in_parallel(read, parts)
+    row_at = {
+        at: row for (_, inside), rows in zip(parts, found, strict=True) for at, row in zip(inside, rows, strict=True)
+    }
     for position in positions:
         yield row_at[position]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
 from featcal_cli.data.cells import IMAGE_FILES
@@ -46,6 +46,12 @@ def ending_of(path: str) -> str:
     return endings[-2] if len(endings) > 1 and endings[-1] == ".gz" else "".join(endings[-1:])
 
 
+def holds_rows(path: str) -> bool:
+    """Whether a file of a table's ending is one of examples, rather than about them or a model."""
+    name = PurePosixPath(path).name
+    return name not in NO_ROWS and not name.startswith(("metadata.", "cache-"))
+
+
 def format_of(path: str) -> str | None:
     """The format of a file on the Hub, None for one that is not read: a.jsonl.zst is json."""
     endings = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
@@ -85,30 +91,13 @@ def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: 
     for name in splits:
         if SPLIT_WORDS.get(name, name) == named:
             return name
-    if wanted is not None:
-        fix = "name the whole split; -n says how many rows of it are read"
-        fix = fix if "[" in wanted else _name_split(list(splits), splits, data)
-        raise DataError(f"there is no split {wanted}", where=str(data), fix=fix)
+    listed = list_some(splits)
     trains = [name for name in splits if name.lower().startswith("train")]
-    if len(trains) == 1:
-        chosen, why = trains[0], "the only one that begins with train"
-    elif not trains and (others := [name for name in ("validation", "test") if name in splits]):
-        chosen, why = others[0], "as there is none called train"
-    elif len(splits) == 1:
-        chosen, why = next(iter(splits)), "the only one"
-    else:
-        which = "several splits that begin with train" if trains else "several splits, none of them train"
-        fix = _name_split(trains or list(splits), splits, data)
-        raise DataError(f"the source has {which}", where=str(data), fix=fix)
-    note(f"split {chosen} of {data}, {why}" + (f" (of {list_some(splits)})" if len(splits) > 1 else ""))
-    return chosen
-
-
-def _name_split(choices: Sequence[str], splits: Collection[str], data: Data) -> str:
-    example = next((name for name in choices if name.lower().startswith("train")), choices[0])
-    listed = f"the splits are {list_some(splits)}"
-    if data.dataset is None:
-        return f"name one: --split TASK={example} (in a recipe, split: {example}); {listed}"
-    revision = None if re.fullmatch("[0-9a-f]{40}", data.revision or "") else data.revision  # nobody typed that
-    source = data.model_copy(update={"split": example, "revision": revision})
-    return f"name one: --data TASK={source}, or --split TASK={example}; {listed}"
+    others = [name for name in ("validation", "test") if name in splits]
+    likely = trains or others[:1] or list(splits)
+    if wanted is None and len(likely) == 1:
+        note(f"split {likely[0]} of {data}, as none is called train" + (f" (of {listed})" if len(splits) > 1 else ""))
+        return likely[0]
+    what = f"there is no split {wanted}" if wanted else "the source has several splits, and none is called train"
+    choice = f"--split TASK={likely[0]} (in a recipe, split: {likely[0]}); -n says how many rows of a split are read"
+    raise DataError(what, where=str(data), fix=f"name one: {choice}; the splits are {listed}")

@@ -290,8 +290,6 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = formatter.describe(data, samples, target.where)
     chosen = f"{used} (of {list_some(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
-    if formatter.holds_turns and not formatter.joins_turns and tokens.template is not None:
-        chosen += f", with its chat template ({tokens.template})"
     if TextReader("", formatter, tokens, max_tokens, target).attends_from_first:
         chosen += ", the first token attends globally"
     return TextReader(chosen, formatter, tokens, max_tokens, target)

@@ -119,16 +119,13 @@ class TextModels:
         if target is None:
             source = f"its expert, as {self.target} has none" if self.target else "its expert"
             return TextTokens(cutting, others, table, source, where)
-        template = None
-        if target.tokenizer.chat_template != cutting.tokenizer.chat_template:
-            template = f"{self.target} has {'another' if target.tokenizer.chat_template else 'none'}"
         text = f"{self.target} has the same vocabulary"
         if table is not None:
             text = f"{self.target} has another vocabulary: ids are mapped by token"
         around = [vocabulary.spell(vocabulary.tokenizer("")["input_ids"]) for vocabulary in (target, cutting)]
         if around[0] != around[1]:
             text += f"; {self.target} puts other special tokens around a text: the expert's are used"
-        return TextTokens(cutting, others, table, f"its expert ({text})", where, template)
+        return TextTokens(cutting, others, table, f"its expert ({text})", where)
 
 
 def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:
@@ -156,8 +153,6 @@ class TextTokens:
     source: str = ""
     """Whose tokenizer it is, in words."""
     where: str = ""
-    template: str | None = None
-    """How the chat template of the model that batches are for differs from the tokenizer's, in words."""
 
     def number(self, ids: Sequence[int]) -> list[int]:
         """The ids that batches hold for these ids of `cutting`."""

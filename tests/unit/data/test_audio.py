@@ -57,16 +57,19 @@ def encoded(wave: Any, rate: int = RATE, kind: str = "WAV", subtype: str | None 
     return file.getvalue()
 
 
-def save_models(folder: Path, kind: str) -> PreTrainedModel:
-    """A merged model, its base and an expert, with what reads sound beside merged."""
+def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
     built: Any = transformers
-    for seed, name in enumerate(("merged", "base", "expert")):
-        torch.manual_seed(seed)
-        if kind == "whisper":
-            model = built.WhisperForConditionalGeneration(built.WhisperConfig(**HEARING))
-        else:
-            model = built.Wav2Vec2ForCTC(built.Wav2Vec2Config(**SOUNDING))
-        model.save_pretrained(folder / name)
+    if kind == "whisper":
+        model: PreTrainedModel = built.WhisperForConditionalGeneration(built.WhisperConfig(**HEARING))
+    else:
+        model = built.Wav2Vec2ForCTC(built.Wav2Vec2Config(**SOUNDING))
+    return model
+
+
+def prepare(folder: Path, kind: str) -> PreTrainedModel:
+    """A model, with what reads sound in the folder of merged."""
+    built: Any = transformers
     if kind == "whisper":
         built.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder / "merged")
         tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, "[UNK]"))
@@ -76,8 +79,7 @@ def save_models(folder: Path, kind: str) -> PreTrainedModel:
         fast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder / "merged")
     else:
         built.Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained(folder / "merged")
-    torch.manual_seed(0)
-    return built.AutoModel.from_pretrained(folder / "merged") if kind == "wav2vec2" else model
+    return make_model(kind)
 
 
 def draw(folder: Path, model: PreTrainedModel, source: Path, **keys: Any) -> TaskExamples:
@@ -121,7 +123,7 @@ def as_paths(folder: Path, waves: list[Any]) -> Path:
 def test_recordings_are_what_the_extractor_makes_of_them(
     tmp_path: Path, store: Callable[[Path, list[Any]], Path]
 ) -> None:
-    model = save_models(tmp_path, "wav2vec2")
+    model = prepare(tmp_path, "wav2vec2")
     waves = [tone(number, 0.1 + 0.01 * number) for number in range(8)]
     (batch,) = draw(tmp_path, model, store(tmp_path, waves)).fitted
     extractor: Any = transformers.AutoFeatureExtractor.from_pretrained(tmp_path / "merged")
@@ -134,7 +136,7 @@ def test_recordings_are_what_the_extractor_makes_of_them(
 
 
 def test_other_rates_and_channels_become_the_extractors(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "wav2vec2")
+    model = prepare(tmp_path, "wav2vec2")
     slow = [numpy.stack([tone(n, 0.2, 8_000), tone(n + 40, 0.2, 8_000)], 1) for n in range(4)]
     rows = [{"audio": {"bytes": encoded(x, 8_000), "path": None}} for x in slow]
     batch = draw(tmp_path, model, write_parquet(tmp_path / "rows.parquet", rows)).fitted[0]
@@ -147,7 +149,7 @@ def test_other_rates_and_channels_become_the_extractors(tmp_path: Path) -> None:
 
 
 def test_what_is_said_goes_to_the_decoder(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "whisper")
+    model = prepare(tmp_path, "whisper")
     texts = ["one two", "three", "two two one", "one"]
     rows = [{"audio": {"bytes": encoded(tone(n)), "path": ""}, "sentence": text} for n, text in enumerate(texts)]
     examples = draw(tmp_path, model, write_parquet(tmp_path / "rows.parquet", rows))
@@ -167,7 +169,7 @@ def test_what_is_said_goes_to_the_decoder(tmp_path: Path) -> None:
 
 
 def test_long_recordings_are_cut(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "wav2vec2")
+    model = prepare(tmp_path, "wav2vec2")
     source = as_bytes(tmp_path, [tone(0, 31), *(tone(n) for n in range(1, 5))])
     examples = draw(tmp_path, model, source)
     assert any("longer than 30 s" in note for note in examples.notes)
@@ -209,13 +211,13 @@ def no_rate(folder: Path) -> Path:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_is_no_sound_is_refused(tmp_path: Path, store: Callable[[Path], Path], message: str) -> None:
-    model = save_models(tmp_path, "wav2vec2")
+    model = prepare(tmp_path, "wav2vec2")
     with pytest.raises(DataError, match=message):
         draw(tmp_path, model, store(tmp_path))
 
 
 def test_packages_that_lack_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_models(tmp_path, "wav2vec2")
+    model = prepare(tmp_path, "wav2vec2")
     monkeypatch.setitem(sys.modules, "soxr", None)
     with pytest.raises(DataError, match="sound cannot be read") as refused:
         draw(tmp_path, model, as_bytes(tmp_path, [tone(0)]))
@@ -223,7 +225,7 @@ def test_packages_that_lack_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_extractor_that_asks_for_gigabytes_is_not_used(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "whisper")
+    model = prepare(tmp_path, "whisper")
     settings = tmp_path / "merged/preprocessor_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"n_samples": 2**40}))
     with pytest.raises(DataError, match="no model reads inputs of that size"):
@@ -233,7 +235,9 @@ def test_an_extractor_that_asks_for_gigabytes_is_not_used(tmp_path: Path) -> Non
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whisper", "wav2vec2"])
 def test_a_merge_that_hears_is_calibrated(tmp_path: Path, kind: str) -> None:
-    save_models(tmp_path, kind)
+    prepare(tmp_path, kind)
+    for seed, name in enumerate(("merged", "base", "expert")):
+        make_model(kind, seed).save_pretrained(tmp_path / name)
     rows: list[dict[str, Any]] = [
         {"audio": {"bytes": encoded(tone(n, 0.1 + 0.01 * (n % 3))), "path": f"{n}.wav"}, "text": WORDS[4 + n % 3]}
         for n in range(24)
@@ -249,7 +253,7 @@ def test_a_merge_that_hears_is_calibrated(tmp_path: Path, kind: str) -> None:
 
 def test_batches_have_the_same_values_alone(tmp_path: Path) -> None:
     """What a recording becomes depends on no other in its batch, but for padding."""
-    model = save_models(tmp_path, "whisper")
+    model = prepare(tmp_path, "whisper")
     source = as_bytes(tmp_path, [tone(n) for n in range(8)])
     drawn = draw_examples("speech", Data(path=str(source)), model, [tmp_path / "merged"], count=4, seed=0)
     together: Batch = drawn.cut(4).fitted[0]

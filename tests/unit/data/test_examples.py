@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from transformers.models.detr.image_processing_pil_detr import DetrImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from featcal_cli.data.batches import Batch, count_examples, count_positions
-from featcal_cli.data.cells import KEPT_CHARACTERS, shorten_row
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
 from featcal_cli.data.images import to_rgb
@@ -737,22 +735,12 @@ GREY_7 = numpy.full((6, 6), 7, dtype=int)
         ("image", numpy.stack([GREY_7] * 3).tolist()),
         ("image", numpy.stack([GREY_7] * 3, axis=-1).tolist()),
         ("img", (GREY_7 / 255).tolist()),
-        ("image", b64encode(encode_image(7)).decode()),
-        ("x", "data:image/png;base64," + b64encode(encode_image(7)).decode()),
         ("images", [{"bytes": encode_image(7), "path": None}]),
     ],
-    ids=["grey", "channels first", "channels last", "floats", "base64", "data URL", "a list of one"],
+    ids=["grey", "channels first", "channels last", "floats", "a list of one"],
 )
-def test_arrays_and_base64_are_images(at: Folder, vit: Any, column: str, cell: Any) -> None:
+def test_arrays_and_lists_of_one_are_images(at: Folder, vit: Any, column: str, cell: Any) -> None:
     assert colours(at.load(vit, at.file("a.parquet", [{column: cell, "label": 1}])).fitted) == [7]
-
-
-def test_base64_of_a_large_image_is_not_shortened() -> None:
-    text = "iVBORw0KGgo" + "A" * (3 * KEPT_CHARACTERS)
-    assert shorten_row({"image": text, "text": "A" * (3 * KEPT_CHARACTERS)}) == {
-        "image": text,
-        "text": "A" * (2 * KEPT_CHARACTERS),
-    }
 
 
 @pytest.mark.parametrize(

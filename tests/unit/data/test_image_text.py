@@ -78,11 +78,8 @@ def make_model(kind: str) -> PreTrainedModel:
     return llava
 
 
-def save_models(folder: Path, kind: str, template: str | None = TURNS) -> PreTrainedModel:
-    """A merged model, its base and an expert, with what reads images and texts beside merged."""
-    for seed, name in enumerate(("merged", "base", "expert")):
-        torch.manual_seed(seed)
-        make_model(kind).save_pretrained(folder / name)
+def prepare(folder: Path, kind: str, template: str | None = TURNS) -> PreTrainedModel:
+    """A model, with what reads images and texts in the folder of merged."""
     images: Any = CLIPImageProcessorPil
     images = images(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     if kind == "clip":
@@ -122,7 +119,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def test_two_towers_read_captions_and_images(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "clip")
+    model = prepare(tmp_path, "clip")
     source = write(tmp_path, [{"image": picture(n), "caption": f"it is a {COLOURS[n % 3]}"} for n in range(4)])
     (batch,) = draw(tmp_path, model, source).fitted
     assert batch.keys() == {"pixel_values", "input_ids", "attention_mask"}
@@ -136,7 +133,7 @@ def test_two_towers_read_captions_and_images(tmp_path: Path) -> None:
 
 
 def test_labels_are_no_captions(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "clip")
+    model = prepare(tmp_path, "clip")
     source = write(tmp_path, [{"image": picture(n), "label": n % 3, "name": "it is"} for n in range(4)])
     assert draw(tmp_path, model, source).fitted[0].keys() == {"pixel_values"}
 
@@ -165,7 +162,7 @@ ASKED = "user : <image> <image> <image> <image> what is it assistant : "
     ids=["answer", "answers", "conversation", "messages"],
 )
 def test_questions_about_images_take_the_chat_template(tmp_path: Path, row: Any) -> None:
-    model = save_models(tmp_path, "llava")
+    model = prepare(tmp_path, "llava")
     source = write(tmp_path, [{"image": picture(n), **row(COLOURS[n % 3])} for n in range(4)])
     (batch,) = draw(tmp_path, model, source).fitted
     for pixels, ids in zip(batch["pixel_values"], batch["input_ids"], strict=True):
@@ -174,7 +171,7 @@ def test_questions_about_images_take_the_chat_template(tmp_path: Path, row: Any)
 
 
 def test_without_a_template_the_image_stands_first(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "llava", template=None)
+    model = prepare(tmp_path, "llava", template=None)
     source = write(
         tmp_path, [{"image": picture(n), "question": "what is it", "answer": COLOURS[n % 3]} for n in range(4)]
     )
@@ -183,7 +180,7 @@ def test_without_a_template_the_image_stands_first(tmp_path: Path) -> None:
 
 
 def test_rows_of_several_images_cannot_be_used(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "llava")
+    model = prepare(tmp_path, "llava")
     turns = [
         {"role": "user", "content": "what <image> is it"},
         {"role": "assistant", "content": "<image> a <image> red"},
@@ -194,7 +191,7 @@ def test_rows_of_several_images_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
-    model = save_models(tmp_path, "llava")
+    model = prepare(tmp_path, "llava")
     (tmp_path / "merged/processor_config.json").unlink()
     source = write(tmp_path, [{"image": picture(n), "question": "what is it", "answer": "red"} for n in range(4)])
     with pytest.raises(DataError, match="no processor can be loaded"):
@@ -205,7 +202,10 @@ def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["clip", "llava"])
 def test_a_merge_that_sees_and_reads_is_calibrated(tmp_path: Path, kind: str) -> None:
     """Both of a task's towers, or the tower and the language model; with another task of text alone for the latter."""
-    save_models(tmp_path, kind)
+    prepare(tmp_path, kind)
+    for seed, name in enumerate(("merged", "base", "expert")):
+        torch.manual_seed(seed)
+        make_model(kind).save_pretrained(tmp_path / name)
     rows = [
         {"image": picture(n), "question": "what is it", "answer": COLOURS[n % 3], "caption": f"a {COLOURS[n % 3]}"}
         for n in range(20)
