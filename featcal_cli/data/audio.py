@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from featcal_cli.data.batches import OTHER_COLUMN, BadRowError, Example, count_vocabulary, decoder_inputs
+from featcal_cli.data.batches import OTHER_COLUMN, BadRowError, Example, count_vocabulary, decoder_inputs, padding_id
 from featcal_cli.data.cells import Row, open_cell, refuse_cell
 from featcal_cli.data.columns import NAMES, Samples, find_audio_column
 from featcal_cli.data.local_files import folder_of
@@ -44,10 +44,6 @@ class AudioReader(Reader):
     """The column of what is said."""
     tokens: TextTokens | None
     """The tokens of that text."""
-
-    @property
-    def padding(self) -> int:
-        return int(getattr(self.target.model.config, "pad_token_id", None) or 0)
 
     def read(self, row: Row) -> Example:
         model = self.target.model
@@ -132,4 +128,4 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
         transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
     tokens = None if transcript is None else target.open_tokens()
-    return AudioReader(chosen, column, folder_of(data), extractor, target, transcript, tokens)
+    return AudioReader(chosen, padding_id(target.model), column, folder_of(data), extractor, target, transcript, tokens)

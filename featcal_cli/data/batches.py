@@ -73,7 +73,7 @@ def _is_per_token(name: str, examples: Sequence[Example]) -> bool:
     return all({name, mask} <= one.keys() and one[name].shape[:2] == one[mask].shape for one in inputs)
 
 
-def collate(examples: Sequence[Example], padding: int = 0) -> Batch:
+def collate(examples: Sequence[Example], padding: int) -> Batch:
     """The batch of the examples of one group. Texts are padded on the right up to the longest, so that positions are
     those of a text alone: ids by `padding`, everything else by 0, which in a mask says that it does not count."""
     batch = {}
@@ -87,7 +87,7 @@ def collate(examples: Sequence[Example], padding: int = 0) -> Batch:
     return batch
 
 
-def longest_example(examples: Sequence[Example], padding: int = 0) -> Batch:
+def longest_example(examples: Sequence[Example], padding: int) -> Batch:
     """One of these examples (at least one), padded to be as long as any batch of the largest kind."""
     largest = max(examples, key=lambda example: sum(tensor.numel() for tensor in example.inputs.values()))
     rest = [largest, *(example for example in examples if example is not largest)]
@@ -178,6 +178,13 @@ def count_vocabulary(model: PreTrainedModel) -> int | None:
     """Tokens that the model has embeddings for; None where it reads none."""
     weight = find_embeddings(model)
     return None if weight is None else len(weight)
+
+
+def padding_id(model: PreTrainedModel) -> int:
+    """The id with which texts are filled up: the model's own for it, as some models tell by it where a text ends."""
+    config = text_config(model)
+    token = getattr(config, "pad_token_id", None)
+    return token if isinstance(token, int) and 0 <= token < getattr(config, "vocab_size", 0) else 0
 
 
 def find_embeddings(model: PreTrainedModel) -> Tensor | None:

@@ -103,15 +103,11 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
     return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
 
 
-def _name_columns(where: str, roles: str) -> str:
-    """The option to type to name columns, for a task that `where` begins with."""
-    return f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
-
-
 def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
-    """The error that says which columns there are and how to name one."""
+    """The error that says which columns there are and how to name one, for a task that `where` begins with."""
     what = f"no column holds {what}; the columns are {list_some(columns)}"
-    return DataError(what, where=where, fix=f"name it: {_name_columns(where, roles)}")
+    option = f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
+    return DataError(what, where=where, fix=f"name it: {option}")
 
 
 # --- what names and values tell ---
@@ -230,17 +226,6 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
         what = f"no column holds text, but {inner} does; the columns are {list_some(samples)}"
         raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
     raise _no_column("text", "text:COLUMN", samples, where)
-
-
-def advise_answer(samples: Samples, roles: Mapping[str, str], data: Data, where: str) -> str:
-    """What to type where a column called like an answer is not read; empty without one."""
-    used = {*roles.values(), *template_fields(data.template or "")}
-    further = [name for name in samples if name not in used and any(map(answer_of, samples[name]))]
-    likely = [name for name in further if _bare_name(name) in NAMES["response"]]
-    if not likely or {"response", "messages"} & roles.keys():
-        return ""
-    command = _name_columns(where, f"prompt:{roles.get('text', 'COLUMN')},response:{likely[0]}")
-    return f"; {likely[0]}, which may be the answer, is not read: to have it read, type {command}"
 
 
 def _bare_name(column: str) -> str:

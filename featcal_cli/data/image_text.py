@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from featcal_cli.data.batches import BadRowError, Example, count_vocabulary
+from featcal_cli.data.batches import BadRowError, Example, count_vocabulary, padding_id
 from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import Samples, choose_text_roles, find_about
 from featcal_cli.data.images import ImageReader, open_images
@@ -29,10 +29,6 @@ class PairReader(Reader):
     images: ImageReader
     texts: TextReader
 
-    @property
-    def padding(self) -> int:
-        return self.texts.padding
-
     def read(self, row: Row) -> Example:
         text = self.texts.read(row)
         return Example(self.images.read(row).inputs | text.inputs, text.is_cut)
@@ -50,11 +46,6 @@ class DialogueReader(Reader):
     processor: Any
     tokens: TextTokens
     target: Target
-
-    @property
-    def padding(self) -> int:
-        pad = self.processor.tokenizer.pad_token_id
-        return 0 if pad is None else self.tokens.number([pad])[0]
 
     def read(self, row: Row) -> Example:
         text, token = self.formatter.compose(row).text, str(self.processor.image_token)
@@ -108,7 +99,7 @@ def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
     """The reader of rows for two towers. Raises DataError like those of images and of texts."""
     images = open_images(data, samples, target)
     texts = open_text(data, _without(samples, images.column), target)
-    return PairReader(f"{images.chosen}; {texts.chosen}", images, texts)
+    return PairReader(f"{images.chosen}; {texts.chosen}", texts.padding, images, texts)
 
 
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
@@ -119,8 +110,9 @@ def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueRead
     others = _without(samples, images.column)
     roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
     formatter = RowFormatter(roles, find_about(data, roles, others), data.template, "causal", _Turns(processor))
-    chosen = f"{images.chosen}; {formatter.describe(data, samples, target.where)}, processor from {source}"
-    return DialogueReader(chosen, images, formatter, processor, target.tokens_of(processor, source), target)
+    chosen = f"{images.chosen}; {formatter.describe(samples)}, processor from {source}"
+    tokens = target.tokens_of(processor, source)
+    return DialogueReader(chosen, padding_id(target.model), images, formatter, processor, tokens, target)
 
 
 def _without(samples: Samples, column: str) -> Mapping[str, Sequence[Any]]:

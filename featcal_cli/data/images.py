@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 from PIL import Image, ImageOps
 
-from featcal_cli.data.batches import BadRowError, Example, decoder_inputs
+from featcal_cli.data.batches import BadRowError, Example, decoder_inputs, padding_id
 from featcal_cli.data.cells import Row, open_cell, refuse_cell
 from featcal_cli.data.columns import Samples, find_image_column, is_array
 from featcal_cli.data.local_files import folder_of
@@ -74,7 +74,7 @@ def open_images(
     column = find_image_column(data, samples, target.where)
     images, source = processor or target.load("image processor")
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
-    return ImageReader(chosen, column, folder_of(data), images, target)
+    return ImageReader(chosen, padding_id(target.model), column, folder_of(data), images, target)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -146,13 +146,13 @@ def open_file(file: Path) -> list[Table]:
         case ".arrow":
             return [_open_arrow(file)]
         case ".csv" | ".tsv" as ending:
-            return [_open_scanned(file, partial(_scan_csv, file, "\t" if ending == ".tsv" else ","), _parse_values)]
+            return [_open_scanned(file, partial(_scan_csv, file, "\t" if ending == ".tsv" else ","))]
         case ".jsonl" | ".ndjson":
-            return [_open_scanned(file, partial(_scan_lines, file), partial(_parse_line, file))]
+            return [_open_scanned(file, partial(_scan_lines, file, partial(_parse_line, file)))]
         case ".json":
             return [_open_list(file)]
         case ".txt":
-            return [_open_scanned(file, partial(_scan_lines, file), lambda found: {"text": found[1].strip()})]
+            return [_open_scanned(file, partial(_scan_lines, file, lambda _, line: {"text": line.strip()}))]
         case ending:
             fix = f"give {', '.join(TABLE_FILES)}, .txt, .safetensors, a folder or a Hub dataset"
             what = f"{file.name} is not a kind of file that can be read"
@@ -190,23 +190,27 @@ def read_lines(file: Path) -> Iterator[str]:
             raise DataError(what, where=f"{file}, line {line_number}", fix=fix) from error
 
 
-def _open_scanned(file: Path, scan: Callable[[], Iterator[Any]], parse: Callable[[Any], Row]) -> Table:
+Scan = Iterator[Callable[[], Row]]
+"""What parses each row of a text file in turn: most rows of a large file are passed over."""
+
+
+def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:
     """A table whose rows are found by reading the file from its start, so that only the wanted ones are in memory.
     Raises DataError where the last row cannot be parsed, as in a file that was cut off, whether it is wanted or not."""
-    length, last = 0, None
-    for length, last in enumerate(scan(), 1):  # noqa: B007
+    length = 0
+    for length, parse in enumerate(scan(), 1):  # noqa: B007
         pass
     if length:
-        parse(last)
+        parse()
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
         wanted = deque(positions)
-        for position, found in enumerate(scan()):
+        for position, parse in enumerate(scan()):
             if not wanted:
                 return
             if position == wanted[0]:
                 wanted.popleft()
-                yield parse(found)
+                yield parse()
         if wanted:
             what = f"{file.name} was changed while it was read"
             raise DataError(what, where=str(file), fix="wait until it is written, and run again")
@@ -214,15 +218,15 @@ def _open_scanned(file: Path, scan: Callable[[], Iterator[Any]], parse: Callable
     return Table(str(file), length, read)
 
 
-def _scan_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Every line that is not empty, with its number."""
-    return ((number, line) for number, line in enumerate(read_lines(file), 1) if line.strip())
+def _scan_lines(file: Path, parse: Callable[[int, str], Row]) -> Scan:
+    """Every line that is not empty, parsed with its number."""
+    return (partial(parse, number, line) for number, line in enumerate(read_lines(file), 1) if line.strip())
 
 
-def _parse_line(file: Path, found: tuple[int, str]) -> Row:
-    row = _parse_json(file, found[1].rstrip(), found[0])
+def _parse_line(file: Path, number: int, line: str) -> Row:
+    row = _parse_json(file, line.rstrip(), number)
     if not isinstance(row, dict):
-        raise DataError("the line is not a JSON object", where=f"{file}, line {found[0]}", fix=WRITE_LINES)
+        raise DataError("the line is not a JSON object", where=f"{file}, line {number}", fix=WRITE_LINES)
     return row
 
 
@@ -248,9 +252,9 @@ def _parse_json(file: Path, text: str, line: int) -> Any:
         raise DataError(f"the JSON cannot be read: {error}", where=f"{file}, line {line}", fix=fix) from None
 
 
-def _scan_csv(file: Path, separator: str) -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
-    """The place where each row of a file begins, whose first line names the columns, these names, and the row's values.
-    Every value is text: a type guessed from the first rows breaks on later ones."""
+def _scan_csv(file: Path, separator: str) -> Scan:
+    """The rows of a file whose first line names the columns. Every value is text: a type guessed from the first rows
+    breaks on later ones."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long documents
     reader = csv.reader(read_lines(file), delimiter=separator, strict=True)
     names: Sequence[str] = []
@@ -261,7 +265,7 @@ def _scan_csv(file: Path, separator: str) -> Iterator[tuple[str, Sequence[str], 
                 names = values
                 check_repeated(names, f"{file}, line {start}")
             elif values:
-                yield f"{file}, line {start}", names, values
+                yield partial(_name_values, names, values, f"{file}, line {start}")
             start = reader.line_num + 1
     except csv.Error as error:
         fix = 'close every quote that a value begins with, and write quotes inside of such a value twice: ""'
@@ -269,8 +273,7 @@ def _scan_csv(file: Path, separator: str) -> Iterator[tuple[str, Sequence[str], 
         raise DataError(what, where=f"{file}, line {start}", fix=fix) from None
 
 
-def _parse_values(found: tuple[str, Sequence[str], Sequence[str]]) -> Row:
-    where, names, values = found
+def _name_values(names: Sequence[str], values: Sequence[str], where: str) -> Row:
     if len(values) != len(names):
         what = f"the row does not have one value for each column ({len(values)} for {len(names)})"
         raise DataError(what, where=where, fix="put values that hold the separator, a quote or a line break in quotes")

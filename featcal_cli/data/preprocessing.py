@@ -67,15 +67,12 @@ class Reader(ABC):
 
     chosen: str
     """The chosen columns and preprocessing."""
+    padding: int
+    """The id that fills up texts in batches."""
 
     @abstractmethod
     def read(self, row: Any) -> Example:
         """The example that a row becomes. Raises BadRowError."""
-
-    @property
-    def padding(self) -> int:
-        """The id that fills up texts in batches."""
-        return 0
 
     def remarks(self, examples: Sequence[Example]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
         """Remarks about all these examples together. Raises DataError where they mean nothing to the model."""

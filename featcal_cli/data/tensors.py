@@ -18,6 +18,7 @@ from featcal_cli.data.batches import (
     count_positions,
     count_vocabulary,
     forward_names,
+    padding_id,
     take_examples,
     text_config,
 )
@@ -89,7 +90,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     for what, fix in chain(_find_odd_shapes(tensors), _find_odd_inputs(inputs, model), _find_odd_masks(inputs)):
         raise DataError(what, where=where, fix=fix)
     chosen = f"tensors {list_some(inputs)}, as they are" + (f" (without {label})" if label in tensors else "")
-    return TensorReader(chosen, inputs, tensors.get(label))
+    return TensorReader(chosen, padding_id(model), inputs, tensors.get(label))
 
 
 Faults = Iterator[tuple[str, str]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from featcal_cli.data.batches import (
     count_positions,
     count_vocabulary,
     decoder_inputs,
+    padding_id,
 )
 from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import (
     NAMES,
     Samples,
     TextKind,
-    advise_answer,
     choose_text_roles,
     find_about,
     template_fields,
@@ -144,11 +144,11 @@ class RowFormatter:
             return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
         return TokenizerInput("\n".join(turns))
 
-    def describe(self, data: Data, samples: Samples, where: str) -> str:
+    def describe(self, samples: Samples) -> str:
         """Which columns become what, in words."""
         shown = [(role, column) for role, column in self.roles.items() if role not in ("image", "audio", "label")]
         used = " and ".join(f"column {column} as {role}" for role, column in shown)
-        used = f"template {data.template!r}" if data.template else used
+        used = f"template {self.template!r}" if self.template else used
         if self.about:
             used += f", with {list_some(self.about)} behind the prompt"
         values = (value for column in self.roles.values() for value in samples[column])
@@ -157,7 +157,7 @@ class RowFormatter:
             used += f", its turns joined by line breaks as {why}"
         if self.kind == "encoder-decoder" and not {"response", "messages"} & self.roles.keys():
             used += ", no target for the decoder"
-        return used + ("" if self.kind == "encoder" else advise_answer(samples, self.roles, data, where))
+        return used
 
 
 def _say(role: str, content: str) -> Message:
@@ -190,10 +190,6 @@ class TextReader(Reader):
     def tokenizer(self) -> Any:
         """The tokenizer that cuts the texts; examples have other ids where the model has another vocabulary."""
         return self.tokens.cutting.tokenizer
-
-    @property
-    def padding(self) -> int:
-        return self.tokens.number([self.tokenizer.pad_token_id])[0]
 
     def read(self, row: Row) -> Example:
         given = self.formatter.compose(row)
@@ -288,8 +284,9 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     formatter = RowFormatter(roles, find_about(data, roles, samples), data.template, kind, tokenizer)
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
-    used = formatter.describe(data, samples, target.where)
+    used = formatter.describe(samples)
     chosen = f"{used} (of {list_some(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
-    if TextReader("", formatter, tokens, max_tokens, target).attends_from_first:
-        chosen += ", the first token attends globally"
-    return TextReader(chosen, formatter, tokens, max_tokens, target)
+    reader = TextReader(chosen, padding_id(model), formatter, tokens, max_tokens, target)
+    if reader.attends_from_first:
+        reader = replace(reader, chosen=f"{chosen}, the first token attends globally")
+    return reader

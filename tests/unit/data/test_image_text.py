@@ -25,23 +25,8 @@ from featcal_cli.data.examples import TaskExamples, draw_examples
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[END]",
-    "<image>",
-    ":",
-    "user",
-    "assistant",
-    "what",
-    "is",
-    "it",
-    "a",
-    "red",
-    "blue",
-    "green",
-]
 COLOURS = ["red", "blue", "green"]
+WORDS = ["[PAD]", "[UNK]", "[END]", "<image>", ":", "user", "assistant", "what", "is", "it", "a", *COLOURS]
 LAYERS: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
 }  # fmt: skip
