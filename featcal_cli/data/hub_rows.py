@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import ceil
 from random import Random
 from typing import Any, TypeVar
 
@@ -93,13 +94,13 @@ class _RowGroup:
     size: int
     """Bytes, as stored."""
 
-    def count_reached(self, share: float) -> int:
-        """The rows from which some may be drawn where so many bytes may be read of each group: all of a group that is
-        not much larger than others, or that cannot be read in part; else the beginning."""
+    def count_reached(self, share: float, least: int) -> int:
+        """The rows from which `least` may be drawn where so many bytes may be read of each group: all of a group that
+        is not much larger than others, or that cannot be read in part; else the beginning."""
         # groups are about equal, so that half of them are a little above their share
         if self.size <= 2 * share or self.rows <= PAGE_ROWS:
             return self.rows
-        return max(1, int(self.rows * share / self.size))
+        return min(self.rows, max(least, int(self.rows * share / self.size)))
 
 
 def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
@@ -119,7 +120,7 @@ def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
     for group in groups:
         if len(tables) >= number and sum(table.length for table in tables) >= count:
             break
-        reached = group.count_reached(budget / number)
+        reached = group.count_reached(budget / number, ceil(count / number))
         tables.append(Table(group.file.path, reached, partial(_read_rows, split, group, reached == group.rows)))
     return tables
 
