@@ -19,8 +19,7 @@ Samples = Mapping[str, Sequence[Any]]
 TextKind = Literal["encoder", "causal", "encoder-decoder"]
 
 NAMES = {
-    "image": ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name", "pixels", "array",
-              "pixel_values"),
+    "image": ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name"),
     "audio": ("audio", "speech", "sound", "recording", "wav", "flac", "mp3", "file", "path", "file_name"),
     "messages": ("messages", "conversations", "conversation", "chat"),
     "prompt": ("instruction", "prompt", "question", "query", "problem", "inputs", "sql_prompt", "intent",
@@ -116,8 +115,7 @@ def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> Dat
 def find_image_column(data: Data, samples: Samples, where: str) -> str:
     """The recipe's column of images, else one called like images, else the first that looks so. Raises DataError for
     none."""
-    arrays = [name for name in NAMES["image"] if any(map(is_array, samples.get(name, ())))]
-    return _find_column("image", "images", data, find_encoded_images(samples) or arrays, samples, where)
+    return _find_column("image", "images", data, find_encoded_images(samples), samples, where)
 
 
 def find_audio_column(data: Data, samples: Samples, where: str) -> str:
@@ -166,17 +164,6 @@ def _looks_like_image(value: Any) -> bool:
         case str():
             return value.lower().endswith(IMAGE_FILES)
     return isinstance(value, bytes)
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value may be a picture as nested lists of numbers."""
-    for _ in range(2):
-        if not isinstance(value, list) or not value:
-            return False
-        value = value[0]
-    while isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, int | float)
 
 
 def has_caption(data: Data, samples: Samples) -> bool:

@@ -84,7 +84,6 @@ class DrawnExamples:
     selection: Sequence[Example]
     held_out: Sequence[Example]
     notes: list[str]
-    rows_skipped: int
     is_whole: bool
 
     def longest(self) -> Batch:
@@ -97,9 +96,9 @@ class DrawnExamples:
         first = 0 if self.held_out else _count_measured(len(self.fitted))
         lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
         measured, rest, selection, held_out = (make_batches(self.reader, part, batch_size) for part in lists)
-        counts = map(len, (self.fitted, self.selection, self.held_out))
+        counts = len(self.fitted), len(self.selection), len(self.held_out)
         return TaskExamples(
-            self.task, batch_size, [*measured, *rest], selection, held_out, self.notes, *counts, self.is_whole
+            self.task, batch_size, [*measured, *rest], selection, held_out, self.notes, *counts, is_whole=self.is_whole
         )
 
 
@@ -155,7 +154,7 @@ def draw_examples(
     selection, held_out = (usable.further[:half], usable.further[half:]) if half else ([], [])
     notes += [reader.chosen, *_describe(usable, count, len(selection) + len(held_out))]
     notes = [f"{task}: {note}" for note in notes]
-    return DrawnExamples(task, reader, usable.fitted, selection, held_out, notes, len(usable.bad), usable.is_whole)
+    return DrawnExamples(task, reader, usable.fitted, selection, held_out, notes, usable.is_whole)
 
 
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:

@@ -88,11 +88,7 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         [name for name in files if ending_of(name) in kind and not is_hidden(name)]
         for kind in (IMAGE_FILES, AUDIO_FILES, TABLE_FILES)
     )
-    # the .json files beside a config.json are a model's
-    models = {file.parent for file in files.values() if file.name == "config.json"}
-    tables = [
-        name for name in tables if holds_rows(name) and not (name.endswith("json") and files[name].parent in models)
-    ]
+    tables = [name for name in tables if holds_rows(name)]
     media = max(images, sounds, key=len)
     if not media and not tables:
         fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"

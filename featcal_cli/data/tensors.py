@@ -32,8 +32,6 @@ from featcal_cli.runtime.sanitise import list_some
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 """A mask → the ids that it has a value for each of."""
-DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
-"""Keys of a config which say that a decoder has other tokens than its encoder."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,13 @@ def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
         if name in MASKS.values() and tensor.dim() < 2:
             yield f"{what} without a dimension of tokens", f"write {name} as [examples, tokens]"
     positions, is_hard = count_positions(model)
-    for name, limit in _find_limits(model).items():
+    limits = {
+        "input_ids": count_vocabulary(model),
+        "decoder_input_ids": None,  # a decoder may have a vocabulary of its own
+        "token_type_ids": getattr(text_config(model), "type_vocab_size", None) or None,
+        "position_ids": positions if is_hard else None,
+    }
+    for name, limit in limits.items():
         if (ids := tensors.get(name)) is None:
             continue
         wrong = (ids < 0) | (ids >= limit) if limit is not None else ids < 0
@@ -139,20 +143,6 @@ def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
         if name in MASKS.values() and is_hard and positions is not None and ids.shape[-1] > positions:
             what = f"{name} has {ids.shape[-1]:,} tokens per example, but the model has only {positions:,} positions"
             yield what, f"cut the examples to {positions:,} tokens"
-
-
-def _find_limits(model: PreTrainedModel) -> dict[str, int | None]:
-    """The number of ids of each kind that a model knows; None where it is not known."""
-    positions, is_hard = count_positions(model)
-    vocabulary = count_vocabulary(model)
-    decoders = (getattr(model.config, key, None) for key in DECODERS_OWN)
-    decoder = next((size for size in decoders if isinstance(size, int)), vocabulary)
-    return {
-        "input_ids": vocabulary,
-        "decoder_input_ids": None if hasattr(model.config, "decoder") else decoder,
-        "token_type_ids": getattr(text_config(model), "type_vocab_size", None) or None,
-        "position_ids": positions if is_hard else None,
-    }
 
 
 def _find_odd_masks(tensors: Batch) -> Faults:
