@@ -12,7 +12,17 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
-from featcal_cli.data.splits import FORMATS, NO_ROWS, Note, choose_split, format_of, group_by_name, ignore, is_hidden
+from featcal_cli.data.splits import (
+    FORMATS,
+    NO_ROWS,
+    Note,
+    choose_split,
+    format_of,
+    group_by_name,
+    holds_rows,
+    ignore,
+    is_hidden,
+)
 from featcal_cli.hub.client import limit_waiting, patiently
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.repo import CARD, COMMIT, Opener, Repo, open_repo
@@ -31,8 +41,6 @@ Splits = Mapping[str, Sequence[str]]
 
 COPY = "refs/convert/parquet"
 """The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
-METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Names of files that say what is known about the images of a folder: no examples of their own where there are some."""
 
 
 @dataclass(frozen=True)
@@ -313,18 +321,14 @@ def _readable_files(paths: Collection[str]) -> list[str]:
 
 def _infer_format(paths: Sequence[str]) -> str | None:
     """The format of most of the files, of two that are as frequent the first; None without files."""
-    counts = Counter(format_of(path) for path in paths if not _is_metadata(path)) or Counter(map(format_of, paths))
+    counts = Counter(map(format_of, filter(holds_rows, paths))) or Counter(map(format_of, paths))
     order = list(dict.fromkeys(FORMATS.values()))
     return min(counts, key=lambda name: (-counts[name], order.index(str(name))), default=None)
 
 
-def _is_metadata(path: str) -> bool:
-    return PurePosixPath(path).name in METADATA_FILES
-
-
 def _belongs_to(path: str, kind: str) -> bool:
     """Whether a file is one of this format, or says what is known about images that are."""
-    return format_of(path) == kind or (kind == "imagefolder" and _is_metadata(path))
+    return format_of(path) == kind or (kind == "imagefolder" and not holds_rows(path))
 
 
 def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
