@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -268,13 +269,15 @@ def show_error(error: FeatCalError, who: str = "") -> None:
 
 def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
     """How to fix it, and the lines of the command that ends it, if there is one."""
-    if isinstance(error, OpenQuestionsError) and error.fix.endswith(error.command):
-        parts = error.parts()
-        if not ERR.is_terminal or cell_len(error.command) + 4 <= ERR.width:
-            parts = [error.command]
+    if isinstance(error, OpenQuestionsError) and error.command:
+        parts = error.parts(sys.argv[1:])
+        if not ERR.is_terminal or cell_len(" ".join(parts)) + 4 <= ERR.width:
+            parts = [" ".join(parts)]
         # a long one takes a line for each option, so that no word is broken
         lines = [f"{'  ' if number else ''}{part} \\" for number, part in enumerate(parts)]
-        return error.fix.removesuffix(error.command).rstrip(), [*lines[:-1], lines[-1].removesuffix(" \\")]
+        return f"{error.fix}:", [*lines[:-1], lines[-1].removesuffix(" \\")]
+    if error.command:
+        return f"{error.fix}:", [error.command]
     if parted := _COMMAND.fullmatch(error.fix):
         return f"{parted['text']}:", [parted["command"]]
     return error.fix, []

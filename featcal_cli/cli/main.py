@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
-from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.recipe.mistakes import suggest_for_option
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 from featcal_cli.runtime.process import GONE, Launch, read_launch
@@ -66,9 +65,6 @@ def _call() -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except SystemExit:
         sys.stdout.flush()
-        raise
-    except OpenQuestionsError as error:
-        error.retype(sys.argv[1:])
         raise
     except Exception as error:
         if not hasattr(error, "format_message"):

@@ -5,32 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
-from featcal_cli.hub.model_source import UnusableError, locate, repo_of
+from featcal_cli.hub.adapter import is_adapter
+from featcal_cli.hub.model_source import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.hub.repo import Kind, Opener, open_repo
-from featcal_cli.lineage.base_model import find_base_of, find_stated_base, pick_base, weigh_said_base
-from featcal_cli.lineage.expert_data import TaskData, find_data
-from featcal_cli.lineage.merge_configs import Statement
+from featcal_cli.lineage.ancestry import ask_base, climb, find_ancestor, is_quantized
+from featcal_cli.lineage.claims import READ_FILES, read_claims
+from featcal_cli.lineage.expert_data import TaskData, choose_config, choose_dataset
+from featcal_cli.lineage.mergekit import Claim
+from featcal_cli.lineage.names import name_tasks, same_name
 from featcal_cli.lineage.questions import (
     FROM_USER,
-    MOST_PROBLEMS,
     Finding,
-    Findings,
-    Gone,
     OpenQuestionsError,
     Option,
     Question,
-    as_options,
-    ask_without,
-    enumerate_names,
     show_merged,
 )
-from featcal_cli.lineage.search import Search, do_at_once, is_gone, name_tasks, opened_part, same_name, split_model
-from featcal_cli.lineage.statements import STATING_FILES, read_statements
+from featcal_cli.lineage.search import Search, do_at_once, is_gone, opened_part, split_model
 from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.recipe.schema import Draft, Merge, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.sanitise import list_some, quoted
+from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
 
 
 @dataclass(frozen=True)
@@ -54,168 +49,148 @@ def find_lineage(
 ) -> Lineage:
     """The draft completed: base and experts from the merged repo's files, data from the experts' cards.
 
-    What the draft says stays as it is: experts that it names are all there are, and a task that only has data gets the
-    found expert of its name. Found experts get the names that `name_tasks` makes. Of each thing the first source that
-    knows it is believed: mergekit's configuration (its own file, then the card's code block), featcal.yaml, the
-    card's text and metadata, the experts' own cards and adapter configs, the names of well-known experts. Only small
-    text files are read, each repo is opened at most once, and nothing at all when the draft is complete. `tell` gets
-    base and experts before their data are looked for.
-    Raises OpenQuestionsError, which asks for everything that stays open at once, LineageError for what cannot be
-    calibrated, and HubError.
-    """
+    1. The merged repo's files are read, each by a small reader: mergekit's configuration (its own file, then the card's
+       code block), featcal.yaml, the card's text, the card's metadata. The first that claims a thing is believed.
+    2. What the draft says stays as it is: experts that it names are all there are, and a task that only has data gets
+       the found expert of its name. Found experts get the names that `name_tasks` makes.
+    3. All experts are opened; those that are gone are asked about.
+    4. The base that nothing names is the nearest common ancestor of the experts.
+    5. Data come from the experts' cards. `tell` gets base and experts before they are looked for.
+
+    Only small text files are read, and each repo is opened once. Raises OpenQuestionsError, which asks for everything
+    that stays open at once, LineageError for what cannot be calibrated, and HubError."""
     search = Search(draft, open_repo)
+    questions: list[Question] = []
     _read_merged(search)
-    experts, base = _find_experts(search, find_stated_base(search))
-    left_out = _leave_out(search, experts)
-    if search.unmatched:
-        raise OpenQuestionsError(draft, search.unmatched)
-    gone = _take_gone(search, experts, base)
-    findings = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
-    if base is None and findings:
-        base = find_base_of(search, list(findings.values()))
-    findings = _settle_experts(search, findings, base)
-    source, against = "", list[str]()
+    base = _find_stated_base(search)
+    claim = next((claim for claim in search.claims if claim.experts), None)
+    is_asked = draft.tasks and all(task.expert for task in draft.tasks.values())
+    if claim and claim.mixed and base is None and not is_asked:
+        names = [reference for name in claim.experts if (reference := find(name, search.repo))]
+        search.read_ahead((opened_part(name), "model") for name in names)
+        base = find_ancestor(search, dict.fromkeys(names, claim.source), mixed=True)
+    is_list_open = isinstance(base, Question) and claim is not None and claim.mixed
+    experts: Experts = {} if is_list_open else _find_experts(search, claim, base, questions)
+    _leave_out(search, experts, questions)
+    if questions:
+        raise OpenQuestionsError(draft, questions)
+    found = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
+    gone = _open_all(search, found)
+    here = {task: expert for task, expert in found.items() if task not in gone}
+    if base is None and here:
+        base = find_ancestor(search, {expert.value: expert.source for expert in here.values()})
     if isinstance(base, Finding):
-        for finding in (base, *findings.values()):
+        here = _settle(search, here, base)
+        for finding in (base, *here.values()):
             tell(finding)
-        source, against = weigh_said_base(search, base, [expert.value for expert in findings.values()])
-    data = _find_data(search, findings)
-    questions = [base] if isinstance(base, Question) else []
-    questions += _ask_for_experts(search, experts, base) if experts or not gone else []
-    questions += ask_without(gone, len(experts) + len(gone))
-    questions += [_hint_at(draft, task, answer) for task, answer in data.items() if isinstance(answer, Question)]
-    known = {task: answer for task, answer in data.items() if not isinstance(answer, Question)}
+    data = _find_data(search, here)
+    questions += [base] if isinstance(base, Question) else []
+    if not experts and not is_list_open:
+        questions.append(_ask_for_all(search, base))
+    questions += [expert for expert in experts.values() if isinstance(expert, Question)]
+    questions += _ask_without(gone, len(gone) < len(experts))
+    questions += [answer for answer in data.values() if isinstance(answer, Question)]
     if questions or not isinstance(base, Finding):
-        questions = [*(Question(warning, ()) for warning in against), *questions]
-        skipped = {task: expert for task, (expert, _) in gone.items()} if experts else {}
-        raise OpenQuestionsError(draft, questions, as_options(draft, base, {**findings, **left_out, **skipped}))
-    return _complete(search, replace(base, source=source), findings, known, against)
-
-
-def check_experts(draft: Draft, lineage: Lineage, open_repo: Opener) -> None:
-    """Look at all models of a job at the same time, before anything is computed. Raises OpenQuestionsError that names
-    all experts that are gone, and how to go on without them. What else is wrong is left for whoever needs it."""
-    recipe = lineage.recipe
-    experts = {task: spec.expert for task, spec in recipe.tasks.items()}
-    models = [recipe.base, *experts.values(), *([recipe.merged] if isinstance(recipe.merged, str) else [])]
-    named = (spec.data for spec in recipe.tasks.values() if not spec.data.is_self_written)
-    sources = ("@".join(filter(None, (data.dataset, data.revision))) for data in named)
-    repos: list[tuple[str, Kind]] = [(part, "model") for name in models for part in split_model(name) or (name,)]
-    repos += [(name, "dataset") for name in sources if name]
-
-    def look_at(name: str, kind: Kind) -> None:
-        repo = open_repo(name, kind)
-        if kind == "model":  # the small file that a model has in any case
-            repo.read_text(ADAPTER_CONFIG if is_adapter(repo.files) else "config.json")
-
-    errors = do_at_once(lambda repo: look_at(*repo), repos)
-    read_in = {finding.role: finding for finding in lineage.findings}
-    gone = {}
-    for task, expert in experts.items():
-        error = errors.get((opened_part(expert), "model"))
-        if isinstance(error, HubError) and is_gone(error, opened_part(expert)):
-            gone[task] = read_in[f"expert {task}"], error
-    if gone:
-        raise OpenQuestionsError(draft, ask_without(gone, len(experts)))
+        options: list[Option] = [("--base", base.value)] if isinstance(base, Finding) and not draft.base else []
+        for task, expert in {**(found if here else {}), **here}.items():
+            if not (task in draft.tasks and draft.tasks[task].expert):
+                options.append(("--expert", f"{task}={expert.value}"))
+        raise OpenQuestionsError(draft, questions, options)
+    return _complete(
+        search, base, here, {task: known for task, known in data.items() if not isinstance(known, Question)}
+    )
 
 
 def _read_merged(search: Search) -> None:
-    """Read what the merged repo states; nothing where it need not be asked, or where there is no repo."""
+    """Read what the merged repo claims; nothing where it need not be asked, or where there is no repo."""
     draft = search.draft
     complete = draft.base and draft.tasks and all(task.expert for task in draft.tasks.values())
     if complete or isinstance(draft.merged, Merge) or split_model(draft.merged):
         return
-    missing: list[Option] = [] if draft.base else [("--base", "REPO")]
-    missing += [("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE")]
-
-    def refuse(what: str, where: str, fix: str) -> OpenQuestionsError:
-        return OpenQuestionsError(draft, [Question(what, tuple(missing), where, fix=fix)])
-
-    search.repo = search.open(draft.merged)
-    if search.repo.commit:
-        do_at_once(search.repo.read_text, STATING_FILES)  # they are cached then
-    search.statements = read_statements(search.repo, refuse, search.notes, search.looked_at)
+    repo = search.repo = search.open(draft.merged)
+    do_at_once(repo.read_text, (file for file in READ_FILES if file in repo.files))  # they are cached then
+    search.claims = read_claims(repo, search.notes)
 
 
-def _find_experts(search: Search, base: Base) -> tuple[Experts, Base]:
-    """Task → expert; and the base, which an unordered list of models may hold besides them. No expert where nothing
-    names one, or where it is asked which of the listed models is the base."""
+def _find_stated_base(search: Search) -> Base:
+    """The base that the user or the merged repo names; a question where it leads nowhere, None where nothing does."""
+    listed: list[str] = []
+    for claim in search.claims:
+        # slerp starts at one of its two models, and some cards call that one the base
+        if claim.base and not any(same_repo(name, claim.base) for name in listed):
+            if search.draft.base:
+                if not search.means(claim.base, search.draft.base):
+                    named = find(claim.base, search.repo) or quoted(claim.base)
+                    stated = f"{claim.source} names {named} as the base"
+                    search.notes.append(f"{stated}; {search.draft.base} is taken, as {FROM_USER} says")
+                break
+            try:
+                return Finding("base", locate(claim.base, search.repo), claim.source)
+            except UnusableError as error:
+                return ask_base(f"the base of {search.merged}, {quoted(claim.base)}, {error}", claim.source)
+        listed += [] if claim.mixed else claim.experts
+    return Finding("base", search.draft.base, FROM_USER) if search.draft.base else None
+
+
+def _locate(search: Search, name: str, claim: Claim) -> Finding | Question:
+    try:
+        return Finding("expert", locate(name, search.repo), claim.source)
+    except UnusableError as error:
+        return Question(f"an expert of {search.merged}, {quoted(name)}, {error}", (), claim.source)
+
+
+def _find_experts(search: Search, claim: Claim | None, base: Base, questions: list[Question]) -> Experts:
+    """Task → expert. `questions` get the tasks whose expert nothing names."""
     tasks = search.draft.tasks
-    said: Experts = {task: Finding("expert", spec.expert, FROM_USER) for task, spec in tasks.items() if spec.expert}
+    said: Experts = {
+        task: Finding(f"expert {task}", spec.expert, FROM_USER) for task, spec in tasks.items() if spec.expert
+    }
     if said and len(said) == len(tasks):
-        return said, base
-    statement = next((statement for statement in search.statements if statement.experts), None)
-    listed, base = _name_experts(search, statement, base) if statement else ({}, base)
-    if statement is None or not listed:
-        for task in tasks if said else ():
-            if task not in said and not _names_base(task, base):
-                what = f"nothing says which expert the task {task} has"
-                search.unmatched.append(_ask_for_task(task, what, FROM_USER, said))
-        return said, base
+        return said
+    listed = _name_experts(search, claim, base) if claim else {}
     renamed: dict[str, str] = {}
     for task in tasks:
-        if task in said:
-            continue
         unclaimed = {name: expert for name, expert in listed.items() if name not in renamed}
+        if task in said or (isinstance(base, Finding) and same_name(repo_of(base.value).rpartition("/")[2], task)):
+            continue  # data for what turned out to be the base are not needed
         if name := _match(task, unclaimed):
             renamed[name] = task
-        elif not _names_base(task, base):
-            others = f"those left are {enumerate_names(list(unclaimed))}" if unclaimed else "none is left"
+        elif listed or said:
+            others = f"those left are {enumerate_names(unclaimed)}" if unclaimed else "none is left"
             others += f"; {base.value} is the base" if isinstance(base, Finding) else ""
+            fix = f"{did_you_mean(task, {**said, **unclaimed})}name the data by one of the tasks"
             what = f"no expert of {search.merged} is for the task {task}: {others}"
-            search.unmatched.append(_ask_for_task(task, what, statement.source, {**said, **unclaimed}))
-    named = {renamed.get(name, name): expert for name, expert in listed.items()}
+            questions.append(Question(what, (("--expert", f"{task}=REPO"),), claim.source if claim else FROM_USER, fix))
+    experts: Experts = {}
+    for name, expert in listed.items():
+        task = renamed.get(name, name)
+        experts[task] = (
+            replace(expert, role=f"expert {task}") if isinstance(expert, Finding) else _ask(search, task, expert)
+        )
     if not said:
-        return named, base
-    kept = {task: said.get(task) or named[task] for task in tasks if task in said or task in named}
-    names, further = (
-        [expert.value for expert in experts.values() if isinstance(expert, Finding)] for experts in (kept, named)
-    )
-    if left := [name for name in further if not any(search.means(name, other) for other in names)]:
-        search.notes.append(f"{statement.source} names further experts, which are left out: {list_some(left)}")
-    return kept, base
+        return experts
+    kept = {task: said.get(task) or experts[task] for task in tasks if task in said or task in experts}
+    named = [expert.value for expert in kept.values() if isinstance(expert, Finding)]
+    further = [expert.value for expert in experts.values() if isinstance(expert, Finding)]
+    if claim and (left := [name for name in further if not any(same_repo(name, other) for other in named)]):
+        search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left)}")
+    return kept
 
 
-def _ask_for_task(task: str, what: str, where: str, known: Experts) -> Question:
-    """The question which task is meant by a name that no expert has."""
-    fix = f"{did_you_mean(task, known)}name the data by one of the tasks"
-    return Question(what, (("--expert", f"{task}=REPO"),), where, fix=fix)
-
-
-def _hint_at(draft: Draft, task: str, question: Question) -> Question:
-    """The question for a task's data, with the name of a task that has its own, if that is what was meant."""
-    whole = [other for other, spec in draft.tasks.items() if spec.expert and spec.data]
-    hint = did_you_mean(task, whole, cutoff=0.75).strip() if task in draft.tasks else ""
-    return replace(question, fix="; ".join(filter(None, (hint, question.fix))))
-
-
-def _name_experts(search: Search, statement: Statement, base: Base) -> tuple[Experts, Base]:
-    """The experts that a statement names, by task; and the base, where the statement's list turns out to hold it."""
-    names = kept = statement.experts
-    if isinstance(base, Question) and base.choices and statement.mixed:
-        return {}, base
-    if isinstance(base, Finding) and (base.source == FROM_USER or not statement.base):
-        kept = [name for name in names if not search.means(name, base.value)]
-    if statement.mixed or not (isinstance(base, Finding) and base.source == FROM_USER):
-        names = kept  # else an expert is called what it is called without --base
-    listed: dict[str, tuple[str, Finding | Question]] = {}
-    for name in names:
-        expert: Finding | Question
-        try:
-            expert = Finding("expert", locate(name, search.repo), statement.source)
-        except UnusableError as error:
-            expert = Question(f"an expert of {search.merged}, {quoted(name)}, {error}", (), statement.source)
-        listed.setdefault(expert.value if isinstance(expert, Finding) else name, (name, expert))
-    usable = {key: name for key, (name, expert) in listed.items() if isinstance(expert, Finding)}
-    search.read_ahead(key for key, name in usable.items() if name in kept)
-    if statement.mixed and base is None:
-        base = pick_base(search, list(usable), statement)
-        if isinstance(base, Question):
-            return {}, base
-        listed = {key: entry for key, entry in listed.items() if not search.means(entry[0], base.value)}
-    tasks = [statement.tasks[name] for name, _ in listed.values()] if statement.tasks else name_tasks(list(listed))
-    named = zip(tasks, listed.values(), strict=True)
-    return {task: expert for task, (name, expert) in named if name in kept}, base
+def _name_experts(search: Search, claim: Claim, base: Base) -> Experts:
+    """The experts that a claim names, by task, without the base."""
+    listed: dict[str, tuple[Finding | Question, str]] = {}
+    for name, task in claim.experts.items():
+        expert = _locate(search, name, claim)
+        listed.setdefault(expert.value if isinstance(expert, Finding) else name, (expert, task))
+    is_base = {name: isinstance(base, Finding) and same_repo(name, base.value) for name in listed}
+    if claim.mixed:
+        listed = {name: entry for name, entry in listed.items() if not is_base[name]}
+    elif any(is_base.values()) and isinstance(base, Finding) and base.source == FROM_USER:
+        search.notes.append(f"{base.value}, the base (--base), is no expert, though {claim.source} lists it")
+    names = name_tasks(list(listed))  # with the base that was merged too: names are the same with and without --base
+    named = zip(names, listed.items(), strict=True)
+    return {task or name: expert for name, (key, (expert, task)) in named if not is_base[key]}
 
 
 def _match(task: str, experts: Experts) -> str | None:
@@ -227,97 +202,117 @@ def _match(task: str, experts: Experts) -> str | None:
     return same[0] if len(same) == 1 else None
 
 
-def _names_base(task: str, base: Base) -> bool:
-    """Whether data is given for what turned out to be the base, which needs none."""
-    return isinstance(base, Finding) and same_name(repo_of(base.value).rpartition("/")[2], task)
-
-
-def _leave_out(search: Search, experts: Experts) -> dict[str, Finding]:
-    """Take the experts away that the user goes on without; they are returned."""
-    left_out: dict[str, Finding] = {}
+def _leave_out(search: Search, experts: Experts, questions: list[Question]) -> None:
+    """Take the experts away that the user goes on without."""
     for task in search.draft.skip_experts or ():
         if (name := _match(task, experts)) is None:
-            names = enumerate_names(list(experts), MOST_PROBLEMS) or "not known"
-            what = f"there is no expert {task} that could be left out: the experts are {names}"
-            search.unmatched.append(Question(what, (), "--skip-expert", fix=f"{did_you_mean(task, experts)}name one"))
+            named = enumerate_names(experts) or "not known"
+            what = f"there is no expert {task} that could be left out: the experts are {named}"
+            questions.append(Question(what, (), "--skip-expert", fix=f"{did_you_mean(task, experts)}name one"))
             continue
         expert = experts.pop(name)
         reference = expert.value if isinstance(expert, Finding) else "unknown"
         search.notes.append(f"the expert of {name} ({reference}) is left out: --skip-expert {task}")
-        if isinstance(expert, Finding):
-            left_out[name] = expert
-    if left_out and not experts:
-        raise RecipeError("no expert is left", where="--skip-expert", fix="keep one of them")
-    return left_out
+        if not experts:
+            raise RecipeError("no expert is left", where="--skip-expert", fix="keep one of them")
 
 
-def _take_gone(search: Search, experts: Experts, base: Base) -> Gone:
-    """Open the experts that something is still to be read from. Those that are gone are taken away and returned. Raises
-    HubError where the Hub cannot be reached."""
-    located = {task: expert for task, expert in experts.items() if isinstance(expert, Finding)}
-    if base is not None:
-        located = {task: one for task, one in located.items() if _said_data(search, task, one.value) is None}
-    search.read_ahead(expert.value for expert in located.values())
-    gone: dict[str, tuple[Finding, HubError]] = {}
-    for task, expert in located.items():
+def _open_all(search: Search, experts: Mapping[str, Finding]) -> dict[str, tuple[Finding, HubError]]:
+    """Open every model and dataset that is known so far, at the same time, so that what is wrong with them shows before
+    anything is computed. The experts that are gone, by task. Raises HubError where the Hub cannot be reached."""
+    draft = search.draft
+    models = [draft.merged if isinstance(draft.merged, str) else "", draft.base or ""]
+    models += [expert.value for expert in experts.values()]
+    repos: list[tuple[str, Kind]] = [
+        (part, "model") for name in models if name for part in split_model(name) or (name,)
+    ]
+    for spec in draft.tasks.values():
+        if spec.data and spec.data.dataset and not spec.data.is_self_written:
+            repos.append(("@".join(filter(None, (spec.data.dataset, spec.data.revision))), "dataset"))
+    search.read_ahead(repos)
+    gone = {}
+    for task, expert in experts.items():
         try:
-            search.read_expert(expert.value, expert.source)
+            search.look_at(opened_part(expert.value), "model", expert.source)
         except HubError as error:
             if not is_gone(error, opened_part(expert.value)):
                 raise
             gone[task] = expert, error
-            del experts[task]
     return gone
 
 
-def _settle_experts(search: Search, experts: Findings, base: Base) -> dict[str, Finding]:
-    """The found experts by their tasks, without the base, where it was merged too, and adapters on the full model of
-    what they were trained on."""
-    experts = {task: replace(expert, role=f"expert {task}") for task, expert in experts.items()}
+def _settle(search: Search, experts: Mapping[str, Finding], base: Finding) -> dict[str, Finding]:
+    """The found experts without the base, where it was merged too, and adapters that were trained on a quantized copy
+    on the full model."""
     settled: dict[str, Finding] = {}
     for task, expert in experts.items():
-        if expert.source == FROM_USER or not isinstance(base, Finding):
+        if expert.source == FROM_USER:
             settled[task] = expert
-        elif search.means(expert.value, base.value):
+        elif same_repo(expert.value, base.value):
             search.notes.append(f"{expert.value} is the base; it went into the merge too, and is no expert")
         else:
-            settled[task] = replace(expert, value=search.find_whole(expert.value))
-    return settled or experts
+            settled[task] = replace(expert, value=_on_full_model(search, expert.value))
+    return settled or dict(experts)
 
 
-def _find_data(search: Search, experts: Findings) -> dict[str, TaskData | Question]:
-    """Task → data, or the question where it comes from. Raises HubError where the Hub cannot be reached."""
-    said = {task: _said_data(search, task, expert.value) for task, expert in experts.items()}
-    open_tasks = [task for task, data in said.items() if data is None]
-    do_at_once(lambda task: find_data(search, task, experts[task], []), open_tasks)  # what they read is remembered
-    return {task: data or find_data(search, task, experts[task], search.notes) for task, data in said.items()}
+def _on_full_model(search: Search, name: str) -> str:
+    if split_model(name) or not is_adapter(search.open(name).files):
+        return name
+    above = [way[-1] for way in climb(search, name)]
+    full = next((model for model in above if not is_quantized(model)), None)
+    return f"{full}+{name}" if full and is_quantized(above[0]) else name
+
+
+def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, TaskData | Question]:
+    """Task → data, or the question where they come from. Raises HubError where the Hub cannot be reached."""
+    chosen = {
+        task: _said_data(search, task, expert.value) or choose_dataset(search, task, expert)
+        for task, expert in experts.items()
+    }
+    search.read_ahead((one.value, "dataset") for one in chosen.values() if isinstance(one, Finding))
+    return {
+        task: choose_config(search, task, experts[task], one) if isinstance(one, Finding) else one
+        for task, one in chosen.items()
+    }
 
 
 def _said_data(search: Search, task: str, expert: str) -> TaskData | None:
     if (said := search.draft.tasks.get(task, TaskDraft()).data) and said.has_source:
         return said, FROM_USER
-    for statement in search.statements:
-        for name, data in statement.data.items():
+    for claim in search.claims:
+        for name, data in claim.data.items():
             if search.means(name, expert):
-                return data, statement.source
+                return data, claim.source
     return None
 
 
-def _ask_for_experts(search: Search, experts: Experts, base: Base) -> Iterator[Question]:
-    for task, expert in experts.items():
-        if isinstance(expert, Question):
-            data = () if search.draft.tasks.get(task, TaskDraft()).data else (("--data", f"{task}=SOURCE"),)
-            yield replace(expert, options=(("--expert", f"{task}=REPO"), *data))
-    if not experts and not (isinstance(base, Question) and base.choices):
-        where = f"looked at {list_some(search.looked_at, between='; ', write=str)}" if search.looked_at else FROM_USER
-        first: list[Option] = [("--base", "REPO")] if base is None else []
-        options = (*first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"))
-        yield Question(f"nothing says which experts {search.merged} was merged from", options, where)
+def _ask(search: Search, task: str, question: Question) -> Question:
+    data = () if search.draft.tasks.get(task, TaskDraft()).data else (("--data", f"{task}=SOURCE"),)
+    return replace(question, options=(("--expert", f"{task}=REPO"), *data))
 
 
-def _complete(
-    search: Search, base: Finding, experts: Findings, data: Mapping[str, TaskData], against: Sequence[str]
-) -> Lineage:
+def _ask_for_all(search: Search, base: Base) -> Question:
+    """The question which experts there are; and the base, where nothing names that either."""
+    where = FROM_USER
+    if search.repo:
+        files = search.repo.files
+        looked_at = [file if file in files else f"{file} (not there)" for file in READ_FILES if "yaml" not in file[8:]]
+        where = f"looked at {list_some(looked_at, write=str)} of {search.repo.name}"
+    first: tuple[Option, ...] = (("--base", "REPO"),) if base is None else ()
+    options = (*first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"))
+    notes = "".join(f"; {note}" for note in search.notes)
+    return Question(f"nothing says which experts {search.merged} was merged from{notes}", options, where)
+
+
+def _ask_without(gone: Mapping[str, tuple[Finding, HubError]], can_go_on: bool) -> Iterator[Question]:
+    """Whether to go on without the experts that are gone; where all are, what stands for them."""
+    for task, (expert, error) in gone.items():
+        what = f"the expert of {task} cannot be read: {error.what}"
+        others = () if expert.source == FROM_USER else (("--expert", f"{task}=REPO"), ("--data", f"{task}=SOURCE"))
+        yield Question(what, (("--skip-expert", task),) if can_go_on else others, error.where, error.fix)
+
+
+def _complete(search: Search, base: Finding, experts: Mapping[str, Finding], data: Mapping[str, TaskData]) -> Lineage:
     draft = search.draft
     findings = [Finding("merged", show_merged(draft.merged), FROM_USER), base]
     tasks = {}
@@ -327,4 +322,4 @@ def _complete(
         tasks[task] = said.model_copy(update={"expert": expert.value, "data": source}).model_dump(exclude_none=True)
         findings += [expert, Finding(f"data {task}", str(source), data[task][1])]
     whole = draft.model_dump(exclude_none=True, exclude={"skip_experts"}) | {"base": base.value, "tasks": tasks}
-    return Lineage(Recipe.model_validate(whole), findings, list(dict.fromkeys([*against, *search.notes])))
+    return Lineage(Recipe.model_validate(whole), findings, list(dict.fromkeys(search.notes)))

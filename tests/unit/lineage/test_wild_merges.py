@@ -11,10 +11,9 @@ from hub_server import HubServer
 from hub_texts import Files, card, fill, publish_texts
 from wild_merges import MERGES, Merge
 
-from featcal_cli.lineage.expert_data import recall
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
-from featcal_cli.recipe.reading import collect_overrides, read_draft, shipped_recipes
+from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import LineageError
 
@@ -55,7 +54,6 @@ def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge, hub: HubServer
         with pytest.raises(OpenQuestionsError) as caught:
             find_lineage(draft)
         command = caught.value.command
-        assert caught.value.fix.endswith(command)
         for words in fill(merge.words, merge.name):
             assert words in str(caught.value)
         asked = [" ".join(pair) for question in caught.value.questions for pair in question.options]
@@ -82,20 +80,3 @@ def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge, hub: HubServer
 
 def test_forty_merges_are_looked_at() -> None:
     assert len({merge.name for merge in MERGES}) == len(MERGES) >= 40
-
-
-def test_what_is_known_of_families_is_what_the_shipped_recipes_say() -> None:
-    """Also where a card names the dataset only, as that of svhn does."""
-    told = 0
-    for file in shipped_recipes():
-        if file.stem in ("demo", "two-language-models"):
-            continue
-        draft = read_draft(file, {})
-        for task, spec in draft.tasks.items():
-            known = recall(str(spec.expert))
-            assert known is not None, (file, task)
-            assert (known.base, known.data) == (draft.base, spec.data), (file, task)
-            told += 1
-    assert told > 90
-    other = recall("tanganke/clip-vit-base-patch16_svhn")
-    assert other and str(other.data) == "ufldl-stanford/svhn:cropped_digits:train"

@@ -1,4 +1,4 @@
-"""Readers of mergekit configurations and FusionBench model pools: each makes a statement."""
+"""Readers of mergekit configurations and FusionBench model pools."""
 
 from __future__ import annotations
 
@@ -11,113 +11,87 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import LineageError
 from featcal_cli.runtime.sanitise import quoted
 
-MAX_LAYERS = 10_000
-
 _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
-"""Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both.
-(nuslerp and multislerp may have a base_model too, but theirs is the origin that the models are compared from; and
-linear averages what it lists, with the base_model if that is among it.)"""
+"""Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both."""
 _POOL_BASES = ("_pretrained_", "_base_")
 """Names by which a pool calls the model that all others come from."""
 _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
 
 
 @dataclass(frozen=True)
-class Statement:
-    """Claims of one source on a merged model; references are as it writes them, `PATH[@REVISION][+LORA[@REVISION]]`."""
+class Claim:
+    """The statement of one source on what a model was merged from; references are as it writes them,
+    `PATH[@REVISION][+LORA[@REVISION]]`."""
 
     source: str
-    bases: Sequence[str] = ()
-    """The common ancestor; more than one where the source names several."""
-    experts: Sequence[str] = ()
+    base: str | None = None
+    """The common ancestor."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Expert → the name of its task, which is empty where the source gives none."""
     mixed: bool = False
     """Whether the base may be among the experts."""
     data: Mapping[str, Data] = field(default_factory=dict)
-    tasks: Mapping[str, str] = field(default_factory=dict)
-    """Expert → the name of its task, where the source names all of them."""
+    """Expert → the data of its task."""
     note: str = ""
     """How it was understood, where that is not plain."""
 
-    @property
-    def base(self) -> str | None:
-        return self.bases[0] if len(self.bases) == 1 else None
-
 
 class MalformedError(ValueError):
-    """A config that is none; the message says what is wrong with it."""
+    """A configuration that is none; the message says what is wrong with it."""
 
 
 def is_mergekit(document: object) -> bool:
     return isinstance(document, dict) and ("merge_method" in document or _is_mixture(document))
 
 
-def read_mergekit(documents: list[Any], where: str) -> Statement:
-    """The merge that the documents of a config (`where` names it) describe. Of merges that build on each other, the
-    models of all are the experts. Raises MalformedError for what mergekit would not read itself and for merges that are
-    not connected, and LineageError with the reason for those that cannot be calibrated: mixtures of experts, stacked or
-    shifted layers."""
-    stages: dict[str, Any] = {}
-    for document in documents:
+def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
+    """The merge that the documents of a configuration describe; `where` names it. The models that went into merges of
+    merges are the experts. Raises MalformedError for what mergekit would not read itself, and LineageError with the
+    reason for a merge that cannot be calibrated: mixtures of experts, stacked or shifted layers."""
+    merges: dict[str, Claim] = {}
+    for number, document in enumerate(documents):
         if not isinstance(document, dict):
             raise MalformedError("it is not a mapping of keys to values")
-        stages[str(document.get("name", "")) or f"stage {len(stages) + 1}"] = document
-    merges = {name: _read_stage(config, where) for name, config in stages.items()}
-    used = {model for merge in merges.values() for model in (*merge.experts, *merge.bases)}
+        merges[str(document.get("name") or f"stage {number}")] = _read_stage(document, where)
+    used = {model for merge in merges.values() for model in (*merge.experts, merge.base)}
     last = [name for name in merges if name not in used]
-    if not documents:
-        raise MalformedError("it is not a mapping of keys to values")
     if len(last) != 1 or len(merges) < len(documents):
         raise MalformedError(f"it is a merge of merges, {len(documents)} configurations that do not name each other")
-    return _unfold(last[0], merges) if len(merges) > 1 else merges[last[0]]
-
-
-def _unfold(last: str, merges: Mapping[str, Statement]) -> Statement:
-    """A merge of merges as one: the models that went into all of them, and the base if they have one and the same."""
-    experts: dict[str, None] = {}
-    bases: dict[str, None] = {}
-
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        if name in above:
-            raise MalformedError("its configurations build on each other in a circle")
-        for models, kind in ((merges[name].experts, experts), (merges[name].bases, bases)):
-            for model in models:
-                if model in merges:
-                    visit(model, (*above, name))
-                else:
-                    kind[model] = None
-
-    visit(last, ())
-    where = merges[last].source
+    if len(merges) == 1:
+        return merges[last[0]]
+    experts = {model: "" for merge in merges.values() for model in merge.experts if model not in merges}
+    bases = {merge.base for merge in merges.values() if merge.base and merge.base not in merges}
+    base = bases.pop() if len(bases) == 1 else None
+    experts.pop(str(base), None)
     note = f"{where} is a merge of merges ({len(merges)} of them): the models of all are taken as experts"
-    common = tuple(bases) if len(bases) == 1 else ()
-    return Statement(where, common, tuple(model for model in experts if model not in common), note=note)
+    return Claim(where, base, experts, note=note)
 
 
-def _read_stage(config: dict[Any, Any], where: str) -> Statement:
+def _read_stage(config: dict[Any, Any], where: str) -> Claim:
+    method = config.get("merge_method")
     if _is_mixture(config):
         what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
         raise LineageError(what, where=where, fix=_OTHER_MERGE)
-    method = config.get("merge_method")
-    if not isinstance(method, str):
-        raise MalformedError("merge_method is missing" if method is None else "merge_method is not a name")
     if method == "passthrough":
         what = "passthrough copies layers and averages nothing, so no expert matches the merged model layer by layer"
         raise LineageError(what, where=where, fix=_OTHER_MERGE)
+    if not isinstance(method, str):
+        raise MalformedError("merge_method is no name")
     modules = config.get("modules")
     parts = [config] if modules is None else _listed([*modules.values()] if isinstance(modules, dict) else modules)
-    stated = [part.get("base_model") for part in (config, *_slices(parts))]
-    models = [model for part in parts for model in _models(part, where)]
+    stated = [config.get("base_model"), *(piece.get("base_model") for part in parts for piece in _slices(part))]
     bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
-    averaged = method == "linear" and stated[0] is not None and bases[0] in models
+    models = dict.fromkeys((model for part in parts for model in _models(part, where)), "")
+    # linear averages all that it lists, the base_model too if that is among them
+    averaged = method == "linear" and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
-        way = f"linear averages {quoted(bases[0])} with the other models" if averaged else ""
-        way = way or (f"{method} goes from {quoted(bases[0])} to the other model" if bases else "")
-        note = way and f"{where}: {way}, so all are experts and none is the base"
-        return Statement(where, experts=tuple(dict.fromkeys(bases + models)), note=note)
+        note = f"{where}: {method} averages {quoted(bases[0])} with the others: it is no base" if bases else ""
+        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=note)
     if len(bases) > 1:
         what = f"its slices have {len(bases)} different base models"
         raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
-    return Statement(where, tuple(bases), tuple(model for model in dict.fromkeys(models) if model not in bases))
+    base = bases[0] if bases else None
+    return Claim(where, base, {model: "" for model in models if model != base})
 
 
 def _is_mixture(config: Mapping[Any, Any]) -> bool:
@@ -131,24 +105,24 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
         for entry in _listed(part["models"], "models"):
             yield _read_entry(entry, where)
     layer = 0
-    for piece in _slices([part]):
+    for piece in _slices(part):
         sources = _listed(piece.get("sources"), "sources")
         ranges = {_read_range(source.get("layer_range")) for source in sources}
         if len(ranges) > 1:
-            shifted = " with ".join(map(_show_range, sorted(ranges)))
+            shifted = " with ".join(f"{start}–{stop - 1}" for start, stop in sorted(ranges))
             what = f"its layers are shifted: one slice averages layers {shifted}"
             raise LineageError(what, where=where, fix=_OTHER_MERGE)
         for start, stop in ranges:
             if start != layer:
-                what = f"its layers are restacked: layers {_show_range((start, stop))} of a model became {layer} and up"
+                what = f"its layers are restacked: layers {start}–{stop - 1} of a model became {layer} and up"
                 raise LineageError(what, where=where, fix=_OTHER_MERGE)
             layer = stop
         for source in sources:
             yield _read_entry(source, where)
 
 
-def _slices(parts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    return [piece for part in parts if part.get("slices") is not None for piece in _listed(part["slices"], "slices")]
+def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    return [] if part.get("slices") is None else _listed(part["slices"], "slices")
 
 
 def _read_entry(entry: Mapping[Any, Any], where: str) -> str:
@@ -178,13 +152,9 @@ def _read_path(path: Any) -> str:
 
 def _read_range(value: object) -> tuple[int, int]:
     match value:
-        case [int(start), int(stop)] if 0 <= start < stop < MAX_LAYERS and bool not in map(type, value):
+        case [int(start), int(stop)] if 0 <= start < stop < 10_000:
             return start, stop
     raise MalformedError("a layer_range in it is no range of layers")
-
-
-def _show_range(bounds: tuple[int, int]) -> str:
-    return f"{bounds[0]}–{bounds[1] - 1}"
 
 
 def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
@@ -193,27 +163,24 @@ def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
     return value
 
 
-def read_pool(document: object, where: str) -> Statement | None:
-    """The model pool in a YAML document; None for any other document, and for one that names fewer than two models."""
-    if not isinstance(document, dict):
-        return None
-    if isinstance(inner := document.get("modelpool"), dict):
-        document = inner
-    if not any(isinstance(document.get(key), str) and "pool" in document[key].lower() for key in ("_target_", "type")):
+def read_pool(document: object, where: str) -> Claim | None:
+    """The model pool of FusionBench in a YAML document; None for any other document, and for one that names fewer than
+    two models."""
+    pool = document.get("modelpool", document) if isinstance(document, dict) else None
+    if not isinstance(pool, dict) or "pool" not in f"{pool.get('_target_')} {pool.get('type')}".lower():
         return None
     # a mapping of name and reference, or a list of both
-    entries, models = document.get("models"), dict[str, str]()
+    entries, models = pool.get("models"), dict[str, str]()
     if isinstance(entries, list):
         entries = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
         if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
-            path = document.get("base_model")
+            path = pool.get("base_model")
         if isinstance(name, str) and isinstance(path, str) and path.strip():
             models[name] = path.strip()
     bases = [model for name, model in models.items() if name in _POOL_BASES]
-    experts = {name: model for name, model in models.items() if not re.fullmatch(r"_\w+_", name)}
+    experts = {model: name for name, model in models.items() if not re.fullmatch(r"_\w+_", name)}
     if not experts or len(models) < 2:
         return None
-    tasks = {model: task for task, model in experts.items()}
-    return Statement(where, bases[:1], tuple(tasks), tasks=tasks if len(tasks) == len(experts) else {})
+    return Claim(where, bases[0] if bases else None, experts)
