@@ -8,8 +8,8 @@ from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
 from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.model_source import find
 from featcal_cli.hub.repo import Repo
-from featcal_cli.lineage.names import holds, same_name, words
-from featcal_cli.lineage.questions import Finding, Question
+from featcal_cli.lineage.experts import holds, same_name, words
+from featcal_cli.lineage.questions import Finding
 from featcal_cli.lineage.search import Search, is_gone, opened_part, read_config
 from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError
@@ -23,9 +23,9 @@ TaskData = tuple[Data, str]
 """Source of a task's examples, and who says so."""
 
 
-def choose_dataset(search: Search, task: str, expert: Finding) -> Finding | TaskData | Question:
-    """The dataset of a task by its expert's card, its data if they are to be written by the expert, or the question
-    where they come from. A card's `datasets` go before what its model-index was measured on; of several datasets, the
+def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | None:
+    """The dataset of a task by its expert's card; or the expert itself, which is to write the data; asked for where
+    nothing tells. A card's `datasets` go before what its model-index was measured on; of several datasets, the
     one with the task's name is taken. Raises HubError."""
     name = opened_part(expert.value)
     repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
@@ -43,48 +43,55 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> Finding | Task
             if len(usable) > 1:
                 named = f"{repo.name} names {len(usable)} datasets"
                 search.notes.append(f"{named}; {chosen[0]} has the name of the task {task}")
-            return Finding("data", chosen[0], source)
+            dataset, _, revision = chosen[0].partition("@")
+            keys = (
+                {"path": chosen[0]} if existing_path(chosen[0]) else {"dataset": dataset, "revision": revision or None}
+            )
+            return Data.model_validate(keys), source
         if usable:
-            return ask_data(task, f"{repo.name} names several datasets for {task}: {list_some(usable)}")
+            what = f"{repo.name} names several datasets for {task}: {list_some(usable)}"
+            search.ask(what, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+            return None
     problem = f"nothing says where the examples of {task} come from: {repo.name} names no dataset"
     if _is_language_model(repo):
         search.notes += [unusable] if unusable else []
         search.notes.append(f"{problem}: its expert is to write them, and real ones are better: --data {task}=SOURCE")
         return Data(dataset=SELF), "no data are named"
-    return ask_data(task, problem + f" that could be opened ({unusable})" * bool(unusable))
+    problem += f" that could be opened ({unusable})" * bool(unusable)
+    search.ask(problem, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+    return None
 
 
-def choose_config(search: Search, task: str, expert: Finding, dataset: Finding) -> TaskData | Question:
-    """The dataset that an expert's card names, with the config that suits the task, where it has several."""
-    name = dataset.value
-    if existing_path(name):
-        return Data(path=name), dataset.source
+def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData) -> TaskData | None:
+    """The dataset that an expert's card names, with the config that suits the task, where it has several; asked for
+    where it is gone, or nothing tells the config. Raises HubError."""
+    data, source = dataset
+    if not (name := data.reference):
+        return dataset
     try:
-        card = search.read_card(name, dataset.source, "dataset")
+        card = search.read_card(name, source, "dataset")
     except HubError as error:
         if not is_gone(error, name):
             raise
-        return ask_data(task, f"the data of {task} cannot be read: {error.what}", where=error.where, fix=error.fix)
-    configs, config = card.configs, None
-    if len(configs) > 1:
-        evaluations = search.read_card(opened_part(expert.value), expert.source).evaluations
-        measured = {config for _, config in evaluations if config in configs}
-        if config := _config_of(task, configs):
-            why = f"has the name of the task {task}"
-        elif config := measured.pop() if len(measured) == 1 else None:
-            why = "is the one in the expert's model-index"
-        elif config := card.default_config:
-            why = "is its default"
-        else:
-            problem = f"{name}, the data of {task}, has several configs: {list_some(configs)}"
-            return ask_data(task, problem, f"{name}:CONFIG")
-        search.notes.append(f"{name} has {len(configs)} configs; {config} {why}")
-    repo, _, revision = name.partition("@")
-    return Data(dataset=repo, revision=revision or None, config=config), dataset.source
-
-
-def ask_data(task: str, problem: str, answer: str = "SOURCE", where: str = "", fix: str = "") -> Question:
-    return Question(problem, (("--data", f"{task}={answer}"),), where or f"data of {task}", fix=fix)
+        what = f"the data of {task} cannot be read: {error.what}"
+        search.ask(what, ("--data", f"{task}=SOURCE"), where=error.where, fix=error.fix)
+        return None
+    if len(card.configs) < 2:
+        return dataset
+    evaluations = search.read_card(opened_part(expert.value), expert.source).evaluations
+    measured = {config for _, config in evaluations if config in card.configs}
+    if config := _config_of(task, card.configs):
+        why = f"has the name of the task {task}"
+    elif config := measured.pop() if len(measured) == 1 else None:
+        why = "is the one in the expert's model-index"
+    elif config := card.default_config:
+        why = "is its default"
+    else:
+        what = f"{name}, the data of {task}, has several configs: {list_some(card.configs)}"
+        search.ask(what, ("--data", f"{task}={name}:CONFIG"), where=f"data of {task}")
+        return None
+    search.notes.append(f"{name} has {len(card.configs)} configs; {config} {why}")
+    return data.model_copy(update={"config": config}), source
 
 
 def _config_of(task: str, configs: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.card import Card, read_card
 from featcal_cli.lineage.claims import names_itself
 from featcal_cli.lineage.mergekit import Claim
-from featcal_cli.lineage.questions import FROM_USER, show_merged
+from featcal_cli.lineage.questions import FROM_USER, Option, Question, show_merged
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import existing_path, looks_like_path
@@ -35,6 +35,7 @@ class Search:
         """Its claims, the most trustworthy first."""
         self.notes: list[str] = []
         """Decisions and their reasons, a sentence each."""
+        self.asked: list[Question] = []
         self._open_repo = open_repo
         self._opened: dict[tuple[str, Kind], Repo | HubError] = {}
         self._cards: dict[tuple[str, Kind], Card] = {}
@@ -42,6 +43,15 @@ class Search:
     @property
     def merged(self) -> str:
         return "the merged model" if isinstance(self.draft.merged, Merge) else show_merged(self.draft.merged)
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether the user names the experts of all tasks, and these are all there are then."""
+        return bool(self.draft.tasks) and all(task.expert for task in self.draft.tasks.values())
+
+    def ask(self, problem: str, *options: Option, where: str = "", fix: str = "") -> None:
+        """Remember what nothing says; `options` answer it."""
+        self.asked.append(Question(problem, options, where, fix))
 
     def means(self, name: str, reference: str) -> bool:
         """Whether the merged repo means this model by a name, at whatever revision."""

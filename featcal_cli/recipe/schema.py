@@ -222,6 +222,13 @@ class Data(Section):
         """The expert writes the examples itself."""
         return self.dataset == SELF
 
+    @property
+    def reference(self) -> str:
+        """The text `ID[@REVISION]` of a dataset on the Hub; empty for any other source."""
+        if self.dataset is None or self.is_self_written:
+            return ""
+        return f"{self.dataset}@{self.revision}" if self.revision else self.dataset
+
     def read_as(self, said: Data | None) -> Data:
         """This source, read as the user has said. Raises RecipeError where that does not go."""
         if said is None or said.has_source:

@@ -15,8 +15,8 @@ from hub_texts import Files, card, fill, publish_texts
 
 from featcal_cli.hub.repo import Kind, Repo, open_repo
 from featcal_cli.lineage.card import read_card
+from featcal_cli.lineage.experts import name_tasks
 from featcal_cli.lineage.mergekit import MalformedError, read_mergekit
-from featcal_cli.lineage.names import name_tasks
 from featcal_cli.lineage.resolve import Lineage, find_lineage
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError, RecipeError
