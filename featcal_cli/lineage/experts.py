@@ -10,7 +10,7 @@ from pathlib import Path
 
 from featcal_cli.hub.model_source import UnusableError, locate, repo_of, same_repo
 from featcal_cli.lineage.mergekit import Claim
-from featcal_cli.lineage.questions import FROM_USER, Finding, Option
+from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError, Option, as_options
 from featcal_cli.lineage.search import Search
 from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.runtime.errors import RecipeError
@@ -38,6 +38,7 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
             search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left)}")
         experts |= {task: Finding(f"expert {task}", value, claim.source) for task, value in found.items()}
         experts = {task: experts[task] for task in [*tasks, *experts] if task in experts}
+    asked = len(search.asked)
     for task in tasks if experts else ():
         # data for what turned out to be the base are not needed
         if task not in experts and not (base and same_name(repo_of(base.value).rpartition("/")[2], task)):
@@ -48,6 +49,8 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
             fix = f"{did_you_mean(task, experts)}name the data by one of the tasks"
             search.ask(what, ("--expert", f"{task}=REPO"), where=claim.source if claim else FROM_USER, fix=fix)
     _leave_out(search, experts)
+    if len(search.asked) > asked:  # names that the user typed are told before anything is opened
+        raise OpenQuestionsError(search.draft, search.asked, as_options(experts))
     return experts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from featcal_cli.recipe.schema import Draft, Merge
@@ -62,6 +62,13 @@ class OpenQuestionsError(LineageError):
     def parts(self, typed: list[str]) -> list[str]:
         """The command that follows from what was typed after `featcal`, in pieces that belong together."""
         return [shlex.join(["featcal", *typed]), *(shlex.join(option) for option in self.options)]
+
+
+def as_options(experts: Mapping[str, Finding], base: Finding | None = None) -> list[Option]:
+    """Options that name what was found."""
+    first = [("--base", base.value)] if base and base.source != FROM_USER else []
+    found = {task: expert.value for task, expert in experts.items() if expert.source != FROM_USER}
+    return [*first, *(("--expert", f"{task}={value}") for task, value in found.items())]
 
 
 def show_merged(merged: str | Merge) -> str:

@@ -12,7 +12,7 @@ from featcal_cli.lineage.claims import READ_FILES, read_claims
 from featcal_cli.lineage.expert_data import TaskData, choose_config, choose_dataset
 from featcal_cli.lineage.experts import find_experts
 from featcal_cli.lineage.mergekit import Claim
-from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError, Option, show_merged
+from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError, Option, as_options, show_merged
 from featcal_cli.lineage.search import Search, do_at_once, is_gone, opened_part, split_model
 from featcal_cli.recipe.schema import Draft, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError
@@ -66,9 +66,7 @@ def find_lineage(
     data = _find_data(search, here)
     if search.asked or base is None:
         found = {**experts, **here} if here else {}
-        options = [("--base", base.value)] if base and not draft.base else list[Option]()
-        options += [("--expert", f"{task}={one.value}") for task, one in found.items() if one.source != FROM_USER]
-        raise OpenQuestionsError(draft, search.asked, options)
+        raise OpenQuestionsError(draft, search.asked, as_options(found, base))
     return _complete(search, base, here, data)
 
 

@@ -1,4 +1,4 @@
-"""Every source of a merged model's lineage, told, told apart, asked for or refused; read from a Hub on loopback."""
+"""Every source of a merged model's lineage, told, told apart, asked for or refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from bad_input import LAUGHS, MERGES
-from hub_server import HubServer
-from hub_texts import Files, card, fill, publish_texts
+from hub_texts import Files, card, open_texts
 
-from featcal_cli.hub.repo import Kind, Repo, open_repo
+from featcal_cli.hub.repo import Kind, Repo
 from featcal_cli.lineage.card import read_card
 from featcal_cli.lineage.experts import name_tasks
 from featcal_cli.lineage.mergekit import MalformedError, read_mergekit
@@ -274,20 +273,18 @@ REFUSED = [
 ]
 
 
-def seek(hub: HubServer, folder: Path, case: Told | Refused) -> Lineage:
-    """The lineage; no weights are read for it, and no repo is opened twice."""
+def seek(case: Told | Refused) -> Lineage:
+    """The lineage; no repo is opened twice for it."""
     opened: list[tuple[str, Kind]] = []
+    open_one = open_texts({**({"ORG/merged": case.merged} if case.merged is not None else {}), **case.repos})
 
     def open_noted(name: str, kind: Kind) -> Repo:
         opened.append((name, kind))
-        return open_repo(name, kind)
+        return open_one(name, kind)
 
-    merged = {"ORG/merged": case.merged} if case.merged is not None else {}
-    publish_texts(hub, folder, fill({**merged, **case.repos}, case.name))
     try:
-        return find_lineage(Draft.model_validate(fill({"merged": "ORG/merged", **case.draft}, case.name)), open_noted)
+        return find_lineage(Draft.model_validate({"merged": "ORG/merged", **case.draft}), open_noted)
     finally:
-        assert not hub.sent("safetensors")
         assert len(set(opened)) == len(opened)
 
 
@@ -299,15 +296,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", TOLD, ids=lambda case: case.name)
-def test_lineage_is_told(case: Told, hub: HubServer, tmp_path: Path) -> None:
-    lineage = seek(hub, tmp_path, case)
+def test_lineage_is_told(case: Told) -> None:
+    lineage = seek(case)
     values = {finding.role: finding.value for finding in lineage.findings}
     sources = {finding.role: finding.source for finding in lineage.findings}
-    for role, value in fill(case.values, case.name).items():
+    for role, value in case.values.items():
         assert values[role] == value
-    for role, source in fill(case.sources, case.name).items():
+    for role, source in case.sources.items():
         assert source in sources[role]
-    assert fill(case.note, case.name) in "\n".join(lineage.notes)
+    assert case.note in "\n".join(lineage.notes)
     # the recipe says the same as the findings, and is a whole one
     assert lineage.recipe.base == values["base"]
     assert [f"expert {task}" for task in lineage.recipe.tasks] == [
@@ -319,46 +316,45 @@ def test_lineage_is_told(case: Told, hub: HubServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_lineage_is_asked_for_or_refused(case: Refused, hub: HubServer, tmp_path: Path) -> None:
+def test_lineage_is_asked_for_or_refused(case: Refused) -> None:
     with pytest.raises(FeatCalError) as caught:
-        seek(hub, tmp_path, case)
+        seek(case)
     message = str(caught.value)
-    for words in fill(case.words, case.name):
+    for words in case.words:
         assert words in message
     assert isinstance(caught.value, LineageError | HubError | RecipeError)
     assert caught.value.where
     assert caught.value.fix
 
 
-def test_many_experts_that_are_gone_are_told_shortly(hub: HubServer, tmp_path: Path) -> None:
-    experts = [f"many/bert-{number}" for number in range(60)]
+def test_many_experts_that_are_gone_are_told_shortly() -> None:
+    experts = [f"ORG/bert-{number}" for number in range(60)]
     repos = {name: expert("math") for name in experts[:2]}
-    config = listing("ties", *experts, base="many/base")
-    publish_texts(hub, tmp_path, fill({"ORG/merged": mergekit(config), **repos, **ROWS}, "many"))
+    opener = open_texts({"ORG/merged": mergekit(listing("ties", *experts, base="ORG/base")), **repos, **ROWS})
     with pytest.raises(LineageError) as caught:
-        find_lineage(Draft(merged="many/merged"))
+        find_lineage(Draft(merged="ORG/merged"), opener)
     assert "and 53 more" in caught.value.what and len(caught.value.what) + len(caught.value.where) < 1000
     assert caught.value.command.count("--skip-expert") == 58 and "--expert " not in caught.value.command
 
 
-def test_a_complete_draft_stays_as_it_is(hub: HubServer, tmp_path: Path) -> None:
-    publish_texts(hub, tmp_path, {"whole/a": {}, "whole/b": {}, "whole/m": {}, "data whole/rows": {}})
+def test_a_complete_draft_stays_as_it_is() -> None:
+    opener = open_texts({"whole/a": {}})
     data = {"dataset": "whole/rows", "template": "{q}", "columns": {"label": "y"}}
     keys = {"merged": "whole/m", "base": "whole/b", "tasks": {"a": {"expert": "whole/a", "data": data}}}
     draft = Draft.model_validate({**keys, "calibration": {"examples": 7}})
-    lineage = find_lineage(draft)
+    lineage = find_lineage(draft, opener)
     assert lineage.recipe.model_dump(exclude_none=True) == draft.model_dump(exclude_none=True)
     assert {finding.source for finding in lineage.findings} == {SAID}
 
 
-def test_a_card_on_the_hub_leads_to_no_folder_here(hub: HubServer, tmp_path: Path) -> None:
+def test_a_card_on_the_hub_leads_to_no_folder_here() -> None:
     """A folder with the name of a repo that a card names is passed over: the Hub's repo is meant."""
-    name = "card-on-the-hub"
-    publish_texts(hub, tmp_path, fill({"ORG/merged": mergekit(TIES), **SILENT}, name))
+    name = "ORG"
+    opener = open_texts({"ORG/merged": mergekit(TIES), **SILENT})
     for folder in ("base", "bert-math", "math-rows"):
         Path(name, folder).mkdir(parents=True)
         Path(name, folder, "README.md").write_text("---\ndatasets: /etc\nbase_model: /etc\n---\n")
-    recipe = find_lineage(Draft(merged=f"{name}/merged")).recipe
+    recipe = find_lineage(Draft(merged="ORG/merged"), opener).recipe
     assert recipe.base == f"{name}/base@main"
     assert recipe.tasks["math"].expert == f"{name}/bert-math@main"
     assert str(recipe.tasks["math"].data) == f"{name}/math-rows@main"
