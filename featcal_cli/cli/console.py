@@ -46,7 +46,6 @@ ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
     OUT.width = NARROWEST
 _COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
-_COMMAND = re.compile(r"(?P<text>.*): (?P<command>(?:featcal|pip|torchrun) [^;]+)", re.DOTALL)
 _QUOTED = re.compile(r"`[^`]*`")
 _BLANK = "\0"
 """The stand-in for a blank at which no line may end."""
@@ -275,11 +274,9 @@ def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
             parts = [" ".join(parts)]
         # a long one takes a line for each option, so that no word is broken
         lines = [f"{'  ' if number else ''}{part} \\" for number, part in enumerate(parts)]
-        return f"{error.fix}:", [*lines[:-1], lines[-1].removesuffix(" \\")]
+        return error.fix.removesuffix(f" {error.command}"), [*lines[:-1], lines[-1].removesuffix(" \\")]
     if error.command:
-        return f"{error.fix}:", [error.command]
-    if parted := _COMMAND.fullmatch(error.fix):
-        return f"{parted['text']}:", [parted["command"]]
+        return error.fix.removesuffix(f" {error.command}"), [error.command]
     return error.fix, []
 
 

@@ -79,8 +79,9 @@ def _call() -> None:
         )
         # an option that is unknown, unlike one whose value is missing, comes with its possibilities
         fix = suggest_for_option(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else ""
-        fix = fix or f"see what there is: {command} --help"
-        raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
+        help_line = "" if fix else f"{command} --help"
+        what = what[:1].lower() + what[1:]
+        raise RecipeError(what, where=command, fix=fix or "see what there is", command=help_line) from None
 
 
 def _leave(code: int) -> NoReturn:
