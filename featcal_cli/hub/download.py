@@ -207,6 +207,7 @@ def _write_record(record: Path, paths: set[str]) -> None:
     if not paths:
         return record.unlink(missing_ok=True)
     try:
+        record.parent.mkdir(parents=True, exist_ok=True)
         write_file(record, json.dumps(sorted(paths)))
     except OSError as error:
         raise unwritable_cache(record.parent, error) from error

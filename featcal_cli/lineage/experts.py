@@ -30,14 +30,18 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
     experts = {task: Finding(f"expert {task}", expert, FROM_USER) for task, expert in said.items()}
     if claim and not search.names_experts:
         listed = _name_experts(search, claim, base)
-        names = {_match(task, listed) or "": task for task in tasks if task not in said}
-        found = {names.get(name, name): value for name, value in listed.items()}
-        found = {task: value for task, value in found.items() if not said or task in tasks}
-        left = [value for name, value in listed.items() if name not in names and value not in said.values()]
-        if said and left:
-            search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left)}")
-        experts |= {task: Finding(f"expert {task}", value, claim.source) for task, value in found.items()}
-        experts = {task: experts[task] for task in [*tasks, *experts] if task in experts}
+        # a task that only has data means the found expert of its name
+        renamed = {_match(task, listed): task for task in tasks if task not in said}
+        left_out = []
+        for name, value in listed.items():
+            task = renamed.get(name, name)
+            if not said or task in tasks:
+                experts.setdefault(task, Finding(f"expert {task}", value, claim.source))
+            elif value not in said.values():
+                left_out.append(value)
+        if left_out:
+            search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left_out)}")
+        experts = {task: experts[task] for task in (tasks if said else experts) if task in experts}
     asked = len(search.asked)
     for task in tasks if experts else ():
         # data for what turned out to be the base are not needed

@@ -103,7 +103,7 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
     """The models of a merge, or of one module of it, in order. Raises LineageError where layers do not line up."""
     if part.get("models") is not None:
         for entry in _listed(part["models"], "models"):
-            yield _read_entry(entry, where)
+            yield _read_reference(entry.get("model"))
     layer = 0
     for piece in _slices(part):
         sources = _listed(piece.get("sources"), "sources")
@@ -118,19 +118,11 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
                 raise LineageError(what, where=where, fix=_OTHER_MERGE)
             layer = stop
         for source in sources:
-            yield _read_entry(source, where)
+            yield _read_reference(source.get("model"))
 
 
 def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
     return [] if part.get("slices") is None else _listed(part["slices"], "slices")
-
-
-def _read_entry(entry: Mapping[Any, Any], where: str) -> str:
-    model = entry.get("model")
-    if "merge_method" in entry or (isinstance(model, dict) and "merge_method" in model):
-        what = "this is a merge of merges: a model of it is a configuration itself"
-        raise LineageError(what, where=where, fix="merge in one step, or name what it was made from: --base, --expert")
-    return _read_reference(model)
 
 
 def _read_reference(model: Any) -> str:

@@ -77,14 +77,15 @@ class Search:
         def fetch(repo: tuple[str, Kind]) -> None:
             with suppress(Exception):
                 self.look_at(*repo)
+                self.open(*repo).read_card()
 
         do_at_once(fetch, repos)
 
     def look_at(self, name: str, kind: Kind, source: str = FROM_USER) -> None:
-        """Open a repo, and read its card and, of a model, its config. Raises HubError."""
+        """Open a repo, and read the small file that a model has in any case: the listing of a gated repo tells nothing.
+        Raises HubError."""
         repo = self.open(name, kind, source)
         with _named_by(name, source):
-            repo.read_card()
             if kind == "model":
                 repo.read_text(ADAPTER_CONFIG if is_adapter(repo.files) else "config.json")
 

@@ -68,7 +68,6 @@ def replace_durably(draft: Path, target: Path) -> None:
 def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> None:
     """Write a file whole or not at all; the old file stays until then. `draft` is the path that is written first, on
     the same disk (by default a hidden one in the same folder). Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     draft = draft or file.with_name(f".{file.name}.{os.getpid()}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)

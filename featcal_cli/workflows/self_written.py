@@ -177,6 +177,7 @@ def _keep(rows: Sequence[Row], file: Path) -> None:
     """Let the rows lie in the cache, for this run and the next to read. Raises OutputError."""
     try:
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         fix = tell_fix(error, "point FEATCAL_CACHE to a folder that can be written")
