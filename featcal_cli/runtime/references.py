@@ -153,12 +153,11 @@ def read_page(text: str) -> Page | None:
     page = _PAGE.fullmatch(unquote(re.split("[?#]", rest, maxsplit=1)[0]).strip("/"))
     if page is None or (page["kind"] is None and page["name"].partition("/")[0] in _NO_REPOS):
         raise RecipeError(f"{_shown(text)} is no model and no dataset", where=_shown(text), fix="write USER/NAME")
-    kind = page["kind"] and ("dataset" if page["kind"] == "datasets/" else "model")
-    revision, config, split = (
-        page["at"] or page["revision"],
-        page["shown"] or page["config"],
-        page["part"] or page["split"],
-    )
+    kind: Literal["model", "dataset"] | None = None
+    if page["kind"]:
+        kind = "dataset" if page["kind"] == "datasets/" else "model"
+    revision = page["at"] or page["revision"]
+    config, split = page["shown"] or page["config"], page["part"] or page["split"]
     return Page(page["name"], kind, revision or None, config or None, split or None)
 
 
