@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from typing import NoReturn
 
 
 def main() -> None:
@@ -11,14 +10,10 @@ def main() -> None:
     use_large_pages()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     try:
-        from featcal_cli.runtime.process import stop_when_signalled
+        from featcal_cli.runtime.process import count_from_start, stop_when_signalled
 
         stop_when_signalled()
-        from featcal_cli.runtime.process import count_from_start, open_streams, use_utf8
-
         count_from_start()
-        use_utf8()
-        open_streams()
         from featcal_cli.cli.main import main
 
         gc.freeze()
@@ -33,20 +28,14 @@ def main() -> None:
 
         end_at_once(end.code)
         raise
-    except Exception as error:  # noqa: BLE001 - of the command line itself, or of what shows its messages
-        tell_broken_package(error)
+    except Exception as error:
+        from featcal_cli.runtime.libraries import explain_broken_package
 
-
-def tell_broken_package(error: Exception) -> NoReturn:
-    """Exit with a message about a package that the command line needs and that cannot be imported; raise any other
-    error again."""
-    from featcal_cli.runtime.libraries import explain_broken_package
-
-    if (known := explain_broken_package(error)) is None:
-        raise error
-    # rich shows all other messages, and may be what is broken
-    sys.stderr.write(f"error: {known.what}\n  in: {known.where}\n  fix: {known.fix}\n")
-    sys.exit(known.exit_code)
+        if (known := explain_broken_package(error)) is None:
+            raise
+        # rich shows all other messages, and may be what is broken
+        sys.stderr.write(f"error: {known}\n")
+        sys.exit(known.exit_code)
 
 
 def use_large_pages() -> None:

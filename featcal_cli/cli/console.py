@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,6 @@ ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
     OUT.width = NARROWEST
 _COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
-_COMMAND = re.compile(r"(?P<text>.*): (?P<command>(?:featcal|pip|torchrun) [^;]+)", re.DOTALL)
 _QUOTED = re.compile(r"`[^`]*`")
 _BLANK = "\0"
 """The stand-in for a blank at which no line may end."""
@@ -268,15 +268,15 @@ def show_error(error: FeatCalError, who: str = "") -> None:
 
 def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
     """How to fix it, and the lines of the command that ends it, if there is one."""
-    if isinstance(error, OpenQuestionsError) and error.fix.endswith(error.command):
-        parts = error.parts()
-        if not ERR.is_terminal or cell_len(error.command) + 4 <= ERR.width:
-            parts = [error.command]
+    if isinstance(error, OpenQuestionsError) and error.command:
+        parts = error.parts(sys.argv[1:])
+        if not ERR.is_terminal or cell_len(" ".join(parts)) + 4 <= ERR.width:
+            parts = [" ".join(parts)]
         # a long one takes a line for each option, so that no word is broken
         lines = [f"{'  ' if number else ''}{part} \\" for number, part in enumerate(parts)]
-        return error.fix.removesuffix(error.command).rstrip(), [*lines[:-1], lines[-1].removesuffix(" \\")]
-    if parted := _COMMAND.fullmatch(error.fix):
-        return f"{parted['text']}:", [parted["command"]]
+        return error.fix.removesuffix(f" {error.command}"), [*lines[:-1], lines[-1].removesuffix(" \\")]
+    if error.command:
+        return error.fix.removesuffix(f" {error.command}"), [error.command]
     return error.fix, []
 
 

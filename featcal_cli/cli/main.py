@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
-from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.recipe.mistakes import suggest_for_option
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 from featcal_cli.runtime.process import GONE, Launch, read_launch
@@ -67,9 +66,6 @@ def _call() -> None:
     except SystemExit:
         sys.stdout.flush()
         raise
-    except OpenQuestionsError as error:
-        error.retype(sys.argv[1:])
-        raise
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -83,8 +79,9 @@ def _call() -> None:
         )
         # an option that is unknown, unlike one whose value is missing, comes with its possibilities
         fix = suggest_for_option(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else ""
-        fix = fix or f"see what there is: {command} --help"
-        raise RecipeError(what[:1].lower() + what[1:], where=command, fix=fix) from None
+        help_line = "" if fix else f"{command} --help"
+        what = what[:1].lower() + what[1:]
+        raise RecipeError(what, where=command, fix=fix or "see what there is", command=help_line) from None
 
 
 def _leave(code: int) -> NoReturn:

@@ -26,7 +26,7 @@ MOST_SECONDS = 30
 """Length of a recording that is read; the rest is cut off."""
 SLOWEST, FASTEST = 1_000, 400_000
 """Samples a second that a recording may have."""
-INSTALL = "install what reads sound, in the clone of featcal: pip install -e '.[audio]'"
+INSTALL = {"fix": "install what reads sound, in the clone of featcal", "command": "pip install -e '.[audio]'"}
 Wave = NDArray[numpy.float32]
 
 
@@ -119,7 +119,7 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: without the C library
-        raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, fix=INSTALL) from None
+        raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, **INSTALL) from None
     extractor, source = target.load("feature extractor")
     chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
     transcript = None

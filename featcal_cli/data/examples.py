@@ -254,7 +254,8 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     good = len(usable.fitted) + len(usable.further) + usable.left_out
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
-        raise DataError(what, where=where, fix=fix.replace("TASK=", f"{where.partition(': ')[0]}="))
+        task, _, source = where.partition(": ")
+        raise DataError(what, where=source, fix=fix, task=task)
     return usable
 
 

@@ -71,8 +71,7 @@ def naming_task(task: str) -> Iterator[None]:
     try:
         yield
     except (DataError, HubError) as error:
-        fix = error.fix.replace("TASK=", f"{task}=")
-        raise type(error)(error.what, where=f"{task}: {error.where}", fix=fix) from error
+        raise error.of_task(task) from error
 
 
 def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:

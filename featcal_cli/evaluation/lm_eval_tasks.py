@@ -17,7 +17,7 @@ from featcal_cli.runtime.errors import DataError, RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some
 
-INSTALL = "install it, in the clone of featcal: pip install -e '.[lm-eval]'"
+INSTALL = {"fix": "install it, in the clone of featcal", "command": "pip install -e '.[lm-eval]'"}
 ALLOW = "--allow-code-execution"
 CODE = ("humaneval", "mbpp", "apps", "ds1000", "livecodebench", "codexglue")
 """Beginnings of the names of tasks that run code written by a model; lm-eval itself knows the others."""
@@ -31,7 +31,7 @@ def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
     wanted = {task: spec for task, spec in tasks.items() if spec.protocol == "lm-eval"}
     if wanted and find_spec("lm_eval") is None:
         what = "lm-eval, which measures language models, is not installed"
-        raise RecipeError(what, where=f"tasks.{next(iter(wanted))}.evaluate.lm_eval", fix=INSTALL)
+        raise RecipeError(what, where=f"tasks.{next(iter(wanted))}.evaluate.lm_eval", **INSTALL)
     for task, spec in wanted.items():
         if not allow_code and (running := [name for name in spec.lm_eval if name.startswith(CODE)]):
             raise _explain_code(running[0], task)
@@ -101,7 +101,7 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
     text = str(error).strip()
     if isinstance(error, ImportError):
         what = f"lm-eval needs further packages for one of {names} ({text})"
-        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=INSTALL)
+        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", **INSTALL)
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
     is_unknown = isinstance(error, KeyError) and any(name in text for name in names.split(", "))

@@ -23,7 +23,7 @@ from featcal_cli.hub.client import patiently
 from featcal_cli.hub.repo import Repo, RepoFile
 from featcal_cli.hub.weight_files import find_second_copies, unwritable_cache
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import cache_folder, write_new
+from featcal_cli.runtime.files import cache_folder, write_file
 
 PREPROCESSOR_FILES = (
     "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -207,6 +207,7 @@ def _write_record(record: Path, paths: set[str]) -> None:
     if not paths:
         return record.unlink(missing_ok=True)
     try:
-        write_new(record, json.dumps(sorted(paths)))
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_file(record, json.dumps(sorted(paths)))
     except OSError as error:
         raise unwritable_cache(record.parent, error) from error

@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from featcal_cli.recipe.complaints import describe_complaint
 from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
 from featcal_cli.runtime.errors import RecipeError, SeveralErrors
-from featcal_cli.runtime.sanitise import plain
+from featcal_cli.runtime.sanitise import plain, quoted
 from featcal_cli.runtime.structured_text import find_line
 
 COMMAND_LINE = "the command line"
@@ -31,6 +30,30 @@ _GONE = {
     "chosen": "take it out: the method says whether updates are checked",
 }
 """The fix for each key or option of earlier versions."""
+
+
+_WANTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a section of keys",
+    "mapping_type": "a section of keys",
+    "model_type": "a section of keys",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
+    "literal_error": "{expected}",
+}
+"""Wanted values in words, by the type of pydantic's complaint, with figures from its context."""
 
 
 class RecipeMistakesError(SeveralErrors, RecipeError):
@@ -92,12 +115,23 @@ def _describe_mistake(
     if problem["type"] == "recipe":
         about = problem["ctx"]
         return f"{name}: {about['what']}", option, about["fix"]
-    complaint = describe_complaint(problem)
+    complaint = _describe_complaint(problem)
     return (
         f"{name} {complaint}" if complaint.startswith("must be ") else f"{name}: {complaint}",
         option,
         "",
     )
+
+
+def _describe_complaint(problem: Mapping[str, Any]) -> str:
+    """One of pydantic's complaints, for the middle of a sentence: `must be …` where it is about one value."""
+    if problem["type"] in _WANTED:
+        wanted = _WANTED[problem["type"]].format(**problem.get("ctx", {})).replace("'", "")
+        given = problem["input"]
+        is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
+        return f"must be {wanted}" + (f", not {quoted(str(given))}" if is_short else "")
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{message[:1].lower()}{message[1:]}"
 
 
 def _suggest_key(unknown: str, parts: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
 from featcal_cli.runtime.errors import RecipeError, join_errors
 from featcal_cli.runtime.references import parse_merge, parse_source, path_exists
 from featcal_cli.runtime.sanitise import quoted
-from featcal_cli.runtime.structured_text import load_documents, replace_values
+from featcal_cli.runtime.structured_text import load_documents
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
@@ -50,11 +50,11 @@ def print_shipped(name: str) -> str:
     if file.suffix != ".yaml":
         return text
 
-    def anchor(value: str) -> str:
-        path = file.parent / value
-        return json.dumps(str(path), ensure_ascii=False) if path_exists(path) else value
+    def anchor(line: re.Match[str]) -> str:
+        path = file.parent / line["value"].strip("\"'")
+        return f"{line['key']}{json.dumps(str(path), ensure_ascii=False)}" if path_exists(path) else line[0]
 
-    return replace_values(text, ("merged", "base", "expert", "data", "path"), anchor)
+    return re.sub(r"(?P<key>\b(?:merged|base|expert|data|path): )(?P<value>[^\s,{}]+)", anchor, text)
 
 
 def shipped_recipes() -> list[Path]:

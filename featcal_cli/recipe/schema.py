@@ -25,7 +25,6 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from featcal_cli.recipe.complaints import first_complaint
 from featcal_cli.recipe.metrics import METRICS, MetricName
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
@@ -172,15 +171,12 @@ class Merge(Section):
 
     def __str__(self) -> str:
         """The method and its numbers, as in "ties 0.3 0.2"."""
-        return " ".join(self._words())
+        return " ".join([self.method, *(write_number(getattr(self, key)) for key in _MERGE_KEYS[self.method])])
 
     @property
     def option(self) -> str:
         """The value of --merge that says it, as in "ties:0.3:0.2"."""
-        return ":".join(self._words())
-
-    def _words(self) -> list[str]:
-        return [self.method, *(write_number(getattr(self, key)) for key in _MERGE_KEYS[self.method])]
+        return str(self).replace(" ", ":")
 
 
 class Data(Section):
@@ -222,6 +218,12 @@ class Data(Section):
         """The expert writes the examples itself."""
         return self.dataset == SELF
 
+    @property
+    def reference(self) -> str:
+        """The text `ID[@REVISION]` of a dataset on the Hub; empty for any other source."""
+        named = "@".join(filter(None, (self.dataset, self.revision)))
+        return "" if self.is_self_written else named
+
     def read_as(self, said: Data | None) -> Data:
         """This source, read as the user has said. Raises RecipeError where that does not go."""
         if said is None or said.has_source:
@@ -230,8 +232,8 @@ class Data(Section):
         try:
             return Data.model_validate({**self.model_dump(), **said.model_dump(exclude_none=True), "columns": columns})
         except ValidationError as error:
-            fix = "leave that out, or give other data"
-            raise RecipeError(first_complaint(error), where=f"data {self}", fix=fix) from None
+            what, fix = error.errors()[0]["msg"].removeprefix("Value error, "), "leave that out, or give other data"
+            raise RecipeError(what, where=f"data {self}", fix=fix) from None
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:
@@ -250,9 +252,8 @@ class Data(Section):
     def __str__(self) -> str:
         if self.path is not None:
             return self.path
-        revision = f"@{self.revision}" if self.revision else ""
         parts = [self.config or "", self.split] if self.split else [self.config] if self.config else []
-        return ":".join([f"{self.dataset}{revision}", *parts])
+        return ":".join([self.reference or str(self.dataset), *parts])
 
 
 def _parse_text(value: Any) -> Any:
@@ -376,9 +377,7 @@ class Draft(Section):
         """Return the name for the output: the merged model's id or path; or the recipe that has it built, or where
         there is none, the method."""
         if isinstance(self.merged, Merge):
-            if self._file:
-                return self._file
-            return str(self.merged).replace(" ", "-")
+            return self._file or str(self.merged).replace(" ", "-")
         if existing_path(self.merged):
             return self.merged
         return self.merged.rpartition("+")[2].partition("@")[0]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.report import DriftRow, Inspection
 from featcal_cli.reporting.verdict import list_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
-from featcal_cli.runtime.sanitise import for_html, for_markdown, without_folders
+from featcal_cli.runtime.sanitise import enumerate_names, for_html, for_markdown, without_folders
 
 NAMED_TASKS = 3
 """The most tasks of which all are listed; more are called all tasks."""

@@ -9,8 +9,8 @@ from math import inf, isfinite, isinf, isnan, nan
 from statistics import fmean
 from typing import Literal
 
-from featcal_cli.lineage.questions import enumerate_names
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift
+from featcal_cli.runtime.sanitise import enumerate_names
 
 ROLES = ("model", "other", "base")
 """Roles in the order in which they are shown."""

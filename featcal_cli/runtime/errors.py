@@ -14,14 +14,23 @@ class FeatCalError(Exception):
 
     exit_code = 2
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "", task: str = "", command: str = "") -> None:
         self.what = what
         """A sentence that says what is wrong."""
-        self.where = where
+        self.where = f"{task}: {where}" if task else where
         """The repo, file, tensor, key or option that the error was found in."""
-        self.fix = fix
-        """The text to type or the change to make."""
-        super().__init__("\n".join(part for part in (what, where and f"in: {where}", fix and f"fix: {fix}") if part))
+        advice = ": ".join(filter(None, (fix, command)))
+        self.fix = advice.replace("TASK=", f"{task}=") if task else advice
+        """The change to make or the text to type; an option in it for a task that is not known yet has TASK=."""
+        self.command = command
+        """The command line that it ends with, if it does."""
+        parts = (what, self.where and f"in: {self.where}", self.fix and f"fix: {self.fix}")
+        super().__init__("\n".join(part for part in parts if part))
+
+    def of_task(self, task: str) -> FeatCalError:
+        """The same error, about a task."""
+        fix = self.fix.removesuffix(f": {self.command}")
+        return type(self)(self.what, where=self.where, fix=fix, task=task, command=self.command)
 
 
 class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself

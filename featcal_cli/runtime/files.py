@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
-import socket
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,7 +68,7 @@ def replace_durably(draft: Path, target: Path) -> None:
 def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> None:
     """Write a file whole or not at all; the old file stays until then. `draft` is the path that is written first, on
     the same disk (by default a hidden one in the same folder). Raises OSError."""
-    draft = draft or draft_of(file)
+    draft = draft or file.with_name(f".{file.name}.{os.getpid()}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         replace_durably(draft, file)
@@ -93,11 +90,6 @@ def write_requested(file: Path, content: str | bytes, where: str) -> None:
         raise OutputError(f"cannot write: {name_reason(error)}", where=where, fix=fix) from None
 
 
-def draft_of(file: Path) -> Path:
-    """The path that a file is written to before it gets its name."""
-    return file.with_name(f".{file.name}.partial")
-
-
 def tell_fix(error: BaseException, otherwise: str) -> str:
     """The fix for an error in writing: the one for its errno, joined by "or" with `otherwise`, or `otherwise` alone."""
     fix = FIXES.get(_find_number(error) or 0)
@@ -110,33 +102,11 @@ def explain_full(error: BaseException) -> OutputError | None:
     """The message for an OSError that the user can do something about, wherever it was raised; None for any other
     error."""
     named, number = getattr(error, "filename", None), _find_number(error)
-    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # Python looked in several places
-        fix = "let TMPDIR name a folder that can be written"
-        return OutputError("there is no folder for temporary files", where="TMPDIR", fix=fix)
     if number not in FIXES or (FIXES[number] == ACCESS and not named):
         return None
-    fix = tell_fix(error, _name_setting(Path(os.fsdecode(named)) if named else None))
+    fix = tell_fix(error, "let FEATCAL_CACHE, HF_HOME or TMPDIR name another folder, or give another file")
     where = os.fsdecode(named) if named else "standard output or a temporary file"
     return OutputError(f"a file cannot be opened, read or written: {name_reason(error)}", where=where, fix=fix)
-
-
-def _name_setting(file: Path | None) -> str:
-    """The fix that names the environment variable by which a file is moved elsewhere. None stands for a temporary file
-    without a name."""
-    places = {"FEATCAL_CACHE": cache_folder(), "HF_HOME": hub_folder()}
-    with suppress(OSError):  # there is no folder for temporary files
-        places["TMPDIR"] = Path(tempfile.gettempdir())
-    inside = (variable for variable, place in places.items() if file is not None and file.is_relative_to(place))
-    if variable := next(inside, None if file else "TMPDIR"):
-        return f"let {variable} name another folder"
-    return "give another file or folder in its place"
-
-
-def hub_folder() -> Path:
-    """The folder in which huggingface_hub keeps its own files."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HOME)
 
 
 def tell_bytes(count: float) -> str:
@@ -179,14 +149,6 @@ def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collec
         shutil.copyfile(folder / name, target / name)
 
 
-def write_new(file: Path, text: str) -> None:
-    """Write a small file of the cache, which others see whole or not at all. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(file)
-
-
 def _check_link(folder: Path, link: Path) -> None:
     home = folder.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -200,27 +162,35 @@ def _check_link(folder: Path, link: Path) -> None:
         raise CheckpointError(what, where=str(folder), fix=fix)
 
 
-MODEL_FILES = ("config.json", "adapter_config.json")
-"""Names of files that mark a folder as a model's; the contents of its files are hashed too."""
+SAMPLED = (".safetensors", ".bin", ".json")
+"""Endings of a model's files, whose contents are hashed too."""
 PIECES, PIECE = 512, 1 << 15
-"""The number and the bytes of the evenly spaced pieces that are hashed of a larger file: few matrices of a model are
-small enough to lie between two of them."""
+"""The number and the bytes of the evenly spaced pieces that are hashed of a file: few matrices of a model are small
+enough to lie between two of them."""
 
 
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
     """A stamp for each file by which its changes are noticed, also days later and in a copy: size, time of change and,
     for a model's files, a hash of the contents. `paths` are files and folders; of a folder, the files directly in it
     count."""
-    files: dict[Path, bool] = {}
-    for path in paths:
-        if path.is_dir():
-            is_model = any((path / name).is_file() for name in MODEL_FILES)
-            files |= {file: is_model or files.get(file, False) for file in path.iterdir() if file.is_file()}
-        elif path.is_file():
-            files[path] = True
+    inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
+    files = sorted(file for file in inside if file.is_file())
     with ThreadPoolExecutor() as pool:
-        stamps = pool.map(lambda file: _describe(file, files[file]), sorted(files))
-        return {str(file): stamp for file, stamp in zip(sorted(files), stamps, strict=True)}
+        return dict(zip(map(str, files), pool.map(_stamp, files), strict=True))
+
+
+def _stamp(file: Path) -> str:
+    try:
+        size, changed = file.stat().st_size, file.stat().st_mtime_ns
+        if file.suffix not in SAMPLED:
+            return f"{size} {changed}"
+        digest, step = sha256(), max(1, -(-size // PIECES))
+        with file.open("rb", buffering=0) as stream:
+            for place in (*range(0, size, max(step, PIECE)), max(0, size - PIECE)):
+                digest.update(os.pread(stream.fileno(), PIECE, place))
+        return f"{size} {changed} {digest.hexdigest()[:32]}"
+    except OSError as error:  # it has just gone, or is not for us to read: whoever needs it will say so
+        return name_reason(error)
 
 
 class Unchanged:
@@ -275,26 +245,10 @@ def take_stamp(file: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _describe(file: Path, with_content: bool) -> str:
-    try:
-        size, changed = file.stat().st_size, file.stat().st_mtime_ns
-        if not with_content:
-            return f"{size} {changed}"
-        digest = sha256()
-        with file.open("rb", buffering=0) as stream:
-            if size <= PIECES * PIECE:
-                while piece := stream.read(1 << 20):
-                    digest.update(piece)
-            else:
-                places = (number * (size - PIECE) // (PIECES - 1) for number in range(PIECES))
-                digest.update(b"".join(os.pread(stream.fileno(), PIECE, place) for place in places))
-        return f"{size} {changed} {digest.hexdigest()[:32]}"
-    except OSError as error:  # it has just gone, or is not for us to read: whoever needs it will say so
-        return name_reason(error)
-
-
 LOCK = "lock"
-"""File name of the lock in a hidden folder; it names the process that holds it."""
+"""File name of the lock in a hidden folder."""
+HELD = "another run is working on this output"
+WAIT = "wait for it, stop it, or give another --output"
 
 
 @contextmanager
@@ -304,12 +258,11 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:
-        what = f"another run is working on this output{_name_holder(folder)}"
-        raise OutputError(what, where=str(target), fix="wait for it, stop it, or give another --output") from None
+        raise OutputError(HELD, where=str(target), fix=WAIT) from None
     except OSError as error:
-        what = f"cannot write here: {name_reason(error)}"
         fix = tell_fix(error, "choose another --output")
-        raise OutputError(what, where=str(error.filename or folder), fix=fix) from None
+        where = str(error.filename or folder)
+        raise OutputError(f"cannot write here: {name_reason(error)}", where=where, fix=fix) from None
     try:
         yield
     finally:
@@ -326,13 +279,11 @@ def check_holdable(folder: Path, target: Path) -> None:
         try:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            what = f"another run is working on this output{_name_holder(folder)}"
-            raise OutputError(what, where=str(target), fix="wait for it, stop it, or give another --output") from None
+            raise OutputError(HELD, where=str(target), fix=WAIT) from None
 
 
 def _acquire(folder: Path) -> int:
-    """The descriptor of the locked file, into which this process writes its number. Raises BlockingIOError when it is
-    locked already."""
+    """The descriptor of the locked file. Raises BlockingIOError when it is locked already."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -343,21 +294,8 @@ def _acquire(folder: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):  # the run before may have deleted the file meanwhile, or another be there
                 if os.path.samestat(os.fstat(descriptor), (folder / LOCK).stat()):
-                    with suppress(OSError):  # the disk is full: what has more to write will say so
-                        os.truncate(descriptor, 0)
-                        holder = {"process": os.getpid(), "machine": socket.gethostname()}
-                        os.write(descriptor, json.dumps(holder).encode())
                     return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _name_holder(folder: Path) -> str:
-    """The process that holds the lock, as an addition to a message; empty where the lock does not say."""
-    try:
-        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        return f": process {int(holder['process'])} on {str(holder['machine'])[:80]}"
-    except (OSError, ValueError, LookupError, TypeError):  # it is just being written
-        return ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import shlex
 import sys
 import time
@@ -136,14 +134,12 @@ def _opened(file: Path | None) -> Iterator[BinaryIO | None]:
         yield None
         return
     try:
-        # a pipe that nobody reads would be waited for
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(file, flags, 0o666)
-        os.set_blocking(descriptor, True)
-        stream = os.fdopen(descriptor, "wb", buffering=0)
+        stream = file.open("ab", buffering=0)
     except OSError as error:
-        reason = "nobody reads from this pipe" if error.errno == errno.ENXIO else name_reason(error)
-        what, fix = f"the log cannot be written: {reason}", "give the path of a file in a folder that exists"
+        what, fix = (
+            f"the log cannot be written: {name_reason(error)}",
+            "give the path of a file in a folder that exists",
+        )
         raise OutputError(what, where=f"--log-file {file}", fix=fix) from None
     try:
         yield stream

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import codecs
 import io
 import os
 import re
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from featcal_cli.runtime.errors import OutputError, RecipeError
 
@@ -86,19 +84,13 @@ _began: float | None = None
 
 
 def count_from_start() -> None:
-    """Measure the run time of a process that runs featcal alone from its start; where the system does not tell when
-    that was (macOS), its computing time is taken."""
+    """Measure the run time of a process that runs featcal alone from now on."""
     global _began
-    status, age = Path("/proc/self/stat"), time.process_time()
-    if status.is_file():
-        ticks = int(status.read_text("ascii", "replace").rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    _began = time.monotonic() - age
+    _began = time.monotonic()
 
 
 def read_start() -> float:
-    """The start of the command by the monotonic clock: the start of this process, or now where another program calls
-    featcal."""
+    """The start of the command by the monotonic clock; now, where another program calls featcal."""
     return time.monotonic() if _began is None else _began
 
 
@@ -106,63 +98,14 @@ GONE = 141
 """Exit code when the reader of our output has gone, equal to that of a program ended by SIGPIPE."""
 
 
-def use_utf8() -> None:
-    """Restart this process in UTF-8 mode where Python would read file names as ASCII: other names would be no text
-    then, and libraries could not open them."""
-    encoding = codecs.lookup(sys.getfilesystemencoding()).name
-    if encoding == "ascii" and sys.executable and os.environ.get("PYTHONUTF8") != "1":
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def open_streams() -> None:
-    """Make sure that standard input, output and error are open and accept every character. A closed stream is opened to
-    /dev/null, as otherwise the next opened file would get its number. Errors on standard error are ignored."""
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            nowhere = os.open(os.devnull, mode)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
-    if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lasts
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    sys.stderr = io.TextIOWrapper(_Patient(2, "w", closefd=False), encoding, "backslashreplace", write_through=True)
+def check_surroundings() -> None:
+    """Let standard output take every character, and raise FeatCalError where the current folder is gone."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def check_surroundings() -> None:
-    """Raise FeatCalError where docstrings were left out, the current folder is gone, or the command line is not
-    UTF-8."""
-    if sys.flags.optimize > 1:
-        what = "Python was started without docstrings, and transformers cannot be imported without them"
-        by_variable = "PYTHONOPTIMIZE" in os.environ
-        fix = "unset PYTHONOPTIMIZE" if by_variable else "start it without -OO (-O is fine)"
-        raise RecipeError(what, where="PYTHONOPTIMIZE" if by_variable else "python -OO", fix=fix)
     try:
-        folder = os.getcwd()  # noqa: PTH109 - that of pathlib is the same
+        os.getcwd()  # noqa: PTH109 - that of pathlib is the same
     except OSError:
         raise OutputError("the current folder is gone", where=".", fix="cd to a folder that exists") from None
-    for text in (*sys.argv[1:], folder):
-        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            shown = text.encode("utf-8", "backslashreplace").decode()
-            what = "this is no UTF-8 text, and libraries that featcal uses cannot open such names"
-            raise RecipeError(what, where=shown, fix="rename it, or give a link to it")
-
-
-class _Patient(io.FileIO):
-    """A file that accepts all that is written to it, even where its disk is full or its reader has gone."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(memoryview(data).cast("B"))
 
 
 def end_at_once(code: object) -> None:
@@ -179,14 +122,12 @@ def end_at_once(code: object) -> None:
     os._exit(code or 0)
 
 
-# Ctrl-C, SIGTERM, SIGHUP: a run ends at once, however deep it is in a computation, and says how to go on
+# Ctrl-C, SIGTERM, SIGHUP: a run ends soon, and says how to go on
 
 GRACE = 1.0
 """Seconds that an interrupted run has to end by itself; files on the disk are whole at any time."""
 EXIT_CODE = 130
 """Exit code after Ctrl-C, which typer also uses for every KeyboardInterrupt."""
-TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
-"""Some of the variables that torchrun sets; their values are checked later."""
 STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
@@ -206,8 +147,7 @@ def exit_code() -> int:
 def list_signals() -> list[signal.Signals]:
     """The signals that interrupt this process: Ctrl-C, and SIGTERM and SIGHUP unless the parent process lets them be
     ignored (as nohup does) or torchrun, which ends processes itself, has started this one."""
-    by_torchrun = all(os.environ.get(name) for name in TORCHRUN)
-    others = [] if by_torchrun else [signal.SIGTERM, signal.SIGHUP]
+    others = [] if all(os.environ.get(name) for name in NAMES) else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
 
@@ -225,60 +165,42 @@ def stop_when_signalled(message: str = STARTING) -> None:
 
 @contextmanager
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
-    """Context manager in which an interrupt raises KeyboardInterrupt. Where that does not get through (a client waiting
-    for a server, a long computation), the process ends after GRACE or at the second interrupt, with the signal's exit
-    code. Does nothing outside of the main thread."""
+    """Context manager in which an interrupt raises KeyboardInterrupt. Where the run does not end within GRACE (a thread
+    waits for a server), or at the second interrupt, the process is ended. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = socket.socketpair()  # the system writes to it when a signal comes, whatever Python is busy with
-    writer.setblocking(False)
-    numbers = list_signals()
-    threading.Thread(target=_watch, args=(reader, message, numbers), daemon=True).start()
-    came: list[int] = []
+    numbers, came = list_signals(), list[int]()
 
     def interrupt(number: int, _: object) -> NoReturn:
         _came.append(number)
         if came:
             stop(message)
         came.append(number)
+        timer = threading.Timer(GRACE, stop, (message,))
+        timer.daemon = True
+        timer.start()
         raise KeyboardInterrupt
 
     handlers = {number: signal.signal(number, interrupt) for number in numbers}
-    known = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     except (KeyboardInterrupt, Exception):
         if not came:
             raise
         handlers = dict.fromkeys(numbers, signal.SIG_IGN)  # it ends, and another interrupt would only disturb that
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
         _tell(message)
         raise KeyboardInterrupt from None  # libraries written in C make other errors of it
     finally:
-        signal.set_wakeup_fd(known)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        writer.close()
 
 
-def _watch(wakeups: socket.socket, message: str, numbers: list[signal.Signals]) -> None:
-    """End the process GRACE seconds after an interrupt."""
-    with wakeups:
-        while received := wakeups.recv(64):
-            if came := [number for number in received if number in numbers]:
-                timer = threading.Timer(GRACE, stop, (message, 128 + came[0]))
-                timer.daemon = True
-                timer.start()
-                return
-
-
-def stop(message: str, code: int | None = None) -> NoReturn:
+def stop(message: str) -> NoReturn:
     """End the process at once: the interpreter's own ending can take longer than users wait. The message is printed
     unless one was before."""
     _tell(message)
-    os._exit(exit_code() if code is None else code)
+    os._exit(exit_code())
 
 
 def _tell(message: str) -> None:

@@ -20,7 +20,6 @@ CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggi
 _FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
 _BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
 _RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
-_GIVES_UP = re.compile("Error while downloading from .*Max retries exceeded", re.DOTALL)
 _PHASE = re.compile(r"^(downloading|fetching|writing examples|evaluating|pushing)\b.*", re.DOTALL)
 _ADDRESS = re.compile(r"https?://[^\s'\")]+")
 _WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
@@ -78,30 +77,28 @@ def name_host(address: str, *, by_name: bool = False) -> str:
 def heard(listener: Callable[[str], None]) -> Iterator[None]:
     """Context manager in which `listener` is told of every wait of ours and of huggingface_hub, whose own log messages
     are kept back."""
-    ear = _Ear(listener if read_launch().rank == 0 else lambda _: None)  # of several processes the first one speaks
+    # of several processes the first one speaks
+    waits = _WaitFilter(listener if read_launch().rank == 0 else lambda _: None)
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        if logger.getEffectiveLevel() > logging.WARNING:  # what is not to be shown would not be heard either
-            ear.silenced[logger.name] = logger.getEffectiveLevel()
-            logger.setLevel(logging.WARNING)
-        logger.addFilter(ear)
+        logger.setLevel(logging.WARNING)  # what is not to be shown would not be heard either
+        logger.addFilter(waits)
     try:
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
-            logger.removeFilter(ear)
+            logger.removeFilter(waits)
             logger.setLevel(level)
 
 
-class _Ear(logging.Filter):
-    """A logging filter that passes messages about waits to a listener, each once, and lets all others through."""
+class _WaitFilter(logging.Filter):
+    """A logging filter that passes messages about waits to a listener, each once. Nothing of these loggers is shown:
+    the errors that are raised say more, and without addresses."""
 
     def __init__(self, listener: Callable[[str], None]) -> None:
         super().__init__()
         self._listener = listener
-        self.silenced: dict[str, int] = {}
-        """The level below which each logger is silent."""
         self._lock = threading.Lock()
         self._reasons: dict[int | None, str] = {}
         """Reason of the last failed request of each thread."""
@@ -126,9 +123,6 @@ class _Ear(logging.Filter):
             self._say(f"{reason}, next try in {seconds:g} s", seconds)
         elif match := _USES_CACHE.search(text):
             self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
-        elif record.levelno >= self.silenced.get(record.name, 0) and not _GIVES_UP.search(text):  # the error says more
-            record.msg, record.args = name_hosts(text), ()
-            return True
         return False
 
     def _say(self, text: str, seconds: float) -> None:

@@ -17,13 +17,16 @@ DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet"
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
 """Hosts of the Hub's pages, besides the one in HF_ENDPOINT."""
 
-_PAGES_OF_A_REPO = ("tree", "blob", "resolve", "raw", "blame", "commit", "commits", "viewer", "discussions", "settings")
-_REVISION_FOLLOWS = ("tree", "blob", "resolve", "raw", "blame", "commit", "commits")
-_NO_REPOS = (
-    "spaces", "docs", "blog", "papers", "collections", "organizations", "learn", "posts", "tasks", "pricing", "join",
-    "login", "settings", "new", "search", "buckets", "kernels",
-)  # fmt: skip
+_NO_REPOS = ("spaces", "docs", "blog", "papers", "collections", "organizations", "learn", "posts", "buckets", "kernels")
 """First parts of the Hub's addresses that lead to no model and no dataset."""
+_REVISION = r"refs/[^/:]+/[^/:]+|[^/:]+"
+_PAGES = "tree|blob|resolve|raw|blame|commits?|discussions|settings|viewer"
+_PAGE = re.compile(
+    rf"(?:api/)?(?P<kind>datasets/|models/)?(?P<name>[^/:@]+(?:/(?!(?:{_PAGES})(?:/|$))[^/:@]+)?)(?:@(?P<at>{_REVISION}))?"
+    rf"(?:/(?:tree|blob|resolve|raw|blame|commits?)/(?P<revision>{_REVISION})|/viewer/(?P<shown>[^/:]+)(?:/(?P<part>[^/:]+))?)?"
+    r"(?:/[^:]*)?(?::(?P<config>[^:]*)(?::(?P<split>[^:]*))?)?"
+)
+"""A repo's address below the Hub: the repo, perhaps a revision, perhaps a page of it, and :CONFIG:SPLIT."""
 
 
 @dataclass(frozen=True)
@@ -147,27 +150,15 @@ def read_page(text: str) -> Page | None:
     rest = _below_the_hub(text)
     if rest is None:
         return None
-    path, *options = re.split("[?#]", rest, maxsplit=1)[0].strip("/").split(":")
-    parts = [unquote(part) for part in path.split("/") if part]
-    if parts[:1] == ["api"]:
-        parts = parts[1:]
-    kind: Literal["model", "dataset"] | None = None
-    if parts[:1] in (["datasets"], ["models"]):
-        kind = "dataset" if parts.pop(0) == "datasets" else "model"
-    if not parts or (kind is None and parts[0] in _NO_REPOS) or len(options) > 2:
+    page = _PAGE.fullmatch(unquote(re.split("[?#]", rest, maxsplit=1)[0]).strip("/"))
+    if page is None or (page["kind"] is None and page["name"].partition("/")[0] in _NO_REPOS):
         raise RecipeError(f"{_shown(text)} is no model and no dataset", where=_shown(text), fix="write USER/NAME")
-    end = 1 if len(parts) == 1 or parts[1] in _PAGES_OF_A_REPO else 2
-    name, _, revision = "/".join(parts[:end]).partition("@")
-    if "@" in parts[end - 1] and revision == "refs":  # a pull request or a converted branch, typed with its slashes
-        revision, parts = "/".join((revision, *parts[end : end + 2])), [*parts[:end], *parts[end + 2 :]]
-    behind = parts[end:]
-    config, split = [*options, "", ""][:2]
-    if behind and behind[0] in _REVISION_FOLLOWS and len(behind) > 1:
-        revision = "/".join(behind[1:4]) if behind[1] == "refs" else behind[1]
-    elif behind and behind[0] == "viewer":
-        shown = [*behind[1:3], "", ""]
-        config, split = shown[0] or config, shown[1] or split
-    return Page(name, kind, revision or None, config or None, split or None)
+    kind: Literal["model", "dataset"] | None = None
+    if page["kind"]:
+        kind = "dataset" if page["kind"] == "datasets/" else "model"
+    revision = page["at"] or page["revision"]
+    config, split = page["shown"] or page["config"], page["part"] or page["split"]
+    return Page(page["name"], kind, revision or None, config or None, split or None)
 
 
 def _below_the_hub(text: str) -> str | None:

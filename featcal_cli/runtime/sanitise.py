@@ -75,6 +75,14 @@ def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", writ
     return between.join(shown) + (f" and {more:,} more" if more else "")
 
 
+def enumerate_names(names: Iterable[str], most: int = LISTED) -> str:
+    """`a, b and c`; of more than `most` the first, and how many more there are."""
+    shown = list(names)
+    left = len(shown) - most
+    shown = [*shown[:most], f"{left:,} more"] if left > 0 else shown
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
 # Terminal, Markdown, HTML
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -22,8 +21,7 @@ memory holds."""
 MAX_DEPTH = 60
 """The deepest nesting of values."""
 MAX_DIGITS = 3000
-"""The most characters of a whole number in YAML, hexadecimal ones included: Python writes at most 4,300 decimal
-digits."""
+"""The most characters of a whole number in YAML, hexadecimal ones included: Python writes at most 4,300 digits."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that yaml.SafeLoader raises at text that is not YAML: besides its own ones, slips at odd tags (`!!int ""`)."""
 
@@ -70,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         """The number that a scalar stands for, decimal or not. Raises _RefusedError for one that is too long."""
         text = str(self.construct_scalar(node))
         if len(text) > MAX_DIGITS:
-            raise _RefusedError(f"line {node.start_mark.line + 1} holds {_describe_digits(len(text))}")
+            raise _RefusedError(f"line {node.start_mark.line + 1} holds a number of {len(text):,} digits")
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
@@ -141,22 +139,6 @@ def find_line(text: str, path: Sequence[str | int]) -> int:
     return line
 
 
-def replace_values(text: str, keys: Container[str], change: Callable[[str], str]) -> str:
-    """The YAML text with the values of these keys changed wherever they stand; comments and everything else stay."""
-    changed: list[tuple[int, int, str]] = []
-
-    def walk(node: yaml.Node | None) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            walk(value)
-            if isinstance(value, yaml.ScalarNode) and key.value in keys and (new := change(value.value)) != value.value:
-                changed.append((value.start_mark.index, value.end_mark.index, new))
-
-    walk(yaml.compose(text, Loader=_RecipeLoader))
-    for start, end, new in sorted(changed, reverse=True):
-        text = f"{text[:start]}{new}{text[end:]}"
-    return text
-
-
 def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
     """The metadata at the top of a card ({} without any, None where they are no mapping), the text below them, and the
     reason why they cannot be read, if there is one."""
@@ -174,29 +156,24 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """The value of a JSON text; with `unique`, an object that has a key twice is refused. Raises JSONDecodeError for
-    text that is not JSON, and another ValueError, with a short reason, for JSON that is refused."""
+    text that is not JSON, and another ValueError, with a reason, for JSON that is refused."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, _RefusedError):
-        raise
     except ValueError as error:
-        # Python's own limit: the JSON is right, and the number in it too long
-        digits = re.search(r"value has (\d+) digits", str(error))
-        raise ValueError(f"it holds {_describe_digits(int(digits[1]))}" if digits else str(error)) from None
+        if digits := re.search(r"value has (\d+) digits", str(error)):  # JSON as it should be, beyond Python's limit
+            raise ValueError(f"it holds a whole number of {int(digits[1]):,} digits, which is too long") from None
+        raise
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise _RefusedError(f"an object in it has the key {quoted(name)} twice")
+    mapping: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in mapping:
+            raise _RefusedError(f"an object in it has the key {quoted(name)} twice")
+        mapping[name] = value
     return mapping
-
-
-def _describe_digits(count: int) -> str:
-    return f"a whole number of {count:,} digits, which is longer than can be read"
 
 
 def write_json(value: Any, **settings: Any) -> str:
@@ -223,14 +200,12 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
         return size
     known[id(node)] = None
     parts: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
-    parts = list(chain.from_iterable(parts)) if isinstance(node, yaml.MappingNode) else parts
     count, depth = 1, 1
-    for part in parts:
+    for part in chain.from_iterable(parts) if isinstance(node, yaml.MappingNode) else parts:
         values, levels = _measure(part, known)
         count, depth = count + values, max(depth, 1 + levels)
     if count > MAX_VALUES or depth > MAX_DEPTH:
-        raise _RefusedError(
-            f"it unfolds to more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} inside each other"
-        )
+        what = f"it unfolds to more than {MAX_VALUES:,} values, or more than {MAX_DEPTH} inside each other"
+        raise _RefusedError(what)
     known[id(node)] = count, depth
     return count, depth

@@ -28,7 +28,7 @@ from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.schema import SELF, Data, Recipe
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import DataError, FeatCalError, OutputError, ShortageError
-from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix, write_new
+from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix, write_file
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
@@ -177,7 +177,8 @@ def _keep(rows: Sequence[Row], file: Path) -> None:
     """Let the rows lie in the cache, for this run and the next to read. Raises OutputError."""
     try:
         if not file.exists():
-            write_new(file, "".join(json.dumps(row) + "\n" for row in rows))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         fix = tell_fix(error, "point FEATCAL_CACHE to a folder that can be written")
         raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from error

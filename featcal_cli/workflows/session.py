@@ -14,7 +14,7 @@ from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
 from featcal_cli.lineage.questions import FROM_USER, Finding
-from featcal_cli.lineage.resolve import check_experts, find_lineage
+from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.reporting.markdown import join_notes
@@ -124,7 +124,6 @@ class Session:
         for finding in lineage.findings:
             note_finding(finding)
         self.note(*lineage.notes)
-        check_experts(self.draft, lineage, self.open_repo)
         return lineage.recipe, lineage.findings
 
     def find_origin(self, name: str) -> Origin:

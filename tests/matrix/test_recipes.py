@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from featcal_cli.hub.model_source import repo_of
-from featcal_cli.lineage.expert_data import recall
 from featcal_cli.recipe.reading import as_draft, complete_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 
@@ -61,13 +60,9 @@ def test_a_recipe_has_the_papers_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_a_recipe_says_of_base_and_data_what_the_experts_names_tell(name: str) -> None:
-    recipe = recipe_of(name)
-    for title, task in recipe.tasks.items():
-        known = recall(task.expert)
-        assert known is not None and known.data is not None and known.base == recipe.base
-        assert (known.data.dataset, known.data.config) == (task.data.dataset, task.data.config)
-        assert re.search(rf"[_-]{title}(_lora-16)?$", repo_of(task.expert)), "the task has the name of its expert"
+def test_a_task_of_a_recipe_has_the_name_of_its_expert(name: str) -> None:
+    for title, task in recipe_of(name).tasks.items():
+        assert re.search(rf"[_-]{title}(_lora-16)?$", repo_of(task.expert))
 
 
 @pytest.mark.parametrize("model", ["b32", "l14"])

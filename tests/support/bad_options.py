@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
-from bad_input import Arguments, Case, Stage, options
-
-
-def a_log_that_nobody_reads(stage: Stage) -> Arguments:
-    os.mkfifo(stage.folder / "pipe")
-    return {"--log-file": stage.folder / "pipe"}
-
+from bad_input import Case, options
 
 inspect = partial(options, command="inspect-drift", o=None)
 CASES: list[Case] = [
@@ -64,7 +57,6 @@ CASES: list[Case] = [
     (options(log_file="{}/red.safetensors"), ["--log-file", "write over", "red.safetensors"]),
     (options(log_file="{}/merged/log.jsonl"), ["--log-file", "write into", "merged"]),
     (options(log_file="{}/out"), ["--log-file", "--output"]),
-    (a_log_that_nobody_reads, ["--log-file", "nobody reads"]),
     # too long with what the hidden folder's name adds, 251 and more
     (options(o="{}/" + "x" * 250), ["File name too long", "--output"]),
     (options({".out.featcal": "mine"}, o="{}/out"), [".out.featcal", "choose another --output"]),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import yaml
 from hub_server import HubServer
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+from featcal_cli.hub.repo import Kind, Opener, Repo, RepoFile, open_repo
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.references import existing_path
 
 Files = Mapping[str, str]
 """Path → text."""
@@ -20,13 +27,48 @@ def card(text: str = "", **metadata: Any) -> dict[str, str]:
     return {"README.md": f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{dedent(text)}"}
 
 
-def fill(text: Any, name: str) -> Any:
-    """ORG replaced by the case's name in whatever holds text: the client's cache outlives a test."""
-    if isinstance(text, str):
-        return re.sub(r"\bORG/", f"{name}/", text)
-    if isinstance(text, Mapping):
-        return {fill(key, name): fill(value, name) for key, value in text.items()}
-    return tuple(fill(part, name) for part in text) if isinstance(text, tuple) else text
+@dataclass(frozen=True)
+class TextRepo(Repo):
+    """A repo of text files without a server."""
+
+    texts: Files = field(default_factory=dict)
+    is_gated: bool = False
+
+    @cached_property
+    def files(self) -> Mapping[str, RepoFile]:
+        weights = "adapter_model.safetensors" if "adapter_config.json" in self.texts else "model.safetensors"
+        return {path: RepoFile(1) for path in (*self.texts, weights)}
+
+    def read_text(self, path: str, errors: str = "strict") -> str | None:  # noqa: ARG002 - as every repo has it
+        assert not path.endswith(".safetensors"), "weights are not read for it"
+        if self.is_gated:
+            raise lost(self.name, f"{self.name} is gated")
+        return self.texts.get(path)
+
+
+def lost(name: str, what: str) -> HubError:
+    """The error for a repo that is not there, or may not be read."""
+    error = HubError(what, where=name, fix="check the name")
+    error.__cause__ = RepositoryNotFoundError(
+        "404", response=httpx.Response(404, request=httpx.Request("GET", "https://h"))
+    )
+    return error
+
+
+def open_texts(repos: Mapping[str, Files]) -> Opener:
+    """What opens these repos, named as `publish_texts` wants them; and folders of this machine."""
+
+    def open_one(name: str, kind: Kind = "model") -> Repo:
+        if existing_path(name):
+            return open_repo(name, kind)
+        key = ("data " if kind == "dataset" else "") + name.removesuffix("@main")
+        is_gated = f"gated {key}" in repos
+        if key not in repos and not is_gated:
+            raise lost(name, f"there is no {kind} {name}, or it is private")
+        texts = repos[f"gated {key}" if is_gated else key]
+        return TextRepo(name.partition("@")[0], kind, "0" * 40, None, texts, is_gated)
+
+    return open_one
 
 
 def publish_texts(hub: HubServer, folder: Path, repos: Mapping[str, Files]) -> None:

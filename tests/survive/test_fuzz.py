@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.hub.weight_files import read_header
-from featcal_cli.lineage.statements import read_card
+from featcal_cli.lineage.card import read_card
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.reading import as_draft, complete_draft, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe

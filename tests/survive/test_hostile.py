@@ -26,7 +26,7 @@ from featcal_cli.data.cells import KEPT_CHARACTERS, LARGEST_FILE, shorten_row
 from featcal_cli.data.examples import DrawnExamples, draw_examples
 from featcal_cli.data.local_files import open_file
 from featcal_cli.hub.snapshot import resolve
-from featcal_cli.lineage.statements import read_card
+from featcal_cli.lineage.card import read_card
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.workflows.output import copy_checkpoint

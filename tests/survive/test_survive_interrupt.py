@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from outcome import result
 from published import publish
 from zygote import Started, Zygote, wait_for, wait_until
 
-from featcal_cli.runtime.process import CALIBRATING, EXIT_CODE, MEASURING, STARTING
+from featcal_cli.runtime.process import CALIBRATING, MEASURING, STARTING
 
 ORG = "stalls"
 STALL = Fault(seconds=60.0, carried_out=False)
@@ -216,24 +215,6 @@ def test_a_start_is_over_as_soon(
     assert said == [message]
 
 
-def test_what_does_not_hear_of_it_ends_all_the_same(tmp_path: Path) -> None:
-    code = (
-        "import hashlib; from featcal_cli.runtime.process import interruptible\n"
-        "with interruptible():\n"
-        "    print('computing', flush=True)\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
-    )
-    out, err = tmp_path / "out", tmp_path / "err"
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        run = subprocess.Popen([sys.executable, "-c", code], stdout=stdout, stderr=stderr)
-    assert wait_for(out, "computing")
-    time.sleep(0.3)
-    began = time.monotonic()
-    run.send_signal(signal.SIGINT)
-    assert (run.wait(), time.monotonic() - began < SECONDS) == (EXIT_CODE, True)
-    assert err.read_text() == f"{CALIBRATING}\n"
-
-
 # Two runs
 
 
@@ -258,7 +239,7 @@ def test_a_second_run_on_an_output_stops_at_once_and_the_first_goes_on(
         second = zygote.start(there, "calibrate", f"{ORG}/merged", "-o", here / "out")
         assert (second.wait(), time.monotonic() - began < SECONDS) == (2, True)
         said = second.stderr.read_text()
-        assert f"another run is working on this output: process {first.pid} on {socket.gethostname()}" in said
+        assert "another run is working on this output" in said
         assert "fix: wait for it, stop it, or give another --output" in said
         assert sorted(here.rglob("*")) == before
     finally:

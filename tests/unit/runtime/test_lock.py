@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from socket import gethostname
 
 import pytest
 
@@ -38,24 +36,22 @@ def refusal(folder: Path) -> OutputError:
     return told.value
 
 
-def test_a_lock_that_is_held_is_refused_with_the_holders_name_and_free_with_its_end(tmp_path: Path) -> None:
+def test_a_lock_that_is_held_is_refused_and_free_with_its_end(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "hidden"
     with holder(folder) as other:
-        assert refusal(folder).what == f"another run is working on this output: process {other.pid} on {gethostname()}"
+        assert refusal(folder).what == "another run is working on this output"
         assert refusal(folder).where == "out"
         assert refusal(folder).fix == "wait for it, stop it, or give another --output"
         other.communicate()
     with hold(folder, Path("out")):
-        assert str(os.getpid()) in (folder / LOCK).read_text()
-        assert f"process {os.getpid()} on" in refusal(folder).what
+        assert refusal(folder)
 
 
 def test_the_lock_of_a_dead_process_counts_nothing(tmp_path: Path) -> None:
     with holder(tmp_path) as other:
         other.kill()
-    assert str(other.pid) in (tmp_path / LOCK).read_text()
     with hold(tmp_path, Path("out")):
-        assert str(os.getpid()) in (tmp_path / LOCK).read_text()
+        assert (tmp_path / LOCK).is_file()
 
 
 def test_a_folder_that_the_holder_takes_away_is_no_lock_that_somebody_else_may_have_too(tmp_path: Path) -> None:
@@ -64,10 +60,3 @@ def test_a_folder_that_the_holder_takes_away_is_no_lock_that_somebody_else_may_h
         shutil.rmtree(folder)  # as a run does that has nothing to leave
         with hold(folder, Path("out")):
             assert refusal(folder)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"process": "x", "machine": 1}', "\xff" * 10])
-def test_what_a_lock_says_is_not_believed(tmp_path: Path, content: str) -> None:
-    with hold(tmp_path, Path("out")):
-        (tmp_path / LOCK).write_text(content, encoding="latin-1")
-        assert refusal(tmp_path).what == "another run is working on this output"

@@ -1,0 +1,102 @@
+"""The base where nothing names it: the nearest common ancestor of the experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from featcal_cli.hub.adapter import is_adapter
+from featcal_cli.hub.model_source import repo_of, same_repo
+from featcal_cli.lineage.questions import FROM_USER, Finding
+from featcal_cli.lineage.search import Search, split_model
+from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.sanitise import enumerate_names, list_some
+
+MOST_STEPS = 5
+"""The most steps up from a model to those that it comes from."""
+MOST_WAYS = 50
+"""The most ancestors of a model that are looked at: cards of merges name many."""
+_QUANTIZED = re.compile(
+    r"[-_.](?:unsloth-)?(?:bnb-[48]bit|[48]bit|gptq|awq|gguf|exl[23]|int[48]|fp8|nf4)(?:[-_.][\w.-]*)?$", re.IGNORECASE
+)
+
+Way = Sequence[str]
+"""A model, the one that it comes from, and so on up."""
+
+
+def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = False) -> Finding | None:
+    """The nearest model that all of these come from, as far as they tell, by the `base_model` of cards and adapter
+    configs; asked for where there is none.
+
+    names: each model and who names it. mixed: one of them may be the base itself, if others come from it; then it is
+    the one highest up."""
+    ways: dict[str, list[Way]] = {name: [[name]] for name in names}
+    common: list[str] = []
+    for step in range(1, MOST_STEPS + 1):
+        for name, found in ways.items():
+            for way in [way for way in found if len(way) == step]:
+                for parent in _find_parents(search, way[-1], names[name] if step == 1 else None):
+                    if len(found) < MOST_WAYS and not _holds((other[-1] for other in found), parent):
+                        found.append([*way, parent])
+        if (common := _find_common(ways, mixed)) and not mixed:
+            break
+    if common:
+        listed = [model for model in common if _holds(names, model)] if mixed else []
+        base = listed[-1] if listed else common[0]
+        ways_to_base = [way for found in ways.values() for way in found[1:] if same_repo(way[-1], base)]
+        for way in ways_to_base:
+            if len(way) > 2:
+                search.notes.append(f"{way[0]} comes from {', which comes from '.join(way[1:])}")
+        return Finding("base", base, f"the base_model of {enumerate_names(way[0] for way in ways_to_base)}")
+    parents = {name: [way[1] for way in found if len(way) == 2] for name, found in ways.items() if found[1:]}
+    told = (f"{name} comes from {enumerate_names(above)}" for name, above in parents.items())
+    what = f"nothing says what the base of {search.merged} is"
+    if mixed:
+        what = f"{search.merged} does not say which of {enumerate_names(names)} is the base"
+    elif parents:
+        what = "the experts do not agree on a base"
+    what += f": {list_some(told, between='; ', write=str)}" * bool(parents)
+    search.ask(what, ("--base", "REPO"), where=f"the cards of {enumerate_names(names)} (base_model)")
+    return None
+
+
+def put_on_full_model(search: Search, name: str) -> str:
+    """An adapter that was trained on a quantized copy as BASE+ADAPTER, on the full model that the copy was made of; any
+    other model as it is."""
+    if split_model(name) or not is_adapter(search.open(name).files):
+        return name
+    above = first = _find_parents(search, name)
+    for _ in range(MOST_STEPS):
+        if above and _is_quantized(above[0]):
+            above = _find_parents(search, above[0])
+    return f"{above[0]}+{name}" if above and above[0] != first[0] else name
+
+
+def _find_common(ways: Mapping[str, Sequence[Way]], mixed: bool) -> list[str]:
+    """The models that all come from that tell, the nearest first."""
+    lines = [[way[-1] for way in (found if mixed else found[1:])] for found in ways.values() if found[1:]]
+    # nobody comes from what only stands in the list itself, and a quantized copy has no numbers that could be an anchor
+    above = [way[-1] for found in ways.values() for way in found[1:]]
+    return [
+        model
+        for model in (lines[0] if lines else ())
+        if all(_holds(line, model) for line in lines) and _holds(above, model) and not _is_quantized(model)
+    ]
+
+
+def _find_parents(search: Search, name: str, source: str | None = None) -> list[str]:
+    """The models that a model comes from; none where it cannot be opened, for it may be the base, which need not be.
+    source: who names it, if it is one of the merged models."""
+    try:
+        return search.find_parents(name, source or FROM_USER)
+    except HubError as error:
+        search.notes += [f"{name} was not asked what it comes from: {error.what}"] if source else []
+        return []
+
+
+def _is_quantized(model: str) -> bool:
+    return bool(_QUANTIZED.search(repo_of(model)))
+
+
+def _holds(models: Iterable[str], name: str) -> bool:
+    return any(same_repo(model, name) for model in models)

@@ -1,0 +1,103 @@
+"""A README.md as far as it tells where a model or a dataset comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import dedent
+from typing import Any
+
+from featcal_cli.runtime.structured_text import split_front_matter
+
+MOST_TEXT = 200_000
+"""The most characters of a card's text that are searched."""
+_FENCED = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*([\w-]*)[^\n]*\n(.*?)^[ \t>]*\1", re.MULTILINE | re.DOTALL)
+_MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
+_AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a base\b")
+_LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card's claims. What has a wrong type is left out."""
+
+    base_models: Sequence[str]
+    relation: str
+    """`base_model_relation`: merge, finetune, adapter or quantized."""
+    datasets: Sequence[str]
+    evaluations: Sequence[tuple[str, str | None]]
+    """Dataset and config of every figure in the model-index."""
+    configs: Sequence[str]
+    default_config: str | None
+    bases_in_text: Sequence[str]
+    """Every X of "using X as a base" that is a model and not prose, links taken off."""
+    yaml_blocks: Sequence[str]
+    """The code blocks that are marked as YAML, or not at all and name a merge_method."""
+    problem: str
+    """The reason why its metadata cannot be read; empty if there is none."""
+
+
+def read_card(text: str) -> Card:
+    """The card in a README.md. Whatever the text holds, this raises nothing."""
+    metadata, body, problem = split_front_matter(text)
+    if metadata is None:
+        problem = f"the metadata cannot be read{f': {problem}' if problem else ''}"
+        metadata = {}
+    body = body[:MOST_TEXT]
+    results = (result for model in _dicts(metadata.get("model-index")) for result in _dicts(model.get("results")))
+    measured = [dataset for result in results for dataset in _dicts(result.get("dataset"))]
+    evaluations = [(name, dataset.get("config")) for dataset in measured for name in _names(dataset.get("type"))]
+    relation = metadata.get("base_model_relation")
+    configs, default = _read_configs(metadata)
+    return Card(
+        base_models=_names(metadata.get("base_model")),
+        relation=relation if isinstance(relation, str) else "",
+        datasets=_names(metadata.get("datasets")),
+        evaluations=[(name, config if _is_config(config) else None) for name, config in evaluations],
+        configs=configs,
+        default_config=default,
+        bases_in_text=list(dict.fromkeys(_bases_in(body))),
+        yaml_blocks=list(_yaml_blocks(body)),
+        problem=problem,
+    )
+
+
+def _bases_in(body: str) -> Iterator[str]:
+    for match in _AS_A_BASE.finditer(body):
+        # [a/x](https://…) + [b/y](https://…) is a/x+b/y
+        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", match["name"])).strip(" `*_")
+        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(match["name"])):
+            yield name
+
+
+def _yaml_blocks(body: str) -> Iterator[str]:
+    """The text of every code block that may be YAML, as far left as it goes."""
+    for _, kind, content in _FENCED.findall(body):
+        text = dedent(re.sub(r"^[ \t]*>[ \t]?", "", content, flags=re.MULTILINE))
+        if kind.lower() in ("yaml", "yml") or (not kind and _MERGE.search(text)):
+            yield text
+
+
+def _read_configs(metadata: Mapping[Any, Any]) -> tuple[list[str], str | None]:
+    """A dataset's configs, and the one that it takes by itself."""
+    for key in ("configs", "dataset_info"):
+        listed = [entry for entry in _dicts(metadata.get(key)) if _is_config(entry.get("config_name"))]
+        if names := list(dict.fromkeys(entry["config_name"] for entry in listed)):
+            marked = [entry["config_name"] for entry in listed if entry.get("default") is True]
+            return names, marked[0] if marked else "default" if "default" in names else None
+    return [], None
+
+
+def _is_config(name: Any) -> bool:
+    """Whether this is a config that a user could type."""
+    return isinstance(name, str) and 0 < len(name) <= 100 and name.isprintable() and ":" not in name
+
+
+def _names(value: Any) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(name.strip() for name in listed if isinstance(name, str) and name.strip()))
+
+
+def _dicts(value: Any) -> list[dict[Any, Any]]:
+    return [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]

@@ -1,0 +1,152 @@
+"""The experts of a job by their tasks: those that the user names, else those that a claim on the merged model names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from featcal_cli.hub.model_source import UnusableError, locate, repo_of, same_repo
+from featcal_cli.lineage.mergekit import Claim
+from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError, Option, as_options
+from featcal_cli.lineage.search import Search
+from featcal_cli.recipe.mistakes import did_you_mean
+from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
+
+_SEPARATORS = re.compile(r"([-_.])")
+
+Experts = dict[str, Finding]
+"""Task → expert."""
+
+
+def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> Experts:
+    """The experts, without those that the user goes on without; asked for are tasks that nothing names an expert of,
+    and experts that lead nowhere. Raises RecipeError where none is left."""
+    tasks = search.draft.tasks
+    said = {task: spec.expert for task, spec in tasks.items() if spec.expert}
+    experts = {task: Finding(f"expert {task}", expert, FROM_USER) for task, expert in said.items()}
+    if claim and not search.names_experts:
+        listed = _name_experts(search, claim, base)
+        # a task that only has data means the found expert of its name
+        renamed = {_match(task, listed): task for task in tasks if task not in said}
+        left_out = []
+        for name, value in listed.items():
+            task = renamed.get(name, name)
+            if not said or task in tasks:
+                experts.setdefault(task, Finding(f"expert {task}", value, claim.source))
+            elif value not in said.values():
+                left_out.append(value)
+        if left_out:
+            search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left_out)}")
+        experts = {task: experts[task] for task in (tasks if said else experts) if task in experts}
+    asked = len(search.asked)
+    for task in tasks if experts else ():
+        # data for what turned out to be the base are not needed
+        if task not in experts and not (base and same_name(repo_of(base.value).rpartition("/")[2], task)):
+            named = [one for one in experts if one not in tasks]
+            others = f"those left are {enumerate_names(named)}" if named else "none is left"
+            others += f"; {base.value} is the base" if base else ""
+            what = f"no expert of {search.merged} is for the task {task}: {others}"
+            fix = f"{did_you_mean(task, experts)}name the data by one of the tasks"
+            search.ask(what, ("--expert", f"{task}=REPO"), where=claim.source if claim else FROM_USER, fix=fix)
+    _leave_out(search, experts)
+    if len(search.asked) > asked:  # names that the user typed are told before anything is opened
+        raise OpenQuestionsError(search.draft, search.asked, as_options(experts))
+    return experts
+
+
+def _name_experts(search: Search, claim: Claim, base: Finding | None) -> dict[str, str]:
+    """The experts that a claim names, by task, without the base."""
+    listed: dict[str, tuple[str, str]] = {}
+    for name, task in claim.experts.items():
+        try:
+            listed.setdefault(locate(name, search.repo), (task, ""))
+        except UnusableError as error:
+            listed.setdefault(name, (task, f"an expert of {search.merged}, {quoted(name)}, {error}"))
+    is_base = {name: bool(base and same_repo(name, base.value)) for name in listed}
+    if claim.mixed:
+        listed = {name: entry for name, entry in listed.items() if not is_base[name]}
+    elif any(is_base.values()) and base and base.source == FROM_USER:
+        search.notes.append(f"{base.value}, the base (--base), is no expert, though {claim.source} lists it")
+    experts: dict[str, str] = {}
+    # the base that was merged too is among them, so that names are the same with and without --base
+    for (name, (task, problem)), made in zip(listed.items(), name_tasks(list(listed)), strict=True):
+        if problem:
+            data: list[Option] = [("--data", f"{made}=SOURCE")] if (task or made) not in search.draft.tasks else []
+            search.ask(problem, ("--expert", f"{task or made}=REPO"), *data, where=claim.source)
+        elif not is_base[name]:
+            experts[task or made] = name
+    return experts
+
+
+def _leave_out(search: Search, experts: Experts) -> None:
+    for task in search.draft.skip_experts or ():
+        if (name := _match(task, {name: expert.value for name, expert in experts.items()})) is None:
+            named = enumerate_names(experts) or "not known"
+            what = f"there is no expert {task} that could be left out: the experts are {named}"
+            search.ask(what, where="--skip-expert", fix=f"{did_you_mean(task, experts)}name one")
+            continue
+        search.notes.append(f"the expert of {name} ({experts.pop(name).value}) is left out: --skip-expert {task}")
+        if not experts:
+            raise RecipeError("no expert is left", where="--skip-expert", fix="keep one of them")
+
+
+def _match(task: str, experts: dict[str, str]) -> str | None:
+    """The name of the expert that the user means by a task: its own, or that of its repo."""
+    if alike := [name for name in experts if same_name(name, task)]:
+        return task if task in alike else alike[0]
+    repos = {name: repo_of(value) for name, value in experts.items()}
+    same = [name for name, repo in repos.items() if same_name(repo.rpartition("/")[2], task) or repo == task]
+    return same[0] if len(same) == 1 else None
+
+
+def name_tasks(references: Sequence[str]) -> list[str]:
+    """A task name for each expert, in their order.
+
+    The names of the repos (of BASE+ADAPTER the adapter's), in lower case, without the words at their start and end
+    that all of them share; a word ends at - _ or a dot, and one word always stays. One expert alone keeps its whole
+    name. Names that would be the same get their owner's, then their number.
+
+        org/vit_mnist, org/vit_sun397           → mnist, sun397
+        org/t5_glue-cola_lora, org/t5_glue-sst2_lora → cola, sst2
+        a/math, b/math                          → a, b
+    """
+    paths = [repo_of(reference).lower().replace("\\", "/").rstrip("/") for reference in references]
+    names = _strip_shared([Path(path).name for path in paths])
+    if len(set(names)) < len(names):
+        names = _strip_shared([re.sub(r"[^\w.-]+", "-", path) for path in paths])
+    names = [re.sub(r"[^\w.-]+", "-", name).strip("-_.") or "task" for name in names]
+    times, taken = Counter(names), set(names)
+    for place, name in enumerate(names):
+        if times[name] > 1:
+            names[place] = next(other for number in count(1) if (other := f"{name}-{number}") not in taken)
+            taken.add(names[place])
+    return names
+
+
+def _strip_shared(names: list[str]) -> list[str]:
+    if len(names) < 2:
+        return names
+    pieces = [_SEPARATORS.split(name) for name in names]  # word, separator, word, …
+    for end in (0, -1):
+        while min(map(len, pieces)) > 1 and len({piece[end] for piece in pieces}) == 1:
+            pieces = [piece[2:] if end == 0 else piece[:-2] for piece in pieces]
+    return ["".join(piece) for piece in pieces]
+
+
+def same_name(one: str, other: str) -> bool:
+    """Whether two names differ in nothing but case and - for _ or a dot."""
+    return words(one) == words(other)
+
+
+def words(name: str) -> list[str]:
+    return [word for word in re.split(r"[-_.\s]+", name.lower()) if word]
+
+
+def holds(long: str, short: str) -> bool:
+    """Whether the words of a name stand one after another in those of another name."""
+    whole, part = words(long), words(short)
+    return bool(part) and any(whole[at : at + len(part)] == part for at in range(len(whole)))

@@ -1,0 +1,178 @@
+"""Readers of mergekit configurations and FusionBench model pools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import LineageError
+from featcal_cli.runtime.sanitise import quoted
+
+_ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
+"""Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both."""
+_POOL_BASES = ("_pretrained_", "_base_")
+"""Names by which a pool calls the model that all others come from."""
+_OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The statement of one source on what a model was merged from; references are as it writes them,
+    `PATH[@REVISION][+LORA[@REVISION]]`."""
+
+    source: str
+    base: str | None = None
+    """The common ancestor."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Expert → the name of its task, which is empty where the source gives none."""
+    mixed: bool = False
+    """Whether the base may be among the experts."""
+    data: Mapping[str, Data] = field(default_factory=dict)
+    """Expert → the data of its task."""
+    note: str = ""
+    """How it was understood, where that is not plain."""
+
+
+class MalformedError(ValueError):
+    """A configuration that is none; the message says what is wrong with it."""
+
+
+def is_mergekit(document: object) -> bool:
+    return isinstance(document, dict) and ("merge_method" in document or _is_mixture(document))
+
+
+def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
+    """The merge that the documents of a configuration describe; `where` names it. The models that went into merges of
+    merges are the experts. Raises MalformedError for what mergekit would not read itself, and LineageError with the
+    reason for a merge that cannot be calibrated: mixtures of experts, stacked or shifted layers."""
+    merges: dict[str, Claim] = {}
+    for number, document in enumerate(documents):
+        if not isinstance(document, dict):
+            raise MalformedError("it is not a mapping of keys to values")
+        merges[str(document.get("name") or f"stage {number}")] = _read_stage(document, where)
+    used = {model for merge in merges.values() for model in (*merge.experts, merge.base)}
+    last = [name for name in merges if name not in used]
+    if len(last) != 1 or len(merges) < len(documents):
+        raise MalformedError(f"it is a merge of merges, {len(documents)} configurations that do not name each other")
+    if len(merges) == 1:
+        return merges[last[0]]
+    experts = {model: "" for merge in merges.values() for model in merge.experts if model not in merges}
+    bases = {merge.base for merge in merges.values() if merge.base and merge.base not in merges}
+    base = bases.pop() if len(bases) == 1 else None
+    experts.pop(str(base), None)
+    note = f"{where} is a merge of merges ({len(merges)} of them): the models of all are taken as experts"
+    return Claim(where, base, experts, note=note)
+
+
+def _read_stage(config: dict[Any, Any], where: str) -> Claim:
+    method = config.get("merge_method")
+    if _is_mixture(config):
+        what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
+        raise LineageError(what, where=where, fix=_OTHER_MERGE)
+    if method == "passthrough":
+        what = "passthrough copies layers and averages nothing, so no expert matches the merged model layer by layer"
+        raise LineageError(what, where=where, fix=_OTHER_MERGE)
+    if not isinstance(method, str):
+        raise MalformedError("merge_method is no name")
+    modules = config.get("modules")
+    parts = [config] if modules is None else _listed([*modules.values()] if isinstance(modules, dict) else modules)
+    stated = [config.get("base_model"), *(piece.get("base_model") for part in parts for piece in _slices(part))]
+    bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
+    models = dict.fromkeys((model for part in parts for model in _models(part, where)), "")
+    # linear averages all that it lists, the base_model too if that is among them
+    averaged = method == "linear" and bases[:1] and bases[0] in models
+    if averaged or method in _ENDPOINT_METHODS:
+        note = f"{where}: {method} averages {quoted(bases[0])} with the others: it is no base" if bases else ""
+        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=note)
+    if len(bases) > 1:
+        what = f"its slices have {len(bases)} different base models"
+        raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
+    base = bases[0] if bases else None
+    return Claim(where, base, {model: "" for model in models if model != base})
+
+
+def _is_mixture(config: Mapping[Any, Any]) -> bool:
+    experts = config.get("experts")
+    return isinstance(experts, list) and any(isinstance(entry, dict) and "source_model" in entry for entry in experts)
+
+
+def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
+    """The models of a merge, or of one module of it, in order. Raises LineageError where layers do not line up."""
+    if part.get("models") is not None:
+        for entry in _listed(part["models"], "models"):
+            yield _read_reference(entry.get("model"))
+    layer = 0
+    for piece in _slices(part):
+        sources = _listed(piece.get("sources"), "sources")
+        ranges = {_read_range(source.get("layer_range")) for source in sources}
+        if len(ranges) > 1:
+            shifted = " with ".join(f"{start}–{stop - 1}" for start, stop in sorted(ranges))
+            what = f"its layers are shifted: one slice averages layers {shifted}"
+            raise LineageError(what, where=where, fix=_OTHER_MERGE)
+        for start, stop in ranges:
+            if start != layer:
+                what = f"its layers are restacked: layers {start}–{stop - 1} of a model became {layer} and up"
+                raise LineageError(what, where=where, fix=_OTHER_MERGE)
+            layer = stop
+        for source in sources:
+            yield _read_reference(source.get("model"))
+
+
+def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    return [] if part.get("slices") is None else _listed(part["slices"], "slices")
+
+
+def _read_reference(model: Any) -> str:
+    """A model in either of mergekit's forms, text or {model: {path, revision}, lora: {path, revision}}, as text."""
+    if isinstance(model, dict) and "model" in model:
+        lora = model.get("lora")
+        return _read_path(model["model"]) + ("" if lora is None else f"+{_read_path(lora)}")
+    return _read_path(model)
+
+
+def _read_path(path: Any) -> str:
+    revision: Any = None
+    if isinstance(path, dict):
+        path, revision = path.get("path"), path.get("revision")
+    if not isinstance(path, str) or not path.strip() or not isinstance(revision, str | None):
+        raise MalformedError("a model in it has no name")
+    return f"{path.strip()}@{revision}" if revision else path.strip()
+
+
+def _read_range(value: object) -> tuple[int, int]:
+    match value:
+        case [int(start), int(stop)] if 0 <= start < stop < 10_000:
+            return start, stop
+    raise MalformedError("a layer_range in it is no range of layers")
+
+
+def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise MalformedError(f"{key} is not a list of entries")
+    return value
+
+
+def read_pool(document: object, where: str) -> Claim | None:
+    """The model pool of FusionBench in a YAML document; None for any other document, and for one that names fewer than
+    two models."""
+    pool = document.get("modelpool", document) if isinstance(document, dict) else None
+    if not isinstance(pool, dict) or "pool" not in f"{pool.get('_target_')} {pool.get('type')}".lower():
+        return None
+    # a mapping of name and reference, or a list of both
+    entries, models = pool.get("models"), dict[str, str]()
+    if isinstance(entries, list):
+        entries = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
+        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
+            path = pool.get("base_model")
+        if isinstance(name, str) and isinstance(path, str) and path.strip():
+            models[name] = path.strip()
+    bases = [model for name, model in models.items() if name in _POOL_BASES]
+    experts = {model: name for name, model in models.items() if not re.fullmatch(r"_\w+_", name)}
+    if not experts or len(models) < 2:
+        return None
+    return Claim(where, bases[0] if bases else None, experts)
