@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.data.vocabulary import renumber
-from featcal_cli.engine.known_outputs import OutputCache
 from featcal_cli.engine.offload import Offloader, TouchMode
-from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
+from featcal_cli.engine.weight_uploads import DeviceWeight, device_weights, fetch_weights, is_finite
 from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.probing import CrossAttentionInput
@@ -95,7 +94,7 @@ class BlockRunner:
         """Copies on the device that these tensors use, unless their values are new."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
         self._weights = device_weights(device) if device.type == "cuda" else None
-        self._uploads: deque[Upload] = deque(maxlen=2)
+        self._uploads: deque[list[DeviceWeight]] = deque(maxlen=2)
         """Uploads begun ahead of need: for the current block and the next."""
         self._is_open = False
         self._undo = ExitStack()
@@ -186,7 +185,7 @@ class BlockRunner:
         hardware.fetch_ahead(map(self._home, parameters))
         if self._weights is not None:
             upload = self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters)
-            self._uploads += [] if upload is None else [upload]
+            self._uploads += [upload] if upload else []
 
     def give_back(self, path: str | None = None) -> int:
         """Release the memory of weights read from the disk, of the module at `path` or of all; returns the bytes
@@ -240,9 +239,8 @@ class BlockRunner:
         """Copy new values that are still on the device to host memory."""
         new = {key: home for key, (_, home) in self._moved.items() if home.device.type != "cpu"}
         if new:
-            homes = list(new.values())
-            fetched = [home.cpu() for home in homes] if self._weights is None else self._weights.fetch(homes)
-            self._moved |= {key: (self._moved[key][0], home) for key, home in zip(new, fetched, strict=True)}
+            fetched = zip(new, fetch_weights(list(new.values())), strict=True)
+            self._moved |= {key: (self._moved[key][0], home) for key, home in fetched}
 
     def _home(self, holder: Tensor) -> Tensor:
         """Data of a tensor as it is when idle, wherever it is at present."""
@@ -389,8 +387,6 @@ class PausedForward(greenlet):
         """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
         """The call of the block that it is paused before."""
-        self.output_cache: OutputCache | None = None
-        """Cached outputs of this block's modules."""
         self._runner = runner
 
     @property
@@ -410,7 +406,6 @@ class PausedForward(greenlet):
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
         """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
-        self.output_cache = None
         runner = self._runner
         explaining = _explaining_failure(runner.model)
         with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
@@ -465,9 +460,8 @@ class PausedForward(greenlet):
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if dtype is not None:
             args, kwargs = cast_floats((args, kwargs), dtype)
-        known = self.output_cache.replaying() if self.output_cache is not None and given is self else nullcontext()
         try:
-            with torch.no_grad(), self._runner.drawing(), known, _explaining_failure(self._runner.model):
+            with torch.no_grad(), self._runner.drawing(), _explaining_failure(self._runner.model):
                 output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
         except StopBlock:
             return None
@@ -489,7 +483,7 @@ class PausedForward(greenlet):
 
     def close(self) -> None:
         """End the pass where it is; the rest of the model does not run."""
-        self.call = self.output_cache = None
+        self.call = None
         if not self.dead:
             self.throw(GreenletExit)
 

@@ -4,13 +4,12 @@ order."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
@@ -18,10 +17,8 @@ from featcal_cli.engine.block_runner import BlockRunner, PausedForward
 from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
-from featcal_cli.engine.known_outputs import MemoryBudget, OutputCache
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
@@ -148,15 +145,13 @@ def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
 
 
 def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
-    """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read again.
-    Ids and masks stay, as every block asks which tokens count."""
+    """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read
+    again."""
     if job.offloader is not None:
-        all_passes = list(passes)
-        job.offloader.keep(x for forward in all_passes for x in forward.batch.values() if not x.is_floating_point())
         paused = list(group.tensors)
         ids = set(map(id, paused))
         job.offloader.put(paused)
-        job.offloader.put_aside(x for forward in all_passes for x in forward.batch.values() if id(x) not in ids)
+        job.offloader.put_aside(x for forward in passes for x in forward.batch.values() if id(x) not in ids)
     return group
 
 
@@ -182,7 +177,6 @@ class BlockVisit:
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Whether examples of any task, on any rank, reach this block."""
         self._job, self._passes, self._done = job, passes, done
-        self._budget = MemoryBudget(0 if job.offloader is None else hardware.room_for_outputs(job.offloader.folder))
         self._is_last_part = True
         self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
         """Captured features of the expert on a batch, for students that are still to come."""
@@ -197,31 +191,9 @@ class BlockVisit:
         """Go through the parts of the block, as `Block.parts` makes them; weights loaded for one are seen by the
         next."""
         parts = self.block.parts(by_depth=by_depth)
-        for part in parts[:-1]:
-            self._keep_outputs(part, of_experts=True)
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
             yield part
-            if not self._is_last_part:
-                self._keep_outputs(part, of_experts=False)
-
-    def _keep_outputs(self, part: Block, *, of_experts: bool) -> None:
-        """Cache outputs of a part's modules in the experts' passes, or in the student's, which run the block again for
-        later parts. This is done on a CPU only: copies to and from a GPU take longer than computing the outputs."""
-        job, block = self._job, self.block
-        if self.merged.device.type != "cpu" or len(job.students) > 1 or block.calls > 1:
-            return
-        if block.is_mixture:  # an expert's does what different models decide
-            return
-        names = [x.name for x in part.modules if x.kind in LINEAR_KINDS and x.functional is None]
-        (student,) = job.students.items()
-        for task in self.tasks:
-            for pair in (*self._passes.fitted[task], *self._passes.checked[task]):
-                expert, own = (job.experts[task], pair.expert), (student[1], pair.students[student[0]])
-                runner, paused = expert if of_experts else own
-                if runner.dtype == torch.float32 and paused.is_at(block):
-                    paused.output_cache = paused.output_cache or OutputCache(self._budget, job.offloader)
-                    paused.output_cache.add(runner.module(f"{block.name}.{name}") for name in names)
 
     @property
     def is_routed(self) -> bool:
@@ -386,14 +358,9 @@ class BlockVisit:
             runner.give_back(self.block.name)
 
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
-        """Go through groups of passes with their tensors at hand, while those of the next group are fetched."""
-        offloader = self._job.offloader
-        for number, group in enumerate(groups):
-            if offloader is None:
-                yield group
-                continue
-            offloader.prefetch(x for following in groups[number + 1 : number + 2] for x in following.tensors)
-            with offloader.lend(partial(getattr, group, "tensors")):
+        """Go through groups of passes with their tensors at hand."""
+        for group in groups:
+            with self._job.offloader.lend(partial(getattr, group, "tensors")) if self._job.offloader else nullcontext():
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
