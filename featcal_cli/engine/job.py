@@ -11,10 +11,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
+from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks

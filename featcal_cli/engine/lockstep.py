@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
+from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.runtime import hardware

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from families import FAMILIES, save_family
 
-from featcal_cli.engine.block_runner import PausedForward
+from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.models.architecture import Block
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate
