@@ -85,10 +85,13 @@ class Job:
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """Files of gradients by task, written from `measure_output_gradients`. Empty if errors are measured on features
     alone."""
-    keep_blocks: bool = False
-    """Whether students keep all that is loaded into them to the end, not each block only until it is left."""
     ranks: Ranks = field(default_factory=Ranks)
     """All processes of the run; the experts and examples of this job are those of one."""
+
+    @property
+    def student(self) -> BlockRunner:
+        """The student that is calibrated."""
+        return self.students[CALIBRATED]
 
     @property
     def runners(self) -> list[BlockRunner]:

@@ -18,7 +18,6 @@ from greenlet import getcurrent, greenlet
 from jobs import CPU, Prepared, prepare
 from torch import Tensor, nn
 
-from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.engine.offload import DEVICE, DISK, SMALLEST_MOVED, TRIM_EVERY, Offloader, TouchMode
 from featcal_cli.runtime.errors import OutputError
@@ -74,7 +73,7 @@ def features_with(prepared: Prepared, offloader: Offloader | None) -> tuple[list
     for visit in forward_order(job):
         for task in visit.tasks:
             with visit.expert_at(task):
-                for seen in visit.features(task, CALIBRATED):
+                for seen in visit.features(task):
                     inputs = (*seen.x_cal.values(), *seen.x_exp.values())
                     features += [x.clone() for calls in inputs for x in calls]
     job.retire()
