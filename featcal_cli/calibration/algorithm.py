@@ -14,7 +14,7 @@ The student starts as the merged model. For each block, in the order in which a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ def calibrate_blocks(
     """Calibrate the student of `job` block by block. `journal`: the first rank's; None on the others. Raises
     NumericsError when weights or features are not finite or the equations have no stable solution."""
     reports = []
-    student, blocks = job.students[CALIBRATED], job.architecture.blocks
+    student, blocks = job.student, job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
         if number:
             watch(_tell_finished(job, number))
@@ -59,61 +59,36 @@ def calibrate_blocks(
     return reports
 
 
-def _tell_finished(job: Job, count: int) -> Progress:
-    """So many blocks are finished; with what was measured of drift after the last of them, for no further pass."""
-    blocks, read = job.architecture.blocks, job.drift.meter.read
-    name = blocks[count - 1].name
-    drifts = {task: (read(name, task, MERGED), read(name, task, CALIBRATED)) for task in job.drift.batches}
-    known = {task: (ours.relative, new.relative) for task, (ours, new) in drifts.items() if ours.tokens and new.tokens}
-    return Progress(name, count, len(blocks), drifts=known, by_outputs=bool(job.gradients))
-
-
 def _calibrate_block(
     job: Job, visit: BlockVisit, hyperparameters: Hyperparameters, bias: bool, here: Progress, watch: Watch
 ) -> BlockReport:
-    """Solve one block and load it."""
+    """Steps 1 to 5 for one block."""
     started, block = time.monotonic(), visit.block
     reports: dict[str, ModuleReport] = {}
     skipped = dict(block.skipped)
-    for part in solve_parts(job, visit, CALIBRATED, hyperparameters, bias, here.at_task(watch), here.at_module(watch)):
-        reports |= _describe(block, part, hyperparameters.ridge)
-        skipped |= part.skipped
-        del part  # of a mixture, all parts' weights together are much larger than the block's
-    modules = [reports[module.name] for module in block.modules if module.name in reports]
-    reasons = [{"name": name, "reason": why} for name, why in skipped.items()]
-    return BlockReport(block.name, time.monotonic() - started, modules, reasons)
-
-
-def solve_parts(
-    job: Job,
-    visit: BlockVisit,
-    role: str,
-    hyperparameters: Hyperparameters,
-    bias: bool,
-    on_task: Callable[[str], None] = lambda _: None,
-    on_module: Callable[[str], None] = lambda _: None,
-) -> Iterator[BlockSolution]:
-    """Steps 1 to 5 for a block of one student; yields what becomes of each part."""
     # 1. divide
     for part in visit.parts(by_depth=hyperparameters.order == "module"):
         # 2. collect
-        equations = collect_equations(visit, role, hyperparameters, on_task)
+        equations = collect_equations(visit, hyperparameters, here.at_task(watch))
+        skipped |= equations.skipped
         # 3. and 4. solve and check
-        solution = solve_on_all_ranks(job, part, equations, bias, on_module)
-        solution.skipped.update(equations.skipped)
+        solution = _solve_on_all_ranks(job, part, equations, bias, here.at_module(watch))
         # equations are large: nothing may be left of them when the next ones are collected
         del equations
         # the next equations of a mixture, of other sizes, would not fit into the gaps
         if visit.is_routed:
             hardware.trim_heap()
         # 5. load
-        load_block(job.students[role], part, solution.solutions)
-        yield solution
-        del solution
+        load_block(job.student, part, solution.solutions)
+        reports |= _describe(block, solution, hyperparameters.ridge)
+        del solution  # of a mixture, all parts' weights together are much larger than the block's
+    modules = [reports[module.name] for module in block.modules if module.name in reports]
+    reasons = [{"name": name, "reason": why} for name, why in skipped.items()]
+    return BlockReport(block.name, time.monotonic() - started, modules, reasons)
 
 
-def solve_on_all_ranks(
-    job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None] = lambda _: None
+def _solve_on_all_ranks(
+    job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None]
 ) -> BlockSolution:
     """Solve and check every module of the block; each rank does so for its own equations, and all get the results."""
 
@@ -176,3 +151,12 @@ def _describe(block: Block, solution: BlockSolution, asked: float) -> dict[str, 
         more = ridge if ridge is not None and ridge > asked else None
         reports[name] = ModuleReport(name, kind, solution.rows[name], change, solution.steps.get(name), more)
     return reports
+
+
+def _tell_finished(job: Job, count: int) -> Progress:
+    """So many blocks are finished; with what was measured of drift after the last of them, for no further pass."""
+    blocks, read = job.architecture.blocks, job.drift.meter.read
+    name = blocks[count - 1].name
+    drifts = {task: (read(name, task, MERGED), read(name, task, CALIBRATED)) for task in job.drift.batches}
+    known = {task: (ours.relative, new.relative) for task, (ours, new) in drifts.items() if ours.tokens and new.tokens}
+    return Progress(name, count, len(blocks), drifts=known, by_outputs=bool(job.gradients))

@@ -16,11 +16,11 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.linear_algebra import to_accumulation_dtype
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.calibration.solver import BlockEquations, Solution, precise
-from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job, Measurement
 from featcal_cli.engine.lockstep import forward_order
+from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.models.loading import share_model
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError

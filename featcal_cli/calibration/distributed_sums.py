@@ -101,8 +101,6 @@ class BlockSolution:
     """The number of rows of all tasks."""
     steps: dict[str, float] = field(default_factory=dict)
     """The share of each update that held-out rows left standing, where it was checked."""
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Modules that are left unchanged, with the reasons."""
 
 
 def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: torch.device) -> BlockSolution:

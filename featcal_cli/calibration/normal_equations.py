@@ -39,21 +39,21 @@ reads all of them."""
 
 
 def collect_equations(
-    visit: BlockVisit, role: str, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
+    visit: BlockVisit, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockEquations:
-    """Read every task's features of the visited part of the block in one student, and build its equations from them;
+    """Read every task's features of the visited part of the block in the student, and build its equations from them;
     each rank gets those that it is to solve. An expert's part is not needed any more once its task is added."""
     equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
     with visit.ranks.on_its_own():
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                checks = [_add_task(visit, role, task, hyperparameters, equations)]
+                checks = [_add_task(visit, task, hyperparameters, equations)]
                 if equations.held_out is not None:
                     equations.held_out.skipped = dict(equations.skipped)
                     omegas = equations.omegas
-                    checks.append(_add_task(visit, role, task, hyperparameters, equations.held_out, omegas))
-                check_features(visit, role, task, checks)
+                    checks.append(_add_task(visit, task, hyperparameters, equations.held_out, omegas))
+                _check_features(visit, task, checks)
     if not visit.is_reached:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
     else:
@@ -86,30 +86,6 @@ def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str,
 def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
     """Weight and bias of one of the block's modules in one of the models, [d_out, d_in] and [d_out], or [d] and [d]."""
     return read_parameters(runner.module(f"{block.name}.{module}"))
-
-
-def sum_rows(
-    visit: BlockVisit,
-    role: str,
-    task: str,
-    skipped: Mapping[str, str],
-    choose: Choose,
-    *,
-    checked: bool = False,
-    sizes: Mapping[str, Tensor] | None = None,
-) -> TaskMoments:
-    """Add up the rows of one task's features of the block in one student and its expert, except for modules in
-    `skipped`.
-
-    choose: makes the empty moments of the modules that share an input, from the first batch and its rows. checked: use
-    the examples on which updates are checked, not the calibration examples. sizes: of gradients at tokens [n, longest],
-    by module, where rows are weighted by them (`OutputGradients`).
-    """
-    sums = TaskMoments({}, {}, dict(skipped))
-    for seen in visit.features(task, role, checked=checked):
-        _add_batch(visit, seen, sums, choose, sizes or {})
-        del seen  # a batch's features are large, and the next one's are made before this name has them
-    return sums
 
 
 def _add_batch(
@@ -148,23 +124,23 @@ def _add_batch(
             norms.setdefault(module.name, NormMoments()).add(z, of_rows)
 
 
-def check_features(visit: BlockVisit, role: str, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
+def _check_features(visit: BlockVisit, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
     """Raise NumericsError where summed features are not finite: those of one task's calibration examples and, if there
     are any, of the examples on which updates are checked. The device is waited for once."""
     flat = [checksum for of_rows in checksums for checksum in of_rows]
     values = iter(torch.stack(flat).tolist() if flat else ())
     for checked, of_rows in enumerate(checksums):
         if not all(isfinite(next(values)) for _ in of_rows):
-            raise _find_infinity(visit, role, task, checked=bool(checked))
+            raise _find_infinity(visit, task, checked=bool(checked))
 
 
-def _find_infinity(visit: BlockVisit, role: str, task: str, *, checked: bool) -> NumericsError:
+def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsError:
     """The error for features that are not finite, with their model, module and example. All features are read again for
     it."""
     kind = "held-out " if checked else ""
     what, where = f"the features are too large in {visit.block.name}", f"{task}: {kind}examples"
-    for seen in visit.features(task, role, checked=checked, again=True):
-        sides = ((f"the expert of {task}", seen.x_exp), (f"the {role} model", seen.x_cal))
+    for seen in visit.features(task, checked=checked, again=True):
+        sides = ((f"the expert of {task}", seen.x_exp), ("the calibrated model", seen.x_cal))
         for module, (who, features) in product(visit.part.modules, sides):
             bad = [
                 int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
@@ -219,7 +195,6 @@ def _choose_moments(
 
 def _add_task(
     visit: BlockVisit,
-    role: str,
     task: str,
     hyperparameters: Hyperparameters,
     equations: BlockEquations,
@@ -242,7 +217,10 @@ def _add_task(
     gradients = visit.gradients(task, "factors") if by_outputs else {}
     checked = omegas is not None
     sizes = visit.gradients(task, "checked" if checked else "fitted") if by_outputs else {}
-    sums = sum_rows(visit, role, task, equations.skipped, choose, checked=checked, sizes=sizes)
+    sums = TaskMoments({}, {}, dict(equations.skipped))
+    for seen in visit.features(task, checked=checked):
+        _add_batch(visit, seen, sums, choose, sizes)
+        del seen  # a batch's features are large, and the next one's are made before this name has them
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
         if not moments.rows:

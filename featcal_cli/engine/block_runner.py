@@ -7,50 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from traceback import walk_tb
-from typing import Any
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.data.vocabulary import renumber
-from featcal_cli.engine.known_outputs import OutputCache
 from featcal_cli.engine.offload import Offloader, TouchMode
-from featcal_cli.engine.weight_uploads import DeviceWeight, Upload, device_weights, is_finite
-from featcal_cli.models.architecture import Architecture, Block, held_parameters, module_at
+from featcal_cli.engine.paused_forward import PausedForward, pausing
+from featcal_cli.engine.weight_uploads import DeviceWeight, device_weights, fetch_weights, is_finite
+from featcal_cli.models.architecture import Architecture, held_parameters, module_at
 from featcal_cli.models.loading import Model
-from featcal_cli.models.probing import CrossAttentionInput
-from featcal_cli.models.token_layout import CROSS_ATTENTION_AXIS, token_lengths
-from featcal_cli.models.tracing import (
-    BlockCall,
-    StopBlock,
-    all_finite,
-    cast_floats,
-    copy_caches,
-    is_sequence,
-    tensors_in,
-)
 from featcal_cli.runtime import hardware
-from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError
-from featcal_cli.runtime.sanitise import exception_text
+from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
 TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates"
 """The fix for a solution that the dtype of merged's weights cannot hold."""
-
-
-def overflow_error(name: str, exact: Tensor, dtype: torch.dtype, where: str) -> NumericsError:
-    """The error for calibrated values that are too large for the dtype of merged's weights."""
-    largest, limit = float(exact.abs().max()), torch.finfo(dtype).max
-    stored = str(dtype).removeprefix("torch.")
-    return NumericsError(
-        f"the calibrated {name} does not fit into merged's {stored}: its largest value is {largest:.4g}, and {stored} "
-        f"ends at {limit:.4g}",
-        where=where,
-        fix=TOO_LARGE,
-    )
 
 
 class BlockRunner:
@@ -95,7 +66,7 @@ class BlockRunner:
         """Copies on the device that these tensors use, unless their values are new."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
         self._weights = device_weights(device) if device.type == "cuda" else None
-        self._uploads: deque[Upload] = deque(maxlen=2)
+        self._uploads: deque[list[DeviceWeight]] = deque(maxlen=2)
         """Uploads begun ahead of need: for the current block and the next."""
         self._is_open = False
         self._undo = ExitStack()
@@ -186,7 +157,7 @@ class BlockRunner:
         hardware.fetch_ahead(map(self._home, parameters))
         if self._weights is not None:
             upload = self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters)
-            self._uploads += [] if upload is None else [upload]
+            self._uploads += [upload] if upload else []
 
     def give_back(self, path: str | None = None) -> int:
         """Release the memory of weights read from the disk, of the module at `path` or of all; returns the bytes
@@ -212,8 +183,14 @@ class BlockRunner:
         # what is not finite itself is found where it is computed
         if is_finite(value) or not is_finite(exact):
             return
-        names = (name for name, x in self.model.parameters.items() if x is parameter)
-        raise overflow_error(next(names, "a parameter"), exact, value.dtype, self.model.snapshot.name)
+        name = next((name for name, x in self.model.parameters.items() if x is parameter), "a parameter")
+        stored, limit = str(value.dtype).removeprefix("torch."), torch.finfo(value.dtype).max
+        raise NumericsError(
+            f"the calibrated {name} does not fit into merged's {stored}: its largest value is "
+            f"{float(exact.abs().max()):.4g}, and {stored} ends at {limit:.4g}",
+            where=self.model.snapshot.name,
+            fix=TOO_LARGE,
+        )
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
         """The parameters of the module at `path` in merged, as they are when idle, by their paths in merged."""
@@ -240,9 +217,8 @@ class BlockRunner:
         """Copy new values that are still on the device to host memory."""
         new = {key: home for key, (_, home) in self._moved.items() if home.device.type != "cpu"}
         if new:
-            homes = list(new.values())
-            fetched = [home.cpu() for home in homes] if self._weights is None else self._weights.fetch(homes)
-            self._moved |= {key: (self._moved[key][0], home) for key, home in zip(new, fetched, strict=True)}
+            fetched = zip(new, fetch_weights(list(new.values())), strict=True)
+            self._moved |= {key: (self._moved[key][0], home) for key, home in fetched}
 
     def _home(self, holder: Tensor) -> Tensor:
         """Data of a tensor as it is when idle, wherever it is at present."""
@@ -319,7 +295,7 @@ class BlockRunner:
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in around:
                 around.add(name)  # nobody calls a list: what is in it is called
             if name in self._blocks:
-                module.forward = _pausing(name, module.forward)
+                module.forward = pausing(name, module.forward)
                 self._undo.callback(module.__dict__.pop, "forward")
             elif name in around or name.rpartition(".")[0] in around:
                 hook = self._bringing(name, recurse=name not in around)
@@ -348,158 +324,3 @@ class BlockRunner:
         dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
         for name, buffer in self.model.module.named_buffers():
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
-
-
-INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-"""Errors that code raises on values that it was not written for."""
-
-
-@contextmanager
-def _explaining_failure(model: Model) -> Iterator[None]:
-    """Turn errors of a model's code at its config or inputs into a DataError with the error's own words."""
-    try:
-        yield
-    except INPUT_ERRORS as error:
-        if not _is_of_model(error):
-            raise
-        raise DataError(
-            f"{model.role} cannot run on the examples: {exception_text(error)}",
-            where=model.snapshot.name,
-            fix="compare its config.json with merged's; the examples need all inputs, and no more tokens than it takes",
-        ) from error
-
-
-def _is_of_model(error: Exception) -> bool:
-    """Whether an error was raised by the code of a model, or by code that it called, not by featcal's around it."""
-    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
-    owners = [name for name in names if name in ("featcal_cli", "transformers", "transformers_modules")]
-    return owners[-1:] != ["featcal_cli"]
-
-
-class PausedForward(greenlet):
-    """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
-
-    def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
-        super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
-        self.module = module
-        """The module that runs: the whole model or a tower of it."""
-        self.batch = batch
-        """The inputs, with token ids of merged's vocabulary whatever the model's own are."""
-        self.output: Any = None
-        """The model's output, once the pass has ended."""
-        self.call: BlockCall | None = None
-        """The call of the block that it is paused before."""
-        self.output_cache: OutputCache | None = None
-        """Cached outputs of this block's modules."""
-        self._runner = runner
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors among the paused block's arguments."""
-        return tensors_in(self.call)
-
-    @property
-    def hidden(self) -> Tensor:
-        """The first of these tensors, the hidden states."""
-        return next(self.tensors)
-
-    @property
-    def token_count(self) -> int:
-        """Number of rows of the hidden states."""
-        return self.hidden.shape[:-1].numel()
-
-    def advance(self, *output: Any, gradients: bool = False) -> None:
-        """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
-        self.output_cache = None
-        runner = self._runner
-        explaining = _explaining_failure(runner.model)
-        with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
-            result = self.switch(*output)
-        self.call, self.output = (None, result) if self.dead else (result, None)
-
-    def lengths_at(self, block: Block) -> dict[str, int]:
-        """Length of each token axis at this block, which it is paused at, and the number of examples."""
-        cross_attention = (
-            None if block.cross_attention is None else self.find_cross_attention_input(block.cross_attention)
-        )
-        return token_lengths(self.batch, self.hidden) | (
-            {} if cross_attention is None else {CROSS_ATTENTION_AXIS: cross_attention.shape[1]}
-        )
-
-    def find_cross_attention_input(self, cross_attention: CrossAttentionInput) -> Tensor | None:
-        """The other sequence [B, n, d] among the paused block's arguments; None if there is none."""
-        x = self.call.leaf(cross_attention.place) if self.call is not None else None
-        return x if is_sequence(x) and x.shape[2] == cross_attention.width else None
-
-    def is_at(self, block: Block) -> bool:
-        """Whether the pass is paused before this block."""
-        return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
-
-    def run_block(self, block: Block, given: PausedForward | None = None, kept: Sequence[list[Any]] = ()) -> Any:
-        """Run the block that the pass is paused at and return its output, or None if a hook raised StopBlock; passes
-        stay paused.
-
-        It runs on its own arguments, or on those of the pass `given`, of another model at this block. `kept` holds the
-        lists that hooks fill: if bfloat16 overflows they are emptied, and the block runs again in float32.
-        """
-        runner, given = self._runner, given or self
-        runner.bring(block.name)
-        given._runner.reach(given.tensors)
-        output = self._run(block, given)
-        if runner.dtype == torch.bfloat16 and all_finite(given.hidden) & ~all_finite((output, *kept)):  # one look
-            for values in kept:
-                values.clear()
-            with runner.precise(block.name):
-                output = self._run(block, given, torch.float32)
-            if all_finite((output, *kept)):
-                runner.overflowed_blocks.add(block.name)
-        return output
-
-    def _run(self, block: Block, given: PausedForward, dtype: torch.dtype | None = None) -> Any:
-        """Run the block once on the arguments of `given`, in a dtype if one is given; None if a hook raised
-        StopBlock."""
-        assert given.call is not None
-        args, kwargs = given.call.args, given.call.kwargs
-        args, kwargs = copy_caches(args, kwargs)
-        if block.overwritten:
-            args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-        if dtype is not None:
-            args, kwargs = cast_floats((args, kwargs), dtype)
-        known = self.output_cache.replaying() if self.output_cache is not None and given is self else nullcontext()
-        try:
-            with torch.no_grad(), self._runner.drawing(), known, _explaining_failure(self._runner.model):
-                output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
-        except StopBlock:
-            return None
-        return output if dtype is None else cast_floats(output, self._runner.dtype)
-
-    def run_through(self, blocks: Sequence[Block]) -> None:
-        """Run blocks for as long as the pass is paused at one of these."""
-        while block := next((block for block in blocks if self.is_at(block)), None):
-            self.advance(self.run_block(block))
-
-    def go_on(self, output: Any, done: Sequence[Block], *, last: bool) -> None:
-        """Continue with the block's output to the next block that has not been visited, or end the pass after the
-        `last`."""
-        if last:
-            self.close()
-        else:
-            self.advance(output)
-            self.run_through(done)  # blocks that were visited before and run again
-
-    def close(self) -> None:
-        """End the pass where it is; the rest of the model does not run."""
-        self.call = self.output_cache = None
-        if not self.dead:
-            self.throw(GreenletExit)
-
-
-def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's forward so that inside a PausedForward it hands its call out and waits for the output."""
-
-    def paused(*args: Any, **kwargs: Any) -> Any:
-        # no frame of a pass may hold the pass: dropped, it would never be freed
-        runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
-        return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
-
-    return paused

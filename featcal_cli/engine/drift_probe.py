@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.answers import gives_logits
-from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM
 from featcal_cli.engine.job import Job, Measurement
+from featcal_cli.engine.outputs import gives_logits
+from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Layout, Lengths, Weights

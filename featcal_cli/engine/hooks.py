@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, ParameterSlice, find_convolutions
 from featcal_cli.models.products import MatmulInterceptor, Route, Routing

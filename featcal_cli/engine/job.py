@@ -11,10 +11,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
+from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
@@ -85,10 +85,13 @@ class Job:
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """Files of gradients by task, written from `measure_output_gradients`. Empty if errors are measured on features
     alone."""
-    keep_blocks: bool = False
-    """Whether students keep all that is loaded into them to the end, not each block only until it is left."""
     ranks: Ranks = field(default_factory=Ranks)
     """All processes of the run; the experts and examples of this job are those of one."""
+
+    @property
+    def student(self) -> BlockRunner:
+        """The student that is calibrated."""
+        return self.students[CALIBRATED]
 
     @property
     def runners(self) -> list[BlockRunner]:

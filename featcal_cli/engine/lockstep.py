@@ -1,27 +1,25 @@
-"""Paired forward passes: for each batch, the expert's and each student's, paused before the same block in forward
+"""Paired forward passes: for each batch, the expert's and the student's, paused before the same block in forward
 order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
-from featcal_cli.engine.job import Job
-from featcal_cli.engine.known_outputs import MemoryBudget, OutputCache
+from featcal_cli.engine.job import CALIBRATED, Job
+from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.engine.token_weights import token_weights
-from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS
+from featcal_cli.models.architecture import Block
 from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
@@ -29,17 +27,16 @@ PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
 
 @dataclass(frozen=True)
 class PairedPass:
-    """The expert and every student on one batch."""
+    """The expert and the student on one batch."""
 
     expert: PausedForward
-    students: dict[str, PausedForward]
-    """Passes of the students, by role."""
+    student: PausedForward
     probe: DriftProbe | None = None
     """The drift probe of this very batch, if there is one: it shares these passes and has those of the other models."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self.expert
-        yield from self.students.values()
+        yield self.student
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -134,29 +131,27 @@ def _start_passes(job: Job) -> Passes:
 
 
 def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
-    """Start the expert's and every student's pass on a batch, sharing its copy on the device."""
+    """Start the expert's and the student's pass on a batch, sharing its copy on the device."""
     entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
     (expert,) = job.experts[task].start([placed], entry)
-    students = {role: student.start([placed], entry)[0] for role, student in job.students.items()}
+    (student,) = job.student.start([placed], entry)
     probes = (
-        DriftProbe(job, measurement, task, placed, {EXPERT: expert, **students})
+        DriftProbe(job, measurement, task, placed, {EXPERT: expert, CALIBRATED: student})
         for measurement in job.measurements
         if any(batch is measured for measured in measurement.batches.get(task, ()))
     )
-    pair = PairedPass(expert, students, next(probes, None))
+    pair = PairedPass(expert, student, next(probes, None))
     return _offload(job, pair, chain(pair, pair.probe or ()))
 
 
 def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
-    """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read again.
-    Ids and masks stay, as every block asks which tokens count."""
+    """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read
+    again."""
     if job.offloader is not None:
-        all_passes = list(passes)
-        job.offloader.keep(x for forward in all_passes for x in forward.batch.values() if not x.is_floating_point())
         paused = list(group.tensors)
         ids = set(map(id, paused))
         job.offloader.put(paused)
-        job.offloader.put_aside(x for forward in all_passes for x in forward.batch.values() if id(x) not in ids)
+        job.offloader.put_aside(x for forward in passes for x in forward.batch.values() if id(x) not in ids)
     return group
 
 
@@ -178,16 +173,11 @@ class BlockVisit:
         of_ranks = job.ranks.gather(is_here)
         elsewhere = {task for reached in of_ranks for task in reached if not reached[task]}
         self.tasks = [task for task in is_here if task not in elsewhere]
-        """Tasks of this rank whose examples reach this block, in every student and the expert."""
+        """Tasks of this rank whose examples reach this block, in the student and the expert."""
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
         """Whether examples of any task, on any rank, reach this block."""
         self._job, self._passes, self._done = job, passes, done
-        self._budget = MemoryBudget(0 if job.offloader is None else hardware.room_for_outputs(job.offloader.folder))
         self._is_last_part = True
-        self._captured: dict[tuple[int, tuple[Module, ...]], CapturedRun] = {}
-        """Captured features of the expert on a batch, for students that are still to come."""
-        self._outputs: dict[int, Any] = {}
-        """Outputs of the expert's block, while its pass waits for further students."""
         self._advanced: set[int] = set()
         """Pairs whose expert is through the block."""
         self._released: set[str] = set()
@@ -197,31 +187,9 @@ class BlockVisit:
         """Go through the parts of the block, as `Block.parts` makes them; weights loaded for one are seen by the
         next."""
         parts = self.block.parts(by_depth=by_depth)
-        for part in parts[:-1]:
-            self._keep_outputs(part, of_experts=True)
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
             yield part
-            if not self._is_last_part:
-                self._keep_outputs(part, of_experts=False)
-
-    def _keep_outputs(self, part: Block, *, of_experts: bool) -> None:
-        """Cache outputs of a part's modules in the experts' passes, or in the student's, which run the block again for
-        later parts. This is done on a CPU only: copies to and from a GPU take longer than computing the outputs."""
-        job, block = self._job, self.block
-        if self.merged.device.type != "cpu" or len(job.students) > 1 or block.calls > 1:
-            return
-        if block.is_mixture:  # an expert's does what different models decide
-            return
-        names = [x.name for x in part.modules if x.kind in LINEAR_KINDS and x.functional is None]
-        (student,) = job.students.items()
-        for task in self.tasks:
-            for pair in (*self._passes.fitted[task], *self._passes.checked[task]):
-                expert, own = (job.experts[task], pair.expert), (student[1], pair.students[student[0]])
-                runner, paused = expert if of_experts else own
-                if runner.dtype == torch.float32 and paused.is_at(block):
-                    paused.output_cache = paused.output_cache or OutputCache(self._budget, job.offloader)
-                    paused.output_cache.add(runner.module(f"{block.name}.{name}") for name in names)
 
     @property
     def is_routed(self) -> bool:
@@ -238,64 +206,58 @@ class BlockVisit:
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
-        """Hold the block of a task's expert on the device, while the next expert's is fetched. With one student, all
-        else that the expert has to do with the block is done at the end, so that it is read once."""
+        """Hold the block of a task's expert on the device, while the next expert's is fetched. All else that the expert
+        has to do with the block is done at the end of the last part, so that it is read once."""
         expert = self._job.experts[task]
         with expert.on_device():
             self._prefetch_after(task)
             expert.bring(self.block.name)
             self.merged.bring(self.block.name)
             yield
-            if len(self._job.students) == 1 and self._is_last_part:
+            if self._is_last_part:
                 self._finish_expert(task)
                 expert.give_back(self.block.name)
                 self._released.add(task)
 
-    def features(self, task: str, role: str, *, checked: bool = False, again: bool = False) -> Iterator[Observation]:
-        """Yield the features of the block in one student and the expert, for each batch of the task and each call of
+    def features(self, task: str, *, checked: bool = False, again: bool = False) -> Iterator[Observation]:
+        """Yield the features of the block in the student and the expert, for each batch of the task and each call of
         the block.
 
         Call inside `expert_at`. `checked` selects the batches that updates are checked on, instead of the calibration
-        examples. The expert runs once a part for all students, except in a block that runs several times; with `again`
-        it runs in new passes.
+        examples. Where the expert has gone on already, it runs in new passes with `again`.
         """
         passes = self._passes.checked if checked else self._passes.fitted
-        tokens = {other: sum(pair.students[role].token_count for pair in passes[other]) for other in self.tasks}
+        tokens = {other: sum(pair.student.token_count for pair in passes[other]) for other in self.tasks}
         observe = self._observe_calls if self.block.calls > 1 else partial(self._observe_call, again=again)
         stop = 0
         for number, pair in enumerate(self._in_turn(passes[task])):
             start, stop = stop, stop + count_examples(pair.expert.batch)
-            if not pair.students[role].is_at(self.block):
+            if not pair.student.is_at(self.block):
                 continue
-            here = pair.students[role].token_count / self.block.calls
+            here = pair.student.token_count / self.block.calls
             row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
-            for shown in observe(task, role, pair):
+            for shown in observe(task, pair):
                 yield shown._replace(first=number == 0, row_multiples=row_multiples, examples=range(start, stop))
                 del shown  # which is large, while the next pair is run
 
-    def _observe_call(self, task: str, role: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
-        """Observe one call of the block: the expert runs once a part, and each student up to the last input needed."""
+    def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
+        """Observe one call of the block: the expert runs, in the last part to the end of the block, and the student up
+        to the last input needed."""
         if self.is_routed:
-            yield self._observe_experts(task, role, pair)
+            yield self._observe_experts(task, pair)
             return
-        captured = self._captured.get((id(pair), self.part.modules))
-        if captured is None and again:
-            expert = self.expert(task)
+        expert = self.expert(task)
+        if again:
             (paused,) = expert.start([pair.expert.batch], self._job.architecture.entries[task])
             paused.run_through([block for block in self._job.architecture.blocks if block is not self.block])
             captured, _ = run_captured(expert, paused, self.part)
             paused.close()
-        if captured is None:
-            to_end = self._is_last_part and id(pair) not in self._outputs
-            captured, output = run_captured(self.expert(task), pair.expert, self.part, to_end=to_end)
-            if len(pair.students) > 1:  # others may have other parts: the expert stays
-                self._captured[id(pair), self.part.modules] = captured
-                self._outputs |= {id(pair): output} if to_end else {}
-            elif to_end:
+        else:
+            captured, output = run_captured(expert, pair.expert, self.part, to_end=self._is_last_part)
+            if self._is_last_part:
                 self._advance_expert(task, pair, output)
-        student = pair.students[role]
-        x_cal = run_to_last_input(self._job.students[role], student, self.part, captured.last_call)
-        yield self._describe(x_cal, captured, student)
+        x_cal = run_to_last_input(self._job.student, pair.student, self.part, captured.last_call)
+        yield self._describe(x_cal, captured, pair.student)
 
     def _advance_expert(self, task: str, pair: PairedPass, output: Any) -> None:
         """Take the expert's pass through the block, given the block's output."""
@@ -305,18 +267,17 @@ class BlockVisit:
             self._go_on(task, pair.expert, output)
             self._advanced.add(id(pair))
 
-    def _observe_experts(self, task: str, role: str, pair: PairedPass) -> Observation:
+    def _observe_experts(self, task: str, pair: PairedPass) -> Observation:
         """Observe the modules of a mixture's experts, with the student's routing decisions replayed in the expert
         model. Rows are then the same tokens in both. The expert's pass stays paused, to go on with its own decisions
         later."""
-        student = pair.students[role]
-        own, _ = run_captured(self._job.students[role], student, self.part)
+        own, _ = run_captured(self._job.student, pair.student, self.part)
         captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
-        return self._describe(own.x, captured._replace(routes=own.routes), student)
+        return self._describe(own.x, captured._replace(routes=own.routes), pair.student)
 
-    def _observe_calls(self, task: str, role: str, pair: PairedPass) -> Iterator[Observation]:
+    def _observe_calls(self, task: str, pair: PairedPass) -> Iterator[Observation]:
         """Observe a block that runs several times, in new passes in which no call is updated yet."""
-        runners = self.expert(task), self._job.students[role]
+        runners = self.expert(task), self._job.student
         entry, batch = self._job.architecture.entries[task], pair.expert.batch
         expert, student = (runner.start([batch], entry)[0] for runner in runners)
         others = [block for block in self._job.architecture.blocks if block is not self.block]
@@ -348,22 +309,17 @@ class BlockVisit:
         return Observation(x_cal, captured.x, padding, weights, lengths, *seen)
 
     def finish(self) -> None:
-        """Take all passes through the block, the students' with their new weights, and measure the students' drift. The
-        new weights are then dropped from memory, unless the block runs again or students keep their blocks."""
+        """Take all passes through the block, the student's with its new weights, and measure drift. The new weights are
+        then dropped from memory, unless the block runs again."""
         job = self._job
-        self._captured.clear()
         for task, expert in job.experts.items():
             job.add_vectors(task, self.block.name)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
-                    output = self._outputs.pop(id(pair), None)
-                    # the last of several students may go on alone
-                    if output is not None and pair.expert.is_at(self.block):
-                        self._advance_expert(task, pair, output)
                     if pair.probe is not None and pair.probe.is_at(self.block):
                         pair.probe.go_through(self.block, self._done)
                         continue
-                    for paused in pair.students.values() if id(pair) in self._advanced else pair:
+                    for paused in (pair.student,) if id(pair) in self._advanced else pair:
                         self._go_through(task, paused)
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
@@ -375,8 +331,8 @@ class BlockVisit:
                 expert.give_back(self.block.name)
         for measurement in job.measurements:
             measurement.settle()
-        if not job.keep_blocks and all(block.calls == 1 for block in job.architecture.blocks):
-            # (where one is called again, later passes start anew and come through all)
+        # where a block is called again, later passes start anew and come through all
+        if all(block.calls == 1 for block in job.architecture.blocks):
             for student in job.students.values():
                 student.forget(self.block.name, job.merged)
 
@@ -386,21 +342,16 @@ class BlockVisit:
             runner.give_back(self.block.name)
 
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
-        """Go through groups of passes with their tensors at hand, while those of the next group are fetched."""
-        offloader = self._job.offloader
-        for number, group in enumerate(groups):
-            if offloader is None:
-                yield group
-                continue
-            offloader.prefetch(x for following in groups[number + 1 : number + 2] for x in following.tensors)
-            with offloader.lend(partial(getattr, group, "tensors")):
+        """Go through groups of passes with their tensors at hand."""
+        for group in groups:
+            with self._job.offloader.lend(partial(getattr, group, "tensors")) if self._job.offloader else nullcontext():
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
-        """Start reading the block that is needed after this task's: with further students it is this one again."""
+        """Start reading the block that is needed after this task's: with further parts it is this one again."""
         job = self._job
         later = self.tasks[self.tasks.index(task) + 1 :]
-        if later or not self._is_last_part or len(job.students) > 1:
+        if later or not self._is_last_part:
             job.experts[(later or self.tasks)[0]].prefetch(self.block.name)
             return
         blocks = job.architecture.blocks

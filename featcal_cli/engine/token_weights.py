@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import Batch, take_examples
-from featcal_cli.engine.block_runner import BlockRunner, PausedForward
+from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.probing import Padding, read_mask
 from featcal_cli.models.products import Route

@@ -246,13 +246,6 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
 
-def room_for_outputs(folder: Path) -> int:
-    """Bytes that files with outputs of modules may take in a folder. The number is so small that they stay in the
-    system's cache, as computing outputs again is faster than reading them from a disk, and at most half of the free
-    disk space."""
-    return min(memory_of(torch.device("cpu")) // FEATURES_SHARE, shutil.disk_usage(folder).free // 2)
-
-
 def memory_of(device: torch.device) -> int:
     """Total memory of a device in bytes, used or not. All devices but CUDA's share this machine's memory, and the
     processes of torchrun share it too."""

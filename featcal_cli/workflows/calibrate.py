@@ -14,9 +14,8 @@ from torch import Tensor
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
-from featcal_cli.calibration.fingerprint import name_local_files, take_fingerprint
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
-from featcal_cli.calibration.journal import Journal, drop_journal
+from featcal_cli.calibration.journal import Journal, drop_journal, name_local_files, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples

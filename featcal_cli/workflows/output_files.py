@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from featcal_cli import __version__
-from featcal_cli.calibration.job_differences import describe_differences
+from featcal_cli.calibration.journal import describe_differences
 from featcal_cli.hub.repo import Repo, open_repo
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.recipe.schema import Draft, Merge, Recipe

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from featcal_cli.calibration.fingerprint import take_fingerprint
-from featcal_cli.calibration.journal import check_unfinished
+from featcal_cli.calibration.journal import check_unfinished, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.reporting.gates import check_judged
 from featcal_cli.reporting.report import REPORT

@@ -14,12 +14,12 @@ from torch import nn
 
 from featcal_cli.data.batches import Batch, count_examples, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.engine.answers import OutputMeter
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import measure_output_gradients
+from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import TaskVectorMeter, check_no_huge_weight, describe_merge_fit
 from featcal_cli.hub.snapshot import Snapshot

@@ -25,7 +25,7 @@ from featcal_cli.engine import lockstep, offload
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.lockstep import BlockVisit
-from featcal_cli.engine.weight_uploads import DeviceWeight, DeviceWeights, _key, _Uploader
+from featcal_cli.engine.weight_uploads import DeviceWeight, DeviceWeights, _key
 from featcal_cli.workflows import setup
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inspect_drift import inspect_drift
@@ -61,15 +61,16 @@ class Uploads:
         self._parts: dict[int, int] = {0: 0}
         """By the number of the visit, how often each expert's block is asked for: what a mixture's experts are solved
         from runs after the rest of their block, and of the models' experts only one is on the device."""
-        copy, take, move = _Uploader._copy, DeviceWeights._take, BlockRunner._move
+        copy, take, move = DeviceWeights._copy, DeviceWeights._take, BlockRunner._move
         begin, start = BlockVisit.__init__, lockstep._start_passes
 
-        def watched_copy(uploader: _Uploader, home: Tensor, dtype: torch.dtype) -> DeviceWeight:
+        def watched_copy(store: DeviceWeights, weight: DeviceWeight) -> None:
             self.begun += 1
-            return copy(uploader, home, dtype)
+            copy(store, weight)
 
         def watched_take(store: DeviceWeights, home: Tensor, dtype: torch.dtype) -> DeviceWeight | None:
-            is_here = _key(home, dtype) in store._here
+            known = store._known.get(_key(home, dtype))
+            is_here = known is not None and known.upload is None
             weight = take(store, home, dtype)
             if weight is not None and not is_here:
                 self.visits[self._visits, home.data_ptr(), home.shape] += 1
@@ -94,7 +95,7 @@ class Uploads:
             self._parts[self._visits] = 1
             return start(job)
 
-        monkeypatch.setattr(_Uploader, "_copy", watched_copy)
+        monkeypatch.setattr(DeviceWeights, "_copy", watched_copy)
         monkeypatch.setattr(DeviceWeights, "_take", watched_take)
         monkeypatch.setattr(BlockRunner, "_move", watched_move)
         monkeypatch.setattr(BlockVisit, "__init__", watched_visit)

@@ -99,7 +99,7 @@ def test_blocks_of_another_job_are_seen_unless_they_are_dropped(
     for dry in ({}, {"--dry-run": ""}):
         run = featcal_inside(capsys, "calibrate", {**other, **dry})
         assert run.code == 2 and "another job is here: merged was average, and is ties:0.5:0.4" in run.stderr
-        assert "give --merge average to go on with it, or add --restart" in run.stderr
+        assert "put that back as it was to go on with it, or add --restart" in run.stderr
     assert "blocks" in run.stdout
     for fits in ({**average, "--dry-run": ""}, {**other, "--dry-run": "", "--restart": ""}):
         assert featcal_inside(capsys, "calibrate", fits).code == 0

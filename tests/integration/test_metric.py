@@ -20,7 +20,6 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_equations
 from featcal_cli.calibration.output_metric import MetricEquations
 from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.architecture import Block
 from featcal_cli.recipe.reading import as_draft, complete_draft
@@ -81,7 +80,7 @@ def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) ->
     job = prepared.to_calibrate(tmp_path)
     visits = forward_order(job)  # which ends when nothing refers to it
     visit = next(visits)
-    equations = collect_equations(visit, CALIBRATED, Hyperparameters(1e-4, 1.0, 0.5, "output", "block"))
+    equations = collect_equations(visit, Hyperparameters(1e-4, 1.0, 0.5, "output", "block"))
     assert equations.held_out is not None
     halves = (("fitted", job.fitted, equations), ("checked", job.checked, equations.held_out))
     for (field, examples, system), (number, task) in product(halves, enumerate(job.experts)):

@@ -21,7 +21,6 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.moments import NormMoments
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.calibration.solver import BlockEquations, LinearEquations, NormEquations, Solution, precise
-from featcal_cli.engine.job import CALIBRATED
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.module_kinds import Affine, new_parameters
 from featcal_cli.workflows.verbs import calibrate
@@ -165,7 +164,7 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
     job = prepared.to_calibrate()
     chosen: list[float] = []
     for visit in forward_order(job):
-        moments = collect_equations(visit, CALIBRATED, HELD_BACK)
+        moments = collect_equations(visit, HELD_BACK)
         solutions = solve_block(visit.block, moments, job.base, bias=True)
         assert moments.held_out is not None
         own = {m.name: parameters_of(job.merged, visit.block, m.name) for m in visit.block.modules}
@@ -183,7 +182,7 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
             if steps[module] == 1.0:
                 assert held[module] is solution
         chosen += steps.values()
-        load_block(job.students[CALIBRATED], visit.block, held)
+        load_block(job.student, visit.block, held)
         for module, solution in held.items():
             slow = student.get_submodule(f"{visit.block.name}.{module}")
             for parameter, value in new_parameters(slow, solution.parameters):

@@ -138,16 +138,6 @@ def test_blocks_of_another_job_are_not_dropped_where_the_first_is_torn(bert: Sav
     calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out", restart=True)
 
 
-def test_a_journal_of_another_version_says_so(bert: Saved, whole: bytes, journal: Path) -> None:
-    for file in journal.glob("block-*.safetensors"):
-        save_file(load_file(file), file, metadata={"report": "{}"})
-    with pytest.raises(OutputError, match="an unfinished run of another version of featcal is here") as refused:
-        calibrate(bert.recipe(), output=journal.parent.parent / "out")
-    assert "--restart" in refused.value.fix
-    result = calibrate(bert.recipe(), output=journal.parent.parent / "out", restart=True)
-    assert (result.output / "model.safetensors").read_bytes() == whole
-
-
 def test_every_block_says_of_which_job_it_is(journal: Path) -> None:
     """Nothing else is there, so no file can say another thing than the blocks."""
     assert sorted(path.name for path in journal.iterdir()) == ["block-0000.safetensors", "block-0001.safetensors"]
@@ -314,21 +304,19 @@ def test_finished_blocks_outlive_every_error(bert: Saved, whole: bytes, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "fix"),
+    ("changes", "what"),
     [
-        ({"ridge": 0.1}, ["--ridge was 0.05, and is 0.1"], "--ridge 0.05"),
-        ({"examples": 9, "alpha": 0.5}, ["--examples", "--alpha was 0.3, and is 0.5"], "--alpha 0.3 --examples 12"),
-        ({"seed": 7, "examples": 9}, ["--seed was 42, and is 7", "--examples was 12, and is 9"], "--seed 42"),
-        ({"token_weights": "cls"}, ["token_weights was auto, and is cls"], ""),
+        ({"examples": 9, "alpha": 0.5}, ["--examples was 12, and is 9", "--alpha was 0.3, and is 0.5"]),
+        ({"token_weights": "cls", "seed": 7}, ["token_weights was auto, and is cls", "--seed was 42, and is 7"]),
     ],
 )
 def test_what_differs_is_named_as_it_is_typed(
-    bert: Saved, journal: Path, changes: dict[str, object], what: list[str], fix: str
+    bert: Saved, journal: Path, changes: dict[str, object], what: list[str]
 ) -> None:
     with pytest.raises(OutputError) as refused:
         calibrate(bert.recipe(**changes), output=journal.parent.parent / "out")
     assert all(part in refused.value.what for part in what), refused.value.what
-    assert fix in refused.value.fix and "--restart" in refused.value.fix
+    assert "--restart" in refused.value.fix
     assert "examples of" not in refused.value.what
 
 

@@ -1,0 +1,193 @@
+"""A forward pass that pauses before every block of its model until it is told to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from featcal_cli.data.batches import Batch
+from featcal_cli.data.vocabulary import renumber
+from featcal_cli.models.architecture import Block
+from featcal_cli.models.loading import Model
+from featcal_cli.models.probing import CrossAttentionInput
+from featcal_cli.models.token_layout import CROSS_ATTENTION_AXIS, token_lengths
+from featcal_cli.models.tracing import (
+    BlockCall,
+    StopBlock,
+    all_finite,
+    cast_floats,
+    copy_caches,
+    is_sequence,
+    tensors_in,
+)
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.sanitise import exception_text
+
+if TYPE_CHECKING:
+    from featcal_cli.engine.block_runner import BlockRunner
+
+INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
+"""Errors that code raises on values that it was not written for."""
+
+
+@contextmanager
+def _explaining_failure(model: Model) -> Iterator[None]:
+    """Turn errors of a model's code at its config or inputs into a DataError with the error's own words."""
+    try:
+        yield
+    except INPUT_ERRORS as error:
+        if not _is_of_model(error):
+            raise
+        raise DataError(
+            f"{model.role} cannot run on the examples: {exception_text(error)}",
+            where=model.snapshot.name,
+            fix="compare its config.json with merged's; the examples need all inputs, and no more tokens than it takes",
+        ) from error
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Whether an error was raised by the code of a model, or by code that it called, not by featcal's around it."""
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    owners = [name for name in names if name in ("featcal_cli", "transformers", "transformers_modules")]
+    return owners[-1:] != ["featcal_cli"]
+
+
+class PausedForward(greenlet):
+    """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
+
+    def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
+        super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
+        self.module = module
+        """The module that runs: the whole model or a tower of it."""
+        self.batch = batch
+        """The inputs, with token ids of merged's vocabulary whatever the model's own are."""
+        self.output: Any = None
+        """The model's output, once the pass has ended."""
+        self.call: BlockCall | None = None
+        """The call of the block that it is paused before."""
+        self._runner = runner
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors among the paused block's arguments."""
+        return tensors_in(self.call)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The first of these tensors, the hidden states."""
+        return next(self.tensors)
+
+    @property
+    def token_count(self) -> int:
+        """Number of rows of the hidden states."""
+        return self.hidden.shape[:-1].numel()
+
+    def advance(self, *output: Any, gradients: bool = False) -> None:
+        """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
+        runner = self._runner
+        explaining = _explaining_failure(runner.model)
+        with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
+            result = self.switch(*output)
+        self.call, self.output = (None, result) if self.dead else (result, None)
+
+    def lengths_at(self, block: Block) -> dict[str, int]:
+        """Length of each token axis at this block, which it is paused at, and the number of examples."""
+        cross_attention = (
+            None if block.cross_attention is None else self.find_cross_attention_input(block.cross_attention)
+        )
+        return token_lengths(self.batch, self.hidden) | (
+            {} if cross_attention is None else {CROSS_ATTENTION_AXIS: cross_attention.shape[1]}
+        )
+
+    def find_cross_attention_input(self, cross_attention: CrossAttentionInput) -> Tensor | None:
+        """The other sequence [B, n, d] among the paused block's arguments; None if there is none."""
+        x = self.call.leaf(cross_attention.place) if self.call is not None else None
+        return x if is_sequence(x) and x.shape[2] == cross_attention.width else None
+
+    def is_at(self, block: Block) -> bool:
+        """Whether the pass is paused before this block."""
+        return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
+
+    def run_block(
+        self,
+        block: Block,
+        given: PausedForward | None = None,
+        kept: Sequence[list[Any]] = (),
+        *,
+        call: BlockCall | None = None,
+        gradients: bool = False,
+    ) -> Any:
+        """Run the block that the pass is paused at and return its output, or None if a hook raised StopBlock; passes
+        stay paused.
+
+        It runs on its own arguments, on those of the pass `given`, of another model at this block, or on those of the
+        `call`; with gradients or not. `kept` holds the lists that hooks fill: if bfloat16 overflows they are emptied,
+        and the block runs again in float32.
+        """
+        runner, given = self._runner, given or self
+        call = call or given.call
+        assert call is not None
+        runner.bring(block.name)
+        given._runner.reach(tensors_in(call))
+        output = self._run(block, call, gradients=gradients)
+        if runner.dtype == torch.bfloat16 and all_finite(next(tensors_in(call))) & ~all_finite((output, *kept)):
+            for values in kept:
+                values.clear()
+            with runner.precise(block.name):
+                output = self._run(block, call, torch.float32, gradients=gradients)
+            if all_finite((output, *kept)):
+                runner.overflowed_blocks.add(block.name)
+        return output
+
+    def _run(self, block: Block, call: BlockCall, dtype: torch.dtype | None = None, *, gradients: bool = False) -> Any:
+        """Run the block once on the arguments of `call`, in a dtype if one is given; None if a hook raised
+        StopBlock."""
+        args, kwargs = copy_caches(call.args, call.kwargs)
+        with torch.set_grad_enabled(gradients), self._runner.drawing(), _explaining_failure(self._runner.model):
+            if block.overwritten:
+                args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+            if dtype is not None:
+                args, kwargs = cast_floats((args, kwargs), dtype)
+            try:
+                output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
+            except StopBlock:
+                return None
+            return output if dtype is None else cast_floats(output, self._runner.dtype)
+
+    def run_through(self, blocks: Sequence[Block]) -> None:
+        """Run blocks for as long as the pass is paused at one of these."""
+        while block := next((block for block in blocks if self.is_at(block)), None):
+            self.advance(self.run_block(block))
+
+    def go_on(self, output: Any, done: Sequence[Block], *, last: bool) -> None:
+        """Continue with the block's output to the next block that has not been visited, or end the pass after the
+        `last`."""
+        if last:
+            self.close()
+        else:
+            self.advance(output)
+            self.run_through(done)  # blocks that were visited before and run again
+
+    def close(self) -> None:
+        """End the pass where it is; the rest of the model does not run."""
+        self.call = None
+        if not self.dead:
+            self.throw(GreenletExit)
+
+
+def pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a block's forward so that inside a PausedForward it hands its call out and waits for the output."""
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        # no frame of a pass may hold the pass: dropped, it would never be freed
+        runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
+        return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
+
+    return paused
