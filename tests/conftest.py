@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 assert "huggingface_hub" not in sys.modules, "something imported huggingface_hub before tests/conftest.py"
 
 SERVER = HubServer()
+PATIENCE = 0.5
+"""Seconds that an impatient client waits for an answer."""
 HOME = Path(tempfile.mkdtemp(prefix="featcal-tests-"))
 
 for _name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "TRANSFORMERS_", "FEATCAL_"))]:
@@ -72,10 +74,7 @@ def hub_on_loopback() -> Iterator[HubServer]:
 
 @pytest.fixture(autouse=True)
 def as_if_first() -> None:
-    """Nothing of an earlier test in this process is left: failures of the Hub, or how far random numbers have come."""
-    client: Any = sys.modules.get("featcal_cli.hub.client")
-    if client:
-        client._gave_up = -client.MOMENT
+    """Random numbers begin anew, however far an earlier test in this process has come."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
@@ -127,6 +126,20 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait less between two tries."""
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    """Clients wait less for an answer: so many seconds."""
+    from huggingface_hub import close_session, constants
+
+    with monkeypatch.context() as patch:
+        for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+            patch.setattr(constants, name, PATIENCE)
+        patch.setattr("featcal_cli.hub.client.TIMEOUT", PATIENCE)
+        close_session()
+        yield PATIENCE
+    close_session()
 
 
 @pytest.fixture

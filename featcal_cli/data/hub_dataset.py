@@ -23,7 +23,7 @@ from featcal_cli.data.splits import (
     ignore,
     is_hidden,
 )
-from featcal_cli.hub.client import limit_waiting, patiently
+from featcal_cli.hub.client import with_retries
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.repo import CARD, COMMIT, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
@@ -96,7 +96,7 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     system: Any = HfFileSystem(skip_instance_cache=True)
     root = f"hf://datasets/{repo.name}@{repo.commit}"
     # fills its listing, which it would ask for folder by folder, and checks the commit, which it does not try again
-    patiently(lambda: system.find(root, detail=False))
+    with_retries(lambda: system.find(root, detail=False))
     chosen = choose_split(source.splits, split, data, note)
     kind = str(_infer_format(source.splits[chosen]))
     if kind != "parquet":
@@ -206,11 +206,10 @@ def _open_repo(data: Data) -> Repo:
     if is_offline_mode():
         what = "offline mode is on, and no rows of Hub datasets are kept on this machine"
         raise HubError(what, where=str(data), fix="unset HF_HUB_OFFLINE, or give a file or folder as data")
-    limit_waiting()
     if "/" not in name:  # an old id without a user, which the Hub still knows
-        name = patiently(lambda: HfApi().dataset_info(name, revision=revision).id)
+        name = with_retries(lambda: HfApi().dataset_info(name, revision=revision).id)
     if not COMMIT.fullmatch(revision or ""):
-        revision = patiently(lambda: resolve_revision(name, repo_type="dataset", revision=data.revision).resolved)
+        revision = with_retries(lambda: resolve_revision(name, repo_type="dataset", revision=data.revision).resolved)
     return Repo(name, "dataset", revision, None)
 
 

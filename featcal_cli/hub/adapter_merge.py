@@ -1,30 +1,24 @@
-"""An adapter is folded into its base by peft, once; the full checkpoint is kept in featcal's own cache folder."""
+"""An adapter is merged into its base by peft, once; the full checkpoint is kept in featcal's own cache folder."""
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.adapter import (
-    ADAPTER_CONFIG,
-    ADAPTER_PICKLE,
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    Adapter,
-    Fit,
-    MisfitError,
-    fit_adapter,
-    peft_settings,
-)
-from featcal_cli.hub.model_config import find_dtype, load_config, read_config
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, PREFIX, Adapter
+from featcal_cli.hub.model_config import find_dtype, load_config, parse_config, read_config
 from featcal_cli.hub.weight_files import new_copy, read_header, read_pickle, weight_files
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.sanitise import exception_text, quoted
+from featcal_cli.runtime.sanitise import exception_text, list_some, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,11 +109,154 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
     return list(classes)
 
 
+class MisfitError(Exception):
+    """An adapter does not fit a base, loaded as one class."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An adapter's tensors, by their names in one class of model."""
+
+    config: Any
+    """The base's config, with as many labels as the adapter's own head has."""
+    tensors: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+    """Tensors that take the place of a parameter (a trained head, embeddings), by the name of the parameter."""
+    targets: Collection[str]
+    """The modules that the other tensors change, where their names had to be brought up to date; else none."""
+    rows: int
+    """Tokens in the vocabulary that the adapter brings, 0 for the base's own."""
+    odd: Mapping[str, Tensor]
+    """Tensors that would replace a parameter of another shape."""
+
+
+def _fit(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
+    """The adapter's tensors as the base in `folder` has them when it is loaded as `model_class`. Raises MisfitError
+    when the layers that the adapter holds whole have other shapes than the base's, and when it was trained on a module
+    inside of the base and fits several."""
+    try:
+        config = parse_config(model_class.config_class, folder)
+        fit = _match(adapter, tensors, model_class, config)
+        for labels in sorted({len(tensor) for tensor in fit.odd.values()}):
+            if fit.odd:
+                config.num_labels = labels
+                fit = _match(adapter, tensors, model_class, config)
+    except MisfitError:
+        raise
+    except Exception as error:  # configs and classes raise many kinds for values that make no sense
+        what = f"no {model_class.__name__} can be made from the base's config.json: {exception_text(error)}"
+        raise MisfitError(what) from error
+    if fit.odd:
+        name, tensor = next(iter(fit.odd.items()))
+        raise MisfitError(f"the base has no {name} of the shape {[*tensor.shape]}")
+    return fit
+
+
+def _match(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any) -> Fit:
+    import torch
+
+    with torch.device("meta"):
+        empty = model_class(deepcopy(config))
+    parameters = dict(empty.named_parameters(remove_duplicate=False))
+    # a grown vocabulary is written three times: under its own name, as what peft trained, and as it was before
+    plain = {name.replace(".modules_to_save.", "."): tensor for name, tensor in tensors.items()}
+    plain = {name: tensor for name, tensor in plain.items() if ".original_module." not in name}
+    named = _place(_rename(plain, empty, parameters), empty, parameters, adapter.trained_as)
+    paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
+    whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
+    odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
+    tables = []  # with one row a token
+    for find in (empty.get_input_embeddings, empty.get_output_embeddings):
+        with suppress(NotImplementedError, AttributeError):
+            tables.append(find().weight)
+    grown = [odd.pop(name) for name in [*odd] if any(parameters[name] is table for table in tables)]
+    changed = set(paths.values()) - whole.keys() if named.keys() != plain.keys() else ()
+    targets = {_find_module(path, parameters) for path in changed}
+    return Fit(config, named, whole, targets, max(map(len, grown), default=0), odd)
+
+
+def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str]) -> dict[str, Tensor]:
+    """The tensors, by today's names where those are of an older version of transformers and all can be brought up."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    names = {}
+    for name in tensors:
+        path = name.removeprefix(PREFIX)
+        if path not in parameters and not _find_module(path, parameters):
+            path = rename_source_key(path, renamings, [])[0]
+            if path not in parameters and not _find_module(path, parameters):
+                return tensors  # experts that are fused today, or what no module has: peft's to convert or refuse
+        names[name] = (PREFIX if name.startswith(PREFIX) else "") + path
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _place(
+    tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str], trained_as: str
+) -> dict[str, Tensor]:
+    """The tensors, by their names in the whole model where they are those of one module inside of it: of the only one
+    that has them all, or of the only one of the class `trained_as`. Raises MisfitError where several have."""
+    paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
+
+    def has_all(inside: str) -> bool:
+        found = (_find_module(f"{inside}{path}", parameters) for path in paths)
+        return all(
+            name.startswith(inside) if name else f"{inside}{path}" in parameters
+            for path, name in zip(paths, found, strict=True)
+        )
+
+    if has_all(""):
+        return tensors
+    places = {name: type(module).__name__ for name, module in model.named_modules() if name and has_all(f"{name}.")}
+    likely = [name for name, kind in places.items() if kind == trained_as] or list(places)
+    if len(likely) > 1:
+        raise MisfitError(f"it may be of several parts of the base: {list_some(likely)}")
+    return {f"{PREFIX}{likely[0]}.{name.removeprefix(PREFIX)}": x for name, x in tensors.items()} if likely else tensors
+
+
+def _find_module(path: str, parameters: Collection[str]) -> str:
+    """The innermost module with a weight that the tensor lies in; empty where it lies in none."""
+    while path and f"{path}.weight" not in parameters:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _peft_settings(adapter: Adapter, fit: Fit) -> Any:
+    """The adapter's settings, for the names that the model has, and for the layers that the adapter really holds.
+    Raises MisfitError, and what peft raises."""
+    from peft import PeftConfig
+
+    pattern = adapter.config.get("rank_pattern")
+    ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
+    ranks += pattern.values() if isinstance(pattern, dict) else []
+    longest = max((size for tensor in fit.tensors.values() for size in tensor.shape), default=0)
+    # peft would make room for a rank that no tensor has; LoKr takes one beyond its tensors for no rank at all
+    if adapter.config["peft_type"] != "LOKR" and any(isinstance(rank, int) and rank > longest for rank in ranks):
+        raise MisfitError("its rank is larger than its tensors")
+    config = PeftConfig.from_pretrained(str(adapter.folder))
+    config.inference_mode = True
+    config.task_type = None  # peft would ask for a head even where none was trained
+    if getattr(config, "megatron_config", None):
+        config.megatron_config = None  # it names a module to import
+    if hasattr(config, "modules_to_save"):
+        # peft finds modules by the end of their path
+        saved = config.modules_to_save or ()
+        config.modules_to_save = [name for name in saved if any(f"{name}." in path for path in fit.whole)] or None
+    if fit.targets:
+        config.target_modules = set(fit.targets)
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(config, key, None) or ():
+                if not any(re.match(rf"(.*\.)?({pattern})$", target) for target in fit.targets):
+                    raise MisfitError(f"its {key} names modules as older versions of transformers did: {pattern}")
+    return config
+
+
 def _fold_as(
     model_class: type[PreTrainedModel], adapter: Adapter, folder: Path, tensors: Mapping[str, Tensor], draft: Path
 ) -> None:
     """Write the base, loaded as `model_class`, with the adapter folded in. Raises MisfitError, HubError."""
-    fit = fit_adapter(adapter, tensors, model_class, folder)
+    fit = _fit(adapter, tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     folded = _merge(model, adapter, fit)
@@ -166,7 +303,7 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
 
     names = set(model.state_dict())
     try:
-        wrapped = PeftModel(model, peft_settings(adapter, fit))
+        wrapped = PeftModel(model, _peft_settings(adapter, fit))
         loaded = set_peft_model_state_dict(wrapped, dict(fit.tensors))
     except Exception as error:  # peft and torch raise many kinds; all mean the same here
         raise MisfitError(_reason(error)) from error

@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,9 @@ CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
     """The content of config.json in the folder of the model `name`. Raises CheckpointError when it cannot be read, or
     describes what no model can be, or asks for code and is not `trusted`."""
-    where, fix = f"{name}/config.json", "use the config.json that belongs to the weights"
+    where, fix = f"{name}/{CONFIG}", "use the config.json that belongs to the weights"
     try:
-        config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"config.json cannot be read: {error}", where=where, fix=fix) from None
     if not isinstance(config, dict):
@@ -60,9 +59,35 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         what = f"config.json says architectures {plain(json.dumps(named))}, which is no list of transformers classes"
         raise CheckpointError(what, where=where, fix='write it like ["BertModel"], with the class of the weights')
-    for key, value in _plain_values(config, name):
-        _check_value(key, value, f"{name}/config.json", trusted)
+    _check_values(config, where, trusted, "", 0)
     return config
+
+
+def _check_values(value: Any, where: str, trusted: bool, key: str, depth: int) -> None:
+    """Raise CheckpointError for a plain value at any depth that would take more than any machine has, or fetch code;
+    `key` is that of the value, or of the list or mapping around it."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError("config.json is nested too deep", where=where, fix="use a transformers checkpoint")
+    if isinstance(value, dict):
+        for inner, part in value.items():
+            _check_values(part, where, trusted, key if key in _KERNELS else inner, depth + 1)
+    elif isinstance(value, list):
+        for part in value:
+            _check_values(part, where, trusted, key, depth + 1)
+    elif key in ("dtype", "torch_dtype") and value is not None:
+        if not (isinstance(value, str) and _DTYPES.fullmatch(value)):
+            what = f"config.json says {key} {quoted(str(value))}, which is no kind of number"
+            raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        most = next((most for pattern, most in _LIMITS.items() if pattern.search(key)), value)
+        if value > most or (key in _NEVER_ZERO and value < 1):
+            how = "large" if value > most else "small"
+            what = f"config.json says {plain(key)} {plain(str(value))}, which is too {how} for any model"
+            raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
+    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
+        what = f"config.json asks for code from another repo: {key} {quoted(value)}"
+        fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
+        raise CheckpointError(what, where=where, fix=fix)
 
 
 def read_class_name(config: Mapping[str, Any]) -> str:
@@ -85,48 +110,13 @@ def check_unquantised(
 def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> str:
     """How a model's weights are packed; empty where they are not."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in _QUANTISED:
-            packing = part.get(key)
+        for packing in (part.get(key) for key in _QUANTISED):
             if isinstance(packing, dict) and packing:
-                method = packing.get("quant_method") or packing.get("quant_algo") or packing.get("format") or key
+                method = packing.get("quant_method") or packing.get("quant_algo") or packing.get("format") or "packed"
                 bits = packing.get("bits") or next((n for n in (4, 8) if packing.get(f"load_in_{n}bit")), None)
                 return plain(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
     packed = [name for name in tensors if name.endswith(_PACKED)]
     return f"its files hold {plain(min(packed))}" if packed else ""
-
-
-def _plain_values(config: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Every plain value at any depth, with the key that it, or the list or mapping around it, has."""
-    left: list[tuple[str, Any, int]] = [("", config, 0)]
-    while left:
-        key, value, depth = left.pop()
-        if depth > MAX_DEPTH:
-            raise CheckpointError("config.json is nested too deep", where=name, fix="use a transformers checkpoint")
-        if isinstance(value, dict):
-            left += [(key if key in _KERNELS else inner, part, depth + 1) for inner, part in value.items()]
-        elif isinstance(value, list):
-            left += [(key, part, depth + 1) for part in value]
-        else:
-            yield key, value
-
-
-def _check_value(key: str, value: Any, where: str, trusted: bool) -> None:
-    """Raise CheckpointError for a value that would take more than any machine has, or fetch code."""
-    if key in ("dtype", "torch_dtype") and value is not None:
-        if not (isinstance(value, str) and _DTYPES.fullmatch(value)):
-            what = f"config.json says {key} {quoted(str(value))}, which is no kind of number"
-            raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
-    elif isinstance(value, int | float):
-        limit = next((most for pattern, most in _LIMITS.items() if pattern.search(key)), None)
-        too_few = key in _NEVER_ZERO and not isinstance(value, bool) and value < 1
-        if too_few or (limit is not None and value > limit):
-            how = "small" if too_few else "large"
-            what = f"config.json says {plain(key)} {plain(str(value))}, which is too {how} for any model"
-            raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
-    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
-        what = f"config.json asks for code from another repo: {key} {quoted(value)}"
-        fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
-        raise CheckpointError(what, where=where, fix=fix)
 
 
 def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
@@ -135,7 +125,9 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
     # Stored preferences change no function of the weights, but may ask for packages or memory that this machine lacks,
     # or for outputs in another form. Attentions are refused beside most kernels while the config is read.
     config = config_class.from_pretrained(folder, local_files_only=True, output_attentions=False, **options)
-    for part in _parts_of(config):
+    parts = [config]
+    for part in parts:
+        parts += [inner for name in part.sub_configs if (inner := getattr(part, name, None)) is not None]
         part._attn_implementation_internal = part._experts_implementation_internal = None
         part._output_attentions = part.output_hidden_states = part.torchscript = False
         if (use_cache := getattr(type(part), "use_cache", None)) is not None:  # what the architecture does by default
@@ -154,12 +146,8 @@ def load_config(config_class: Any, folder: Path, *, role: str, name: str, truste
         config = parse_config(config_class, folder, **options)
         config.to_dict()
     except Exception as error:  # configs raise many kinds for values that make no sense
-        key, value = _find_key(config_class, folder)
-        what, words = f"config.json of {role} cannot be used", exception_text(error)
-        if key:
-            what = f"config.json of {role} says {plain(key)} {plain(json.dumps(value))}, which cannot be used"
-            words = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': ", "", words)
-        raise CheckpointError(f"{what}: {words}", where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG) from error
+        what = f"config.json of {role} cannot be used: {exception_text(error)}"
+        raise CheckpointError(what, where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG) from error
     return config
 
 
@@ -167,32 +155,6 @@ def unbuildable(model_class: type, error: Exception, *, role: str, name: str) ->
     """The error for a config that is read, and of which no model can be made."""
     what = f"no {model_class.__name__} can be built from the config.json of {role}: {exception_text(error)}"
     return CheckpointError(what, where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG)
-
-
-def _find_key(config_class: Any, folder: Path) -> tuple[str, Any]:
-    """The one key without which the config can be read, with its value; ("", None) where there is no such key."""
-    from transformers import CONFIG_MAPPING
-
-    found = []
-    with suppress(Exception):  # only for a better message: the config is known to be wrong
-        stated = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-        if config_class.__name__ == "AutoConfig":
-            config_class = CONFIG_MAPPING[stated["model_type"]]
-        for key in stated:
-            with suppress(Exception):
-                config_class.from_dict({name: value for name, value in stated.items() if name != key}).to_dict()
-                found.append(key)
-        if len(found) == 1:
-            return found[0], stated[found[0]]
-    return "", None
-
-
-def _parts_of(config: Any) -> Iterator[Any]:
-    """A config, and those of its parts."""
-    yield config
-    for name in config.sub_configs:
-        if (part := getattr(config, name, None)) is not None:
-            yield from _parts_of(part)
 
 
 def find_dtype(tensors: Iterable[Entry]) -> str:

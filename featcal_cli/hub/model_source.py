@@ -6,12 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
+
 from featcal_cli.hub.adapter import (
     ADAPTER_CONFIG,
-    Adapter,
     check_adapter_files,
     is_adapter,
     read_adapter,
@@ -69,7 +72,7 @@ def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
     if base:
         return find_config(base, above)
     repo = open_repo(adapter)
-    if is_adapter(repo.files) and (base := _name_base(_read_adapter(repo), repo)):
+    if is_adapter(repo.files) and (base := _name_base(repo)):
         return find_config(base, _extend(above, repo))
     check_model(repo.name, repo.files)
     return repo.name, repo.fetch_text("config.json").parent
@@ -77,49 +80,34 @@ def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
 
 def check_model(name: str, files: Collection[str]) -> None:
     """Raises HubError when the files are not those of a transformers model."""
-    if "config.json" not in files:
-        kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
-        other, fix = _find_other_weights(files)
-        if "modules.json" in files and (inner := next((f for f in sorted(files) if _is_transformer(f, files)), None)):
-            folder = inner.removesuffix("/config.json")
-            kind, other = "in the layout of sentence-transformers", f", but {folder}/ has one"
-            fix = f"give its folder {folder} as the model (of a repo, in a local copy), and put the output in its place"
-        raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
+    if "config.json" in files:
+        return
+    kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
+    other, fix = _find_other_weights(files)
+    inner = [file.removesuffix("/config.json") for file in sorted(files) if file.endswith("/config.json")]
+    inner = [folder for folder in inner if f"{folder}/tokenizer_config.json" in files]
+    if "modules.json" in files and inner:
+        kind, other = "in the layout of sentence-transformers", f", but {inner[0]}/ has one"
+        fix = f"give its folder {inner[0]} as the model (of a repo, in a local copy), and put the output in its place"
+    raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
 
 
-def _is_transformer(file: str, files: Collection[str]) -> bool:
-    """Whether a file is the config.json of a model of transformers in a folder of its own."""
-    folder, _, name = file.rpartition("/")
-    return bool(folder) and name == "config.json" and f"{folder}/tokenizer_config.json" in files
-
-
-_CONVERT = "convert them: from_pretrained(..., from_{}=True) of transformers 4, save_pretrained"
 _UNREAD = {
     ".gguf": ("GGUF files", "give the unquantised model that they were made from (often named as base_model)"),
     ".onnx": ("ONNX files", "give the model that they were exported from"),
-    ".h5": ("TensorFlow weights", _CONVERT.format("tf")),
-    ".msgpack": ("Flax weights", _CONVERT.format("flax")),
-    ".npz": ("MLX weights", "give the model that they were made from"),
-    ".nemo": ("NeMo weights", "give the model in transformers' format"),
-    "consolidated.safetensors": (
-        "weights in Mistral's own format", "give the repo that has transformers' model.safetensors",
-    ),
-}  # fmt: skip
+    ".h5": ("TensorFlow weights", "convert them with transformers 4: from_pretrained(..., from_tf=True)"),
+    ".msgpack": ("Flax weights", "convert them with transformers 4: from_pretrained(..., from_flax=True)"),
+    "-of-*.safetensors": ("shards without an index", f"add {SAFETENSORS[1]}, which says where each tensor is"),
+    ".safetensors": ("safetensors of another name", f"rename it to {SAFETENSORS[0]} if it is a full model"),
+}
 """Weights that transformers does not read: how a file's name ends, what it is, and what to do."""
 
 
 def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
     """Weights of a repo that are not read, in words ("" for none), and what to do."""
     for ending, (kind, fix) in _UNREAD.items():
-        if named := sorted(file for file in files if file.endswith(ending)):
+        if named := sorted(file for file in files if fnmatch(file, f"*{ending}")):
             return f", only {kind} ({named[0]})", fix
-    single = sorted(file for file in files if file.endswith(".safetensors"))
-    if shards := [file for file in single if "-of-" in file]:
-        fix = f"add {SAFETENSORS[1]}, which says which shard holds which tensor"
-        return f", only shards without an index ({shards[0]})", fix
-    if single:
-        fix = f"rename it to {SAFETENSORS[0]} if it is a full model"
-        return f", only safetensors of another name ({single[0]})", fix
     return "", "give a full model's repo or folder, with safetensors"
 
 
@@ -151,9 +139,8 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
 
 
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
-    fix = _name_it(repo)
-    adapter = _read_adapter(repo)
-    if not (base_name := base_name or _name_base(adapter, repo)):
+    fix = f"name the base: BASE+{repo.name}"
+    if not (base_name := base_name or _name_base(repo)):
         what = f"{repo.name} is an adapter that does not say which base it is for"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
     above = _extend(above, repo)
@@ -161,37 +148,30 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
         base = _find(base_name, allow_pickle, open_repo, above)
     except HubError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
-        raise HubError(
-            what, where=error.where, fix=error.fix if fix in error.fix else f"{error.fix}; or {fix}"
-        ) from error
+        fix = error.fix if fix in error.fix else f"{error.fix}; or {fix}"
+        raise HubError(what, where=error.where, fix=fix) from error
     return Origin(repo, "adapter", base)
-
-
-def _name_it(repo: Repo) -> str:
-    return f"name the base: BASE+{repo.name}"
 
 
 def _extend(above: tuple[str, ...], repo: Repo) -> tuple[str, ...]:
     """The adapters above the base of one more. Raises HubError for an adapter that is its own base."""
     if repo.pinned in above:
-        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=_name_it(repo))
+        fix = f"name the base: BASE+{repo.name}"
+        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=fix)
     return (*above, repo.pinned)
 
 
-def _read_adapter(repo: Repo) -> Adapter:
-    return read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
-
-
-def _name_base(adapter: Adapter, repo: Repo) -> str:
+def _name_base(repo: Repo) -> str:
     """The base that an adapter names; empty where it names none. Raises HubError for an adapter on the Hub that names
     a folder of this machine: what lies there is nothing that a stranger may put into a model."""
+    adapter = read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
     if not adapter.base or repo.folder:
         return adapter.base
     try:
         return locate(adapter.base, repo)
     except UnusableError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {quoted(adapter.base)} {error}"
-        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=_name_it(repo)) from error
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=f"name the base: BASE+{repo.name}") from error
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -246,9 +226,6 @@ def _locate_part(text: str, folder: Path | None) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
-
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi, constants
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # meant to be exported
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
+from huggingface_hub.utils.sha import git_hash
 
-from featcal_cli.hub import client, remote
+from featcal_cli.hub import client
 from featcal_cli.hub.download import Watch
-from featcal_cli.hub.messages import ODD, explained_writing, gone, hub_page
-from featcal_cli.hub.repo import list_commit
+from featcal_cli.hub.messages import LOGIN, ODD, explained, gone, hub_page
+from featcal_cli.hub.weight_files import find_second_copies
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.progress import announce, hub_host
 from featcal_cli.runtime.sanitise import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
 """Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+LARGE = 10_000_000
+"""Bytes from which on a file is uploaded by itself, so that the progress can be told."""
+RIGHTS = frozenset({"repo.write", "discussion.write"})
+"""To commit, and to open a pull request."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,99 @@ class Pushed:
     pull_request: int | None
 
 
+@dataclass(frozen=True)
+class Account:
+    name: str
+    """Their name, which is a namespace too; empty where the Hub tells none."""
+    namespaces: frozenset[str]
+    """Every namespace that they may write to, in lower case."""
+    reads_only: frozenset[str]
+    """Namespaces of organisations in which they have no right to write, in lower case."""
+    rights: frozenset[str]
+    """Members of RIGHTS that the token has in some namespace."""
+
+
+def describe_account(user: Mapping[str, Any]) -> Account:
+    """The user of a token and what that token may do, as the Hub tells it."""
+    name = str(user.get("name") or "")
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    fine_grained = token.get("fineGrained") or {}
+    scopes = fine_grained.get("scoped") or []
+    permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
+    permissions |= set(fine_grained.get("global") or [])
+    granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
+    roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
+    # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
+    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
+    reads_only = frozenset(org for org, role in roles.items() if role == "read")
+    rights = granted.get(str(token.get("role")), RIGHTS)
+    return Account(name, frozenset({name.lower(), *roles, *scoped}), reads_only, rights)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A repo's files at the newest commit of a branch or pull request."""
+
+    commit: str
+    private: bool
+    """Whether only some may see the repo."""
+    files: Mapping[str, Any]
+    """What the Hub lists of each: size and blob_id, and lfs for large ones."""
+
+    @property
+    def has_model(self) -> bool:
+        return "config.json" in self.files or bool(self.stale({}))
+
+    def differences(self, additions: Mapping[str, CommitOperationAdd]) -> list[str]:
+        """The files that are missing here, or are other ones."""
+        return [path for path, own in additions.items() if not _is_same(own, self.files.get(path))]
+
+    def stale(self, additions: Mapping[str, CommitOperationAdd]) -> list[str]:
+        """Weight files, of whatever format, that are not part of what is pushed: another model's, once it is."""
+        copies = find_second_copies({path: file.size or 0 for path, file in self.files.items()})
+        return [path for path in self.files if path not in additions and (path.endswith(WEIGHTS) or path in copies)]
+
+    def is_result_of(self, additions: Mapping[str, CommitOperationAdd]) -> bool:
+        return not self.differences(additions) and not self.stale(additions)
+
+
+def _is_same(own: CommitOperationAdd, listed: Any) -> bool:
+    if listed is None or listed.size != own.upload_info.size:
+        return False
+    if listed.lfs:
+        return bool(listed.lfs.sha256 == own.upload_info.sha256.hex())
+    return bool(listed.blob_id == git_hash(Path(str(own.path_or_fileobj)).read_bytes()))
+
+
+def _read_head(repo_id: str, revision: str = "main") -> _Head | None:
+    """The head of a model repo; None where there is no such repo for this token. Asks the Hub, never the cache."""
+    try:
+        info = client.with_retries(lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True))
+    except GatedRepoError:
+        raise
+    except RepositoryNotFoundError:
+        return None
+    return _Head(str(info.sha), bool(info.private), {file.rfilename: file for file in info.siblings or ()})
+
+
+def read_folder(folder: Path) -> dict[str, CommitOperationAdd]:
+    """Every file of a folder by its path, as part of a commit; what is hidden is left out. Raises HubError for a link
+    that leads out of the folder or nowhere, for a linked folder, and for no file at all."""
+    files, inside = {}, folder.resolve()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue
+        if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(inside)):
+            what = f"{name.as_posix()} is a link to something outside of the folder"
+            raise HubError(what, where=str(folder), fix="replace the link by the file itself")
+        if path.is_file():
+            files[name.as_posix()] = CommitOperationAdd(name.as_posix(), str(path))
+    if not files:
+        raise HubError("there is nothing to push", where=str(folder), fix="give the folder of a finished model")
+    return files
+
+
 def check_target(
     repo_id: str, *, private: bool, create_pr: bool, overwrite_repo: bool, finished: Path | None = None
 ) -> Target:
@@ -47,184 +148,31 @@ def check_target(
     that an earlier run may have pushed already; a repo that holds just this is fine. Raises HubError for a missing,
     unknown or read-only token, a repo of somebody else, a repo that holds a model where neither `create_pr` nor
     `overwrite_repo` is given, and a pull request to a repo that does not exist."""
-    with explained_writing(repo_id):
+    where = f"--push-to {repo_id}"
+    with explained(repo_id, writing=True):
         validate_repo_id(repo_id)
     if "/" not in repo_id:
-        raise HubError(f"{repo_id!r} names no user", where=f"--push-to {repo_id}", fix=f"write USER/{repo_id}")
-    account = remote.read_account(repo_id, create_pr=create_pr)
-    target = Target(repo_id, account.name, private, create_pr, overwrite_repo)
-    with explained_writing(repo_id):
-        head = remote.read_head(repo_id)
-    if not create_pr:
-        remote.check_namespace(account, repo_id)
-    is_ours = bool(finished and head and head.has_model and head.is_result_of(remote.read_folder(finished)))
+        raise HubError(f"{repo_id!r} names no user", where=where, fix=f"write USER/{repo_id}")
+    if get_token() is None:
+        raise HubError("pushing needs a token, and there is none", where=where, fix=LOGIN)
+    with explained(repo_id, writing=True):
+        account = describe_account(client.with_retries(HfApi().whoami))
+        target = Target(repo_id, account.name, private, create_pr, overwrite_repo)
+        head = _read_head(repo_id)
+    if account.rights.isdisjoint(RIGHTS if create_pr else {"repo.write"}):
+        fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
+        raise HubError(f"the token of {account.name} may only read", where=where, fix=fix)
+    owner, _, name = repo_id.partition("/")
+    may_write = not account.name or owner.lower() in account.namespaces - account.reads_only
+    if not (create_pr or may_write):
+        what = f"{owner} is neither {account.name} nor an organisation in which {account.name} may write"
+        raise HubError(what, where=where, fix=f"push to {account.name}/{name}, or use a token of a user who may")
+    is_ours = bool(finished and head and head.has_model and head.is_result_of(read_folder(finished)))
     _check_head(target, head, is_ours=is_ours)
     return target
 
 
-def push(folder: Path, target: Target, *, message: str, watch: Watch | None = None) -> Pushed:
-    """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if need be.
-
-    Weight files of the repo that `folder` has not are deleted by the same commit: a loader could prefer them. Safe to
-    run again: what the Hub has already is neither uploaded nor committed twice. `watch` is told how many bytes of large
-    files have been sent. Raises HubError when that fails, or when the Hub then holds something else.
-    """
-    attempt = None
-    try:
-        with explained_writing(target.repo_id):
-            attempt = _Push(folder, target, message, watch)
-            return attempt.run()
-    except HubError as error:
-        again = "the same command again pushes it"
-        if attempt and attempt.may_be_sent:
-            made = "pull request" if target.create_pr else "commit"
-            again = (
-                f"the {made} may be at {hub_page(target.repo_id)} all the same, and the same command again finds out"
-            )
-        fix = f"{error.fix}; the finished model is in {folder}, and {again}"
-        raise HubError(error.what, where=error.where, fix=fix) from error
-
-
-class _Push:
-    """One push, from the first look at the repo to the last."""
-
-    def __init__(self, folder: Path, target: Target, message: str, watch: Watch | None) -> None:
-        self._folder, self._target, self._message, self._watch = folder, target, message, watch
-        self._repo_id, self._page = target.repo_id, hub_page(target.repo_id)
-        self._files = remote.read_folder(folder)
-        self.may_be_sent = False
-        """Whether our commit may be on the Hub, or may yet arrive there."""
-        self._api = HfApi()
-
-    def run(self) -> Pushed:
-        earlier, head = self._look()
-        _check_head(self._target, head, is_ours=earlier is not None)
-        if earlier:
-            return earlier
-        head = head or self._create()
-        pushed = self._commit(head, self._upload())
-        if wrong := remote.differences(self._files, list_commit(self._repo_id, pushed.commit)):
-            self.may_be_sent = False
-            what = f"{self._repo_id} holds something else than what was pushed: {list_some(wrong)}"
-            fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
-            raise HubError(what, where=pushed.url, fix=fix)
-        return pushed
-
-    def _look(self) -> tuple[Pushed | None, remote.Head | None]:
-        """Our commit, if the repo or an open pull request of this user has it, and the head of main."""
-        head = remote.read_head(self._repo_id)
-        if head is None:
-            return None, None
-        if head.is_result_of(self._files):
-            return self._as_pushed(head.commit, None), head
-        if self._target.create_pr:
-            for pull in self._list_pull_requests():
-                proposed = remote.read_head(self._repo_id, f"refs/pr/{pull.num}")
-                if proposed and proposed.is_result_of(self._files):
-                    return self._as_pushed(proposed.commit, pull.num), head
-        return None, head
-
-    def _list_pull_requests(self) -> list[Discussion]:
-        return list(
-            self._api.get_repo_discussions(
-                self._repo_id, author=self._target.user, discussion_type="pull_request", discussion_status="open"
-            )
-        )
-
-    def _as_pushed(self, commit: str, pull_request: int | None) -> Pushed:
-        page = f"{self._page}/discussions/{pull_request}" if pull_request else self._page
-        return Pushed(page, commit, pull_request)
-
-    def _create(self) -> remote.Head:
-        # None leaves it to what the organisation has as its default
-        private = self._target.private or None
-        unclear: Exception | None = None
-        try:
-            client.patiently(lambda: self._api.create_repo(self._repo_id, private=private))
-        except Exception as error:
-            # it may be there all the same: somebody was faster, or the answer of a try of ours was lost or odd
-            if not (isinstance(error, ODD) or client.is_conflict(error)):
-                raise
-            unclear = error
-        head = remote.read_head(self._repo_id)
-        if head is None:
-            raise unclear or gone(self._repo_id)
-        _check_head(self._target, head, is_ours=False)
-        return head
-
-    def _upload(self) -> list[CommitOperationAdd]:
-        """The files as parts of a commit, the large ones uploaded, as far as the Hub lacks them."""
-        additions = remote.counted_additions(self._folder, self._files, self._repo_id, self._watch)
-
-        def preupload() -> None:
-            self._api.preupload_lfs_files(
-                self._repo_id,
-                additions,
-                create_pr=self._target.create_pr,
-                free_memory=False,
-                gitignore_content=KEEP_ALL,
-            )
-
-        # the client tries again what passes, but at the same address
-        with remote.told_xet(self._repo_id, self._watch):
-            try:
-                client.patiently(preupload, client.worth_renewing)
-            except Exception as error:
-                if not client.is_xet_failure(error):
-                    raise
-                kind = type(client.root_of(error)).__name__
-                announce(f"{hub_host()} takes no upload over Xet ({kind}): it goes on over HTTP")
-                with remote.exchanged(constants, "HF_HUB_DISABLE_XET", True):
-                    client.patiently(preupload, client.worth_renewing)
-        return additions
-
-    def _commit(self, head: remote.Head, additions: list[CommitOperationAdd]) -> Pushed:
-        """Commit once on top of `head`, and only there."""
-        deletions = [CommitOperationDelete(path) for path in head.stale(self._files)]
-        for number in range(1, client.TRIES + 1):
-            try:
-                done = self._api.create_commit(
-                    self._repo_id,
-                    [*additions, *deletions],
-                    commit_message=self._message,
-                    create_pr=self._target.create_pr,
-                    parent_commit=head.commit,
-                )
-                self.may_be_sent = True
-                return self._as_pushed(done.oid, done.pr_num)
-            except Exception as error:
-                if pushed := self._find_after(error, client.PAUSE * 2 ** (number - 1)):
-                    return pushed
-                if number == client.TRIES:
-                    raise
-        raise AssertionError("the last try returned or raised")
-
-    def _find_after(self, error: Exception, pause: float) -> Pushed | None:
-        """Our commit, if it was made even though the client saw `error`; None where trying again does no harm. Raises
-        the error where trying again would do harm, or would not help."""
-        wait = pause if client.is_conflict(error) else client.worth_waiting(error, pause)
-        may_be_committed = client.may_be_committed(error)
-        if wait is None and not may_be_committed:
-            raise error
-        self.may_be_sent |= may_be_committed
-        # what timed out may yet be carried out: a second commit is then a conflict, but a second pull request is not
-        is_final = client.is_conflict(error) or (client.is_timeout(error) and self._target.create_pr)
-        for number in range(client.TRIES if is_final else 1):
-            if wait is not None:
-                client.pause_after(client.blame(error), wait * 2**number)
-            pushed, head = self._look()
-            if pushed:
-                self.may_be_sent = True
-                return pushed
-            self.may_be_sent = may_be_committed and client.is_late(error)
-            if head is None:
-                raise gone(self._repo_id) from error
-        if is_final or wait is None:
-            raise error
-        return None
-
-
-def _check_head(target: Target, head: remote.Head | None, *, is_ours: bool) -> None:
+def _check_head(target: Target, head: _Head | None, *, is_ours: bool) -> None:
     """Raise HubError where what the repo is now forbids the push; `is_ours`: it holds what is to be pushed."""
     repo_id, where = target.repo_id, f"--push-to {target.repo_id}"
     if head is None:
@@ -238,3 +186,123 @@ def _check_head(target: Target, head: remote.Head | None, *, is_ours: bool) -> N
     if head.has_model and not (is_ours or target.create_pr or target.overwrite_repo):
         fix = "give --create-pr to propose the change, --overwrite-repo to commit to it, or push to another repo"
         raise HubError(f"{repo_id} already holds a model", where=where, fix=fix)
+
+
+def push(folder: Path, target: Target, *, message: str, watch: Watch | None = None) -> Pushed:
+    """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if need be.
+
+    Weight files of the repo that `folder` has not are deleted by the same commit: a loader could prefer them. Safe to
+    run again: what the Hub has already is neither uploaded nor committed twice. `watch` is told how many bytes have
+    been sent. Raises HubError when that fails, or when the Hub then holds something else.
+    """
+    repo_id = target.repo_id
+    try:
+        with explained(repo_id, writing=True):
+            additions = read_folder(folder)
+            earlier, head = _look(target, additions)
+            _check_head(target, head, is_ours=earlier is not None)
+            if earlier:
+                return earlier
+            head = head or _create(target)
+            _upload(target, list(additions.values()), watch)
+            pushed = _commit(target, head, additions, message)
+            now = _read_head(repo_id, pushed.commit)
+            if now is None:
+                raise gone(repo_id)
+        if wrong := now.differences(additions):
+            what = f"{repo_id} holds something else than what was pushed: {list_some(wrong)}"
+            fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
+            raise HubError(what, where=pushed.url, fix=fix)
+        return pushed
+    except HubError as error:
+        again = "the same command again pushes it, or finds it where it has arrived all the same"
+        fix = f"{error.fix}; the finished model is in {folder}, and {again}"
+        raise HubError(error.what, where=error.where, fix=fix) from error
+
+
+def _look(target: Target, additions: Mapping[str, CommitOperationAdd]) -> tuple[Pushed | None, _Head | None]:
+    """Our commit, if the repo or an open pull request of this user has it, and the head of main."""
+    head = _read_head(target.repo_id)
+    if head is None:
+        return None, None
+    if head.is_result_of(additions):
+        return _as_pushed(target, head.commit, None), head
+    if target.create_pr:
+        options: Any = {"author": target.user, "discussion_type": "pull_request", "discussion_status": "open"}
+        for pull in client.with_retries(lambda: list(HfApi().get_repo_discussions(target.repo_id, **options))):
+            proposed = _read_head(target.repo_id, f"refs/pr/{pull.num}")
+            if proposed and proposed.is_result_of(additions):
+                return _as_pushed(target, proposed.commit, pull.num), head
+    return None, head
+
+
+def _as_pushed(target: Target, commit: str, pull_request: int | None) -> Pushed:
+    page = hub_page(target.repo_id)
+    return Pushed(f"{page}/discussions/{pull_request}" if pull_request else page, commit, pull_request)
+
+
+def _create(target: Target) -> _Head:
+    # None leaves it to what the organisation has as its default
+    private = target.private or None
+    unclear: Exception | None = None
+    try:
+        client.with_retries(lambda: HfApi().create_repo(target.repo_id, private=private, exist_ok=True))
+    except ODD as error:  # it may be there all the same
+        unclear = error
+    head = _read_head(target.repo_id)
+    if head is None:
+        raise unclear or gone(target.repo_id)
+    _check_head(target, head, is_ours=False)
+    return head
+
+
+def _upload(target: Target, additions: Sequence[CommitOperationAdd], watch: Watch | None) -> None:
+    """Upload the files that git does not keep, as far as the Hub lacks them: small ones together, others one by one."""
+    large = [[addition] for addition in additions if addition.upload_info.size >= LARGE]
+    small = [addition for addition in additions if addition.upload_info.size < LARGE]
+    total = sum(addition.upload_info.size for addition in additions)
+    sent = 0
+    for batch in (small, *large):
+
+        def preupload(batch: Sequence[CommitOperationAdd] = batch) -> None:
+            HfApi().preupload_lfs_files(
+                target.repo_id, batch, create_pr=target.create_pr, free_memory=False, gitignore_content=KEEP_ALL
+            )
+
+        # the client tries again what passes, but at the same address
+        client.with_retries(preupload, client.is_lapsed)
+        sent += sum(addition.upload_info.size for addition in batch)
+        if watch:
+            watch(target.repo_id, sent, total)
+
+
+def _commit(target: Target, head: _Head, additions: Mapping[str, CommitOperationAdd], message: str) -> Pushed:
+    """Commit once on top of `head`, and only there."""
+    operations: list[Any] = [*additions.values(), *map(CommitOperationDelete, head.stale(additions))]
+    for number in range(1, client.TRIES + 1):
+        try:
+            done = HfApi().create_commit(
+                target.repo_id,
+                operations,
+                commit_message=message,
+                create_pr=target.create_pr,
+                parent_commit=head.commit,
+            )
+            return _as_pushed(target, done.oid, done.pr_num)
+        except Exception as error:
+            passes = client.may_pass(error)
+            is_refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
+            if is_refused and not passes and not client.is_conflict(error):
+                raise
+            if not client.is_conflict(error):
+                client.pause_after(error, number)
+            # its answer may have been lost, or may come late
+            pushed, now = _look(target, additions)
+            if pushed:
+                return pushed
+            if now is None:
+                raise gone(target.repo_id) from error
+            # a second commit on the same parent is refused, a second pull request is not
+            if not passes or number == client.TRIES or (target.create_pr and not is_refused):
+                raise
+    raise AssertionError("the last try returned or raised")

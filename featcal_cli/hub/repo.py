@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -21,14 +21,13 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub import RepoFile as ListedFile
-from huggingface_hub.errors import CachedRepoTreeNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils._headers import build_hf_headers
-from huggingface_hub.utils._http import hf_raise_for_status
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
-from featcal_cli.hub.client import patiently, unreachable
+from featcal_cli.hub.client import is_unreachable, with_retries
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, check_distinct, parse_header, parse_index
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, join_headers, parse_header, parse_index
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.progress import hub_host
@@ -46,13 +45,7 @@ MAX_TEXT_BYTES = 10_000_000
 @dataclass(frozen=True)
 class RepoFile:
     size: int
-    """Bytes; 0 where the listing is what a cache holds."""
-    oid: str | None = None
-    """Git's id of what it keeps: the content, or of a large file a pointer that says where the content is."""
-    sha256: str | None = None
-    """Checksum of the content, for large files."""
-    is_remembered: bool = False
-    """Whether it was read from a listing in the cache, which leaves out the sha256 of large files."""
+    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,23 @@ class Repo:
                 stream.seek(start)
                 return stream.read(stop - start)
         with self.explained(path):
-            return patiently(lambda: self._fetch_range(path, start, stop))
+            return with_retries(lambda: self._fetch_range(path, start, min(stop, self.files[path].size)))
+
+    def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
+        url = hf_hub_url(self.name, path, revision=self.commit, repo_type=self.kind)
+        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        # a server that ignores the range would send gigabytes: what is more than asked for is not read
+        with get_session().stream("GET", url, headers=headers) as response:
+            hf_raise_for_status(response)
+            content = bytearray()
+            skip = start if response.status_code == 200 else 0
+            for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) >= skip + stop - start:
+                    break
+        if len(content) < skip + stop - start:
+            raise OSError("fewer bytes arrived than the listing tells of")  # like one of the client's, for another try
+        return bytes(content[skip : skip + stop - start])
 
     def fetch_text(self, path: str) -> Path:
         """The path of a small file on this machine, downloaded first if need be. Raises HubError."""
@@ -128,26 +137,9 @@ class Repo:
         if self.files[path].size > MAX_TEXT_BYTES:
             what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
             raise HubError(what, where=self.name, fix="use another repo or revision")
+        fetch = partial(hf_hub_download, self.name, path, revision=self.commit, repo_type=self.kind)
         with self.explained(path):
-            return Path(patiently(lambda: hf_hub_download(self.name, path, revision=self.commit, repo_type=self.kind)))
-
-    def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
-        url = hf_hub_url(self.name, path, revision=self.commit, repo_type=self.kind)
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        # a server that ignores the range would send gigabytes: what is more than asked for is not read
-        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
-            hf_raise_for_status(response)
-            content = bytearray()
-            skip = start if response.status_code == 200 else 0
-            for chunk in response.iter_bytes():
-                content += chunk
-                if len(content) >= skip + stop - start:
-                    break
-        part = bytes(content[skip : skip + stop - start])
-        size = self.files[path].size if path in self.files else 0
-        if len(part) < min(stop, size) - start:
-            raise OSError("fewer bytes arrived than the listing tells of")  # like one of the client's, for another try
-        return part
+            return Path(with_retries(fetch))
 
 
 Opener = Callable[[str, Kind], Repo]
@@ -167,11 +159,9 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     if revision is not None and not (repo and revision):
         raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
     with explained(repo, revision or "", kind):
-        commit = resolve_revision(repo, revision=revision, repo_type=kind).resolved
+        commit = with_retries(lambda: resolve_revision(repo, revision=revision, repo_type=kind)).resolved
     if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
-        what = f"{hub_host()} does not answer like a Hub: it calls {quoted(commit)} a commit of {repo}"
-        if not commit.strip():
-            what = f"the Hub's cache does not say which commit of {repo} was seen last"
+        what = f"the Hub, or what its cache remembers of it, calls {quoted(commit)} a commit of {repo}"
         raise HubError(what, where=repo, fix="check HF_ENDPOINT and the proxy, and run again with the Hub in reach")
     return Repo(repo, kind, commit, None)
 
@@ -183,44 +173,30 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
     if SAFETENSORS[0] not in repo.files:
         text = repo.read_text(SAFETENSORS[1])
         names = [] if text is None else parse_index(text, f"{repo.name}/{SAFETENSORS[1]}")
-    tensors: dict[str, Entry] = {}
-    for name in names:
-        if name not in repo.files:
-            what = f"{repo.name} has no {name}, which its {SAFETENSORS[1]} names"
-            raise HubError(what, where=repo.pinned, fix="use another revision, or tell the repo's owner")
-        try:
-            header = parse_header(partial(repo.read_bytes, name), repo.files[name].size)
-            check_distinct(tensors, header)
-            tensors |= header
-        except ValueError as error:
-            what = f"{name} of {repo.name} is not a whole safetensors file: {error}"
-            raise HubError(what, where=repo.pinned, fix="use another revision, or download it again") from error
-    return tensors
+    if lost := sorted(set(names) - repo.files.keys()):
+        what = f"{repo.name} has no {lost[0]}, which its {SAFETENSORS[1]} names"
+        raise HubError(what, where=repo.pinned, fix="use another revision, or tell the repo's owner")
 
+    def read(name: str) -> dict[str, Entry]:
+        return parse_header(partial(repo.read_bytes, name), repo.files[name].size)
 
-def list_commit(name: str, commit: str, kind: Kind = "model") -> dict[str, RepoFile]:
-    """Every file of a commit by its path, as the Hub lists them now. Raises HubError for a listing without end, and
-    what the client raises."""
-    files: dict[str, RepoFile] = {}
-    for file in HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=kind):
-        if not isinstance(file, ListedFile):
-            continue
-        if file.path in files:  # pages that lead to each other would never end
-            what = f"{hub_host()} does not answer like a Hub: it lists {quoted(file.path)} twice"
-            raise HubError(what, where=f"{name}@{commit}", fix="check HF_ENDPOINT and the proxy")
-        files[file.path] = RepoFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
-    return files
+    fix = "use another revision, or download it again"
+    return join_headers(names, read, repo.name, lambda _: (repo.pinned, fix))
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit, from the Hub; where it cannot tell, from the cache, or what is on disk if it is a whole
-    model."""
+    """Every file of a commit, from the listing that huggingface_hub keeps, else from the Hub; where it cannot tell,
+    what is on disk if it is a whole model."""
     try:
-        files = _list_once(name, commit, kind) or list_commit(name, commit, kind)
-    except Exception as error:
-        files = _cached_files(name, commit, kind) if unreachable(error) else {}
-        if not files:
-            raise
+        files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind), name)
+    except CachedRepoTreeNotFoundError:
+        try:
+            tree = partial(HfApi().list_repo_tree, name, recursive=True, revision=commit, repo_type=kind)
+            files = with_retries(lambda: _read_listing(tree(), name))
+        except Exception as error:
+            files = _cached_files(name, commit, kind) if is_unreachable(error) else {}
+            if not files:
+                raise
     for path in files:
         if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
             what = f"{name} lists a file outside of itself: {quoted(path)}"
@@ -228,31 +204,21 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     return files
 
 
-def _list_once(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit whose listing huggingface_hub keeps in its cache, as the Hub lists them, or else as they
-    are remembered: a commit never changes, so that nothing is worth waiting for. Only the Hub tells the sha256 of large
-    files. Empty where there is no such listing."""
-    try:
-        tree = get_cached_repo_tree(name, revision=commit, repo_type=kind)
-    except CachedRepoTreeNotFoundError:
-        return {}
-    files = {file.path: RepoFile(file.size, file.blob_id, is_remembered=True) for file in tree}
-    try:
-        info = HfApi().repo_info(name, revision=commit, repo_type=kind, files_metadata=True)
-    except Exception as error:
-        if unreachable(error) or isinstance(error, (HfHubHTTPError, ValueError, LookupError, TypeError)):
-            return files
-        raise
-    for file in getattr(info, "siblings", None) or ():
-        if file.rfilename in files and file.size is not None:
-            sha256 = file.lfs.sha256 if file.lfs else None
-            files[file.rfilename] = replace(files[file.rfilename], sha256=sha256, is_remembered=False)
+def _read_listing(tree: Iterable[object], name: str) -> dict[str, RepoFile]:
+    files: dict[str, RepoFile] = {}
+    for file in tree:
+        if not isinstance(file, ListedFile):
+            continue
+        if file.path in files:  # pages that lead to each other would never end
+            what = f"{hub_host()} does not answer like a Hub: it lists {quoted(file.path)} twice"
+            raise HubError(what, where=name, fix="check HF_ENDPOINT and the proxy")
+        files[file.path] = RepoFile(file.size)
     return files
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """The files that the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to hold it
-    against, what is on disk says nothing about what the repo lacks."""
+    """The files that the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to compare
+    it with, what is on disk says nothing about what the repo lacks."""
     try:
         folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
     except LocalEntryNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -38,7 +38,9 @@ def divide_files(folder: Path) -> Files:
     left_out = set(find_second_copies({name: (folder / name).stat().st_size for name in names})) - weights
     tensors = {name: (folder / file, entry) for file in weights for name, entry in read_header(folder / file).items()}
     modules, shadowing = _list_modules(folder), list[str]()
-    if SAFETENSORS[0] in weights and SAFETENSORS[1] in names and not _is_true(folder, tensors):
+    # an index beside a single file stays if it says of every tensor that it lies there
+    is_true = _read_json(folder / SAFETENSORS[1], "weight_map") == dict.fromkeys(tensors, SAFETENSORS[0])
+    if SAFETENSORS[0] in weights and SAFETENSORS[1] in names and not is_true:
         left_out.add(SAFETENSORS[1])
     for name in names:
         if not name.endswith(".safetensors") or name in weights | left_out or not _repeats(folder / name, tensors):
@@ -52,20 +54,18 @@ def divide_files(folder: Path) -> Files:
 
 def _list_modules(folder: Path) -> list[str]:
     """The folders of the modules that sentence-transformers builds a model of, but for the model's own folder."""
-    try:
-        modules = parse_json((folder / "modules.json").read_text(encoding="utf-8"))
-        return [module["path"] for module in modules if str(module["path"]).strip("./")]
-    except (OSError, ValueError, LookupError, TypeError):  # none, or one that nobody can read
-        return []
+    modules = _read_json(folder / "modules.json")
+    paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    return [path for path in paths if isinstance(path, str) and path.strip("./")]
 
 
-def _is_true(folder: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
-    """Whether the index beside a single file says of every tensor that it lies there."""
+def _read_json(file: Path, key: str = "") -> Any:
+    """The content of a file, or what stands there under a key; None for one that nobody can read."""
     try:
-        index = parse_json((folder / SAFETENSORS[1]).read_text(encoding="utf-8"))
-        return bool(index["weight_map"] == dict.fromkeys(tensors, SAFETENSORS[0]))
+        content = parse_json(file.read_text(encoding="utf-8"))
+        return content[key] if key else content
     except (OSError, ValueError, LookupError, TypeError):
-        return False
+        return None
 
 
 def _repeats(file: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
@@ -79,11 +79,11 @@ def _repeats(file: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
     if file.parent in {own.parent for own, _ in tensors.values()} and not header.keys().isdisjoint(tensors):
         return True
     known = {name.partition(".")[2]: name for name in tensors} | {name: name for name in tensors}
-    twins = {name: known.get(name) or known.get(name.partition(".")[2]) for name in header}
-    return bool(twins) and all(
-        own is not None and header[name].shape == tensors[own][1].shape and _are_equal(file, name, tensors[own][0], own)
-        for name, own in twins.items()
-    )
+    for name, entry in header.items():
+        own = known.get(name) or known.get(name.partition(".")[2])
+        if own is None or entry.shape != tensors[own][1].shape or not _are_equal(file, name, tensors[own][0], own):
+            return False
+    return bool(header)
 
 
 def _are_equal(file: Path, name: str, own: Path, own_name: str) -> bool:
@@ -93,10 +93,9 @@ def _are_equal(file: Path, name: str, own: Path, own_name: str) -> bool:
     one, other = _read_beginning(file, name), _read_beginning(own, own_name)
     if not (one.is_floating_point() and other.is_floating_point()):
         return torch.equal(one, other)
-    coarse = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    limits, is_same_dtype = torch.finfo(coarse), one.dtype == other.dtype
-    one, other = (part.to(coarse).to(torch.float64) for part in (one, other))
-    tolerance = 0.0 if is_same_dtype else limits.eps
+    limits = max((torch.finfo(part.dtype) for part in (one, other)), key=lambda limits: limits.eps)
+    tolerance = 0.0 if one.dtype == other.dtype else limits.eps
+    one, other = (part.to(getattr(torch, limits.dtype)).double() for part in (one, other))
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance and limits.tiny, equal_nan=True)
 
 

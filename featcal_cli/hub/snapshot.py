@@ -19,10 +19,9 @@ from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
     SAFETENSORS,
-    Entry,
-    check_distinct,
     converted_copy,
     folder_key,
+    join_headers,
     read_header,
     weight_files,
 )
@@ -126,17 +125,15 @@ def _delete(path: Path) -> str:
 
 def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
     """The snapshot itself. Raises HubError when one of its files is missing, cut short, or no safetensors file."""
-    check_model(snapshot.name, [file.name for file in snapshot.folder.iterdir()])
-    tensors: dict[str, Entry] = {}
-    for file in snapshot.weights() or [snapshot.folder / SAFETENSORS[0]]:
-        if not file.exists():
-            what = f"the copy of {snapshot.name} is incomplete: {file.name} is missing"
-            raise HubError(what, where=str(snapshot.folder), fix=fix or "run once with the Hub in reach")
-        try:
-            header = read_header(file)
-            check_distinct(tensors, header)
-            tensors |= header
-        except ValueError as error:
-            what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
-            raise HubError(what, where=str(file), fix=fix or f"{_delete(file.resolve())} and run again") from error
+    folder = snapshot.folder
+    check_model(snapshot.name, [file.name for file in folder.iterdir()])
+    names = [file.name for file in snapshot.weights()] or [SAFETENSORS[0]]
+    if lost := [name for name in names if not (folder / name).exists()]:
+        what = f"the copy of {snapshot.name} is incomplete: {lost[0]} is missing"
+        raise HubError(what, where=str(folder), fix=fix or "run once with the Hub in reach")
+
+    def tell(name: str) -> tuple[str, str]:
+        return str(folder / name), fix or f"{_delete((folder / name).resolve())} and run again"
+
+    join_headers(names, lambda name: read_header(folder / name), snapshot.name, tell)
     return snapshot

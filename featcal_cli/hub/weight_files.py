@@ -11,20 +11,20 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
-from featcal_cli.runtime.sanitise import quoted
+from featcal_cli.runtime.sanitise import exception_text, quoted
 from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
@@ -90,28 +90,24 @@ def find_second_copies(sizes: Mapping[str, int]) -> list[str]:
     own = [
         sum(size for path, size in sizes.items() if fnmatch(path, f"{kind}*")) for kind in ("model", "pytorch_model")
     ]
-    whole = max(own)
-
-    def repeats(path: str) -> bool:
-        if any(fnmatch(path, pattern) for pattern in ANYWHERE):
-            return True
-        if "/" in path:
-            return bool(EARLIER.fullmatch(path)) or any(fnmatch(path, pattern) for pattern in BELOW)
-        is_large = path.endswith(PICKLED) and LARGE * sizes[path] >= whole > 0
-        return is_large or any(fnmatch(path, pattern) for pattern in AT_THE_TOP)
-
-    return [path for path in sizes if repeats(path)]
+    copies = []
+    for path in sizes:
+        patterns = (*ANYWHERE, *(BELOW if "/" in path else AT_THE_TOP))
+        is_large = "/" not in path and path.endswith(PICKLED) and LARGE * sizes[path] >= max(own) > 0
+        if is_large or EARLIER.fullmatch(path) or any(fnmatch(path, pattern) for pattern in patterns):
+            copies.append(path)
+    return copies
 
 
 def read_shards(index: Path) -> list[str]:
     """The files that an index on this machine names, in order. Raises HubError."""
     try:
-        return parse_index(index.read_text(encoding="utf-8"), str(index))
-    except (OSError, UnicodeDecodeError) as error:
+        return parse_index(index.read_bytes(), str(index))
+    except OSError as error:
         raise HubError(f"{index.name} is not a weight index", where=str(index), fix="download it again") from error
 
 
-def parse_index(text: str, where: str) -> list[str]:
+def parse_index(text: str | bytes, where: str) -> list[str]:
     """The files that a weight index names, in order. Raises HubError."""
     name = PurePosixPath(where).name
     try:
@@ -123,6 +119,27 @@ def parse_index(text: str, where: str) -> list[str]:
         what = f"{name} names no weight file in its own folder"
         raise HubError(what, where=where, fix="use another copy of the model")
     return files
+
+
+def join_headers(
+    names: Iterable[str],
+    read: Callable[[str], dict[str, Entry]],
+    model: str,
+    tell: Callable[[str], tuple[str, str]],
+) -> dict[str, Entry]:
+    """The tensors of all files of a model, whose headers `read` returns. tell: where a file lies, and what to do where
+    it is broken. Raises HubError for a broken one, and for a tensor in two of them: which counts, nothing says."""
+    tensors: dict[str, Entry] = {}
+    for name in names:
+        try:
+            header = read(name)
+            if twice := tensors.keys() & header.keys():
+                raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
+        except ValueError as error:
+            (where, fix), what = tell(name), f"{name} of {model} is not a whole safetensors file: {error}"
+            raise HubError(what, where=where, fix=fix) from error
+        tensors |= header
+    return tensors
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -146,63 +163,14 @@ def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entr
         raise ValueError(f"its header has {start - 8:,} bytes, and none is so long")
     if start > len(content):
         content += read(len(content), start)
-    is_repeated = False
-
-    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal is_repeated
-        mapping = dict(pairs)
-        is_repeated |= len(mapping) < len(pairs)
-        return mapping
-
     try:
-        header = json.loads(content[8:start].decode(), object_pairs_hook=as_dict, parse_constant=_refuse_constant)
-        metadata = header.pop("__metadata__", None)
-        if metadata is not None and not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its metadata are no texts")
-        for name in header:
-            name.encode()  # half characters have no place in a file
-    except (ValueError, RecursionError, AttributeError, TypeError):
-        raise ValueError("its header is invalid") from None
-    if is_repeated:
-        raise ValueError("its header names something twice")
+        header = parse_json(content[8:start].decode(), unique=True)
+        metadata = header.pop("__metadata__", None) or {}
+        "".join((*header, *metadata.values())).encode()  # half characters have no place in a file
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"its header is invalid: {exception_text(error)}") from None
     tensors = {name: _parse_entry(name, entry, start) for name, entry in header.items()}
-    _check_places(tensors, start, size)
-    return tensors
-
-
-def check_distinct(before: Mapping[str, Entry], tensors: Mapping[str, Entry]) -> None:
-    """Raise ValueError for a tensor that earlier files of the model hold, too: which of them counts, nothing says."""
-    if twice := before.keys() & tensors.keys():
-        raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _parse_entry(name: str, entry: Any, start: int) -> Entry:
-    if not isinstance(entry, dict):
-        raise ValueError(f"the tensor {quoted(name)} is not described")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise ValueError(f"the tensor {quoted(name)} has an invalid shape or position")
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"the tensor {quoted(name)} is of an unknown dtype")
-    size = offsets[1] - offsets[0]
-    if prod(shape) * BITS[dtype] != 8 * size:
-        raise ValueError(f"the tensor {quoted(name)} has {size:,} bytes, which is not what its shape and dtype take")
-    return Entry(dtype, tuple(shape), start + offsets[0], size)
-
-
-def _are_counts(values: object) -> TypeGuard[list[int]]:
-    """Whether these are the lengths of a tensor's axes, or offsets in a file."""
-    if not isinstance(values, list) or len(values) > MOST_AXES:
-        return False
-    return all(type(value) is int and 0 <= value < 2**63 for value in values)
-
-
-def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:
-    """Raise ValueError unless the tensors fill the rest of the file, one after the other."""
+    # they fill the rest of the file, one after the other
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
         if entry.start != start:
             what = "lies over another one" if entry.start < start else "does not follow the one before it"
@@ -210,6 +178,22 @@ def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:
         start += entry.size
     if start != size:
         raise ValueError("it is cut short" if start > size else "it holds more than its tensors")
+    return tensors
+
+
+def _parse_entry(name: str, entry: Any, start: int) -> Entry:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
+            numbers = (*shape[: MOST_AXES + 1], begin, end)
+        case _:
+            numbers = (None,)
+    if len(numbers) > MOST_AXES + 2 or any(type(value) is not int or not 0 <= value < 2**63 for value in numbers):
+        raise ValueError(f"the tensor {quoted(name)} has an invalid shape or position")
+    if dtype not in BITS:
+        raise ValueError(f"the tensor {quoted(name)} is of an unknown dtype")
+    if prod(shape) * BITS[dtype] != 8 * (end - begin):
+        raise ValueError(f"the tensor {quoted(name)} has not as many bytes as its shape and dtype take")
+    return Entry(dtype, tuple(shape), start + begin, end - begin)
 
 
 def converted_copy(source: Path, key: str) -> Path:
@@ -258,8 +242,7 @@ def unwritable_cache(folder: Path, error: OSError) -> HubError:
 
 def folder_key(folder: Path) -> str:
     """A key for a local folder that changes when a file in it changes."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    stamps = [(str(file), *take_stamp(file)[1:]) for file in files]
+    stamps = [(str(file), *take_stamp(file)[1:]) for file in sorted(folder.rglob("*")) if file.is_file()]
     return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
 
@@ -267,10 +250,9 @@ def _convert(source: Path, draft: Path) -> None:
     from safetensors.torch import save_file
 
     single, index = (source / name for name in PICKLES)
-    files = [single] if single.exists() else [source / name for name in read_shards(index)]
     shards: dict[str, str] = {}
     total = 0
-    for file in files:
+    for file in [single] if single.exists() else [source / name for name in read_shards(index)]:
         tensors = read_pickle(file)
         name = file.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
         shards |= dict.fromkeys(tensors, name)
@@ -293,8 +275,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
         raise HubError(what, where=str(file), fix="ask the author for a safetensors version") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
-    named = loaded if isinstance(loaded, dict) else {}
-    if not named or not all(isinstance(value, torch.Tensor) for value in named.values()):
+    is_state = isinstance(loaded, dict) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values())
+    if not is_state:
         what = f"{file.name} is not a plain mapping of names to tensors"
         raise HubError(what, where=str(file), fix="give a model that was saved with save_pretrained")
     tensors: dict[str, Tensor] = {}

@@ -142,7 +142,7 @@ def is_gone(error: HubError, reference: str) -> bool:
         if isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError, DisabledRepoError)):
             return True
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (403, 410, 451):
-            return not is_lapsed(cause.response)
+            return not is_lapsed(cause)
         cause = cause.__cause__
     return looks_like_path(reference) and existing_path(reference) is None
 

@@ -13,12 +13,12 @@ from typing import Literal
 
 from huggingface_hub import HfApi, constants, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 from packaging.requirements import Requirement
 
-from featcal_cli.hub.client import blame, limit_waiting, root_of
+from featcal_cli.hub.client import describe_failure, root_of, with_retries
 from featcal_cli.hub.messages import CHECK_ENDPOINT, LOGIN
-from featcal_cli.hub.remote import Account, describe_account
+from featcal_cli.hub.push import Account, describe_account
 from featcal_cli.runtime.files import cache_folder, tell_bytes
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.sanitise import exception_text, list_some
@@ -139,14 +139,13 @@ def _examine_hub() -> Iterator[Finding]:
         yield Finding("token", "note", "there is one, and it was not checked" if token else "none")
         return
     try:
-        limit_waiting()
-        user = HfApi().whoami() if token else _greet()
+        user = with_retries(HfApi().whoami if token else _greet)
         account = describe_account(user) if token else None
     except Exception as error:  # noqa: BLE001 - whatever a proxy or a page in the Hub's place makes the client raise
         cause = root_of(error)
         if not (isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403) and token):
             fix = f"{CHECK_ENDPOINT}, or set HF_HUB_OFFLINE=1 to use what is in the cache"
-            yield Finding("endpoint", "problem", blame(error, by_name=True), fix)
+            yield Finding("endpoint", "problem", describe_failure(error, by_name=True), fix)
             yield Finding("token", "note", "there is one, and it was not checked" if token else "none")
             return
         yield Finding("endpoint", "ok", f"{hub_host()} answers")
@@ -161,7 +160,7 @@ def _greet() -> dict[str, str]:
     """Ask without a token who we are: a Hub answers that it does not know."""
     response = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(token=False))
     if response.status_code != 401:
-        response.raise_for_status()
+        hf_raise_for_status(response)
     return {}
 
 

@@ -21,10 +21,8 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
-from huggingface_hub import get_session
 from published import publish
 
-from featcal_cli.hub.client import UnreachableError, limit_waiting
 from featcal_cli.runtime.process import CALIBRATING
 
 ORG = "waits"
@@ -32,7 +30,7 @@ STALL = Fault(seconds=60.0, carried_out=False)
 SHORTLY = 2.5
 """Seconds after a first failure, on a machine that is busy."""
 SILENCE = 23.0
-LONGEST = 60.0
+LONGEST = 120.0
 """Seconds that one request may keep a run waiting."""
 
 
@@ -60,14 +58,14 @@ class Spoken:
 @pytest.mark.parametrize(
     ("command", "kind", "fault", "told"),
     [
-        (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "the Hub failed (500), next try in 0.5 s"),
-        (("inspect-drift", f"{ORG}/merged"), "model tree", "reset", "the Hub cut the connection (ReadError), next try"),
-        (("modules", f"{ORG}/merged"), "model tree", "503", "the Hub is busy (503), next try in 0.5 s"),
-        (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "the Hub stopped answering, next try"),
+        (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "the Hub failed (500), next try in 1 s"),
+        (("inspect-drift", f"{ORG}/merged"), "model tree", "reset", "the Hub does not answer, next try in 1 s"),
+        (("modules", f"{ORG}/merged"), "model tree", "503", "the Hub is busy (503), next try in 1 s"),
+        (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "the Hub does not answer, next try"),
     ],
     ids=["calibrate, 500", "inspect-drift, reset", "modules, 503", "dry run, no answer"],
 )
-def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_a_minute(
+def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_two_minutes(
     hub: HubServer, merge: Path, tmp_path: Path, command: tuple[str, ...], kind: str, fault: str | Fault, told: str
 ) -> None:
     publish(hub, merge, ORG)
@@ -86,20 +84,6 @@ def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_a_minu
     if kind == "dataset tree" and "--dry-run" not in command:  # which says all that it found at its end
         assert spoken.first("expert red: ") < spoken.first(told), text
     assert "http:" not in text, text
-
-
-def test_a_hub_that_has_just_been_silent_is_not_waited_for_as_long_as_before(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_waiting()
-    monkeypatch.setattr("featcal_cli.hub.client.SHORTER_TIMEOUT", 0.2)
-    hub.fail("model info", Fault(seconds=2.0), times=None)
-
-    address = f"{hub.url}/api/models/{ORG}/nobody"
-    assert get_session().get(address).is_error
-    monkeypatch.setattr("featcal_cli.hub.client._gave_up", time.monotonic())
-    with pytest.raises(UnreachableError):
-        get_session().get(address)
 
 
 def show(written: bytes, width: int = 80) -> tuple[list[str], bool]:

@@ -646,7 +646,7 @@ def test_a_download_that_was_broken_off_before_its_check_is_checked_by_the_next_
         raise KeyboardInterrupt
 
     with user.patch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("featcal_cli.hub.download._is_sound", die)
+        patch.setattr("featcal_cli.hub.download._verify", die)
         download(repo)
     arrived = next((user.here.parent / "cache").rglob("model.safetensors"))
     content = arrived.read_bytes()
