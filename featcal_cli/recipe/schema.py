@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
@@ -135,19 +136,10 @@ def _check_format(text: str) -> None:
         raise ValueError(f'answers is a list of texts, or a format with one {{}} as "{{:.1f}}", not {text!r}')
 
 
-_MERGE_KEYS = {
-    "average": (),
-    "task_arithmetic": ("scale",),
-    "ties": ("scale", "density"),
-    "dare_ties": ("scale", "density", "seed"),
-}
-"""The parameters of each method, in the order in which a command line has them."""
-
-
 class Merge(Section):
     """A merged model that featcal builds: the experts' mean, or the base plus a part of Σ (expert − base)."""
 
-    method: Literal["average", "task_arithmetic", "ties", "dare_ties"]
+    method: MethodName
     """`average`: the experts' mean. `task_arithmetic`: base + scale · Σ (expert − base). `ties`: likewise, but of an
     expert's changes only the largest count, and of these only those with the sign of their sum. `dare_ties`: of
     changes that are kept at random and divided by `density`, those with the sign of their sum."""
@@ -160,18 +152,18 @@ class Merge(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Merge:
-        if unread := self.model_fields_set - {"method", "scale", *_MERGE_KEYS[self.method]}:
+        if unread := self.model_fields_set - {"method", "scale", *METHODS[self.method].numbers}:
             raise ValueError(f"{self.method} has no {min(unread)}")
         return self
 
     @model_serializer(mode="wrap")
     def _as_read(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The keys that the method reads."""
-        return {key: value for key, value in write(self).items() if key in ("method", *_MERGE_KEYS[self.method])}
+        return {key: value for key, value in write(self).items() if key in ("method", *METHODS[self.method].numbers)}
 
     def __str__(self) -> str:
         """The method and its numbers, as in "ties 0.3 0.2"."""
-        return " ".join([self.method, *(write_number(getattr(self, key)) for key in _MERGE_KEYS[self.method])])
+        return " ".join([self.method, *(write_number(getattr(self, key)) for key in METHODS[self.method].numbers)])
 
     @property
     def option(self) -> str:

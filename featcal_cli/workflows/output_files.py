@@ -13,6 +13,7 @@ from featcal_cli import __version__
 from featcal_cli.calibration.journal import describe_differences
 from featcal_cli.hub.repo import Repo, open_repo
 from featcal_cli.lineage.questions import Finding
+from featcal_cli.recipe.merge_methods import METHODS
 from featcal_cli.recipe.schema import Draft, Merge, Recipe
 from featcal_cli.reporting.model_card import write_card
 from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
@@ -198,9 +199,7 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
 def _name_merged(recipe: Recipe) -> str:
     """The merged model, in words where it has no name that others know."""
     if isinstance(recipe.merged, Merge):
-        named = {"ties": "TIES merge", "dare_ties": "DARE-TIES merge"}
-        method = recipe.merged.method
-        return f"the {named.get(method, method.replace('_', ' '))} of {len(recipe.tasks)} experts"
+        return f"the {METHODS[recipe.merged.method].title} of {len(recipe.tasks)} experts"
     if existing_path(recipe.merged) or "+" in recipe.merged:
         return "a merged model"
     return plain(recipe.merged.partition("@")[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,9 +12,10 @@ from families import BY_NAME, save_family
 from torch import Tensor
 
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models import merging
 from featcal_cli.models.loading import Model, find_class, load_model
 from featcal_cli.models.merging import merge_weights
+from featcal_cli.recipe import merge_methods
+from featcal_cli.recipe.merge_methods import drop_at_random
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.workflows.verbs import calibrate
 
@@ -71,7 +71,7 @@ def keep_largest(steps: Array, density: float) -> Array:
 def test_ties_is_that_of_the_whole_task_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, density: float
 ) -> None:
-    monkeypatch.setattr(merging, "CHUNK_SIZE", 100)
+    monkeypatch.setattr(merge_methods, "CHUNK_SIZE", 100)
     base, experts = load(tmp_path, "bert", dtype)
     merged = merge(base, experts, method="ties", scale=0.7, density=density)
 
@@ -86,28 +86,16 @@ def test_ties_is_that_of_the_whole_task_vectors(
     assert torch.equal(torch.cat([merged[name].ravel() for name in names]), expected)
 
 
-def test_dare_ties_keeps_a_share_of_the_steps_and_divides_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dare_ties_keeps_a_share_of_the_steps_and_divides_by_it(tmp_path: Path) -> None:
     base, experts = load(tmp_path, "bert")
     names = [name for name, _ in base.module.named_parameters()]
     start = flatten(base, names)
     steps = np.stack([flatten(expert, names) - start for expert in experts])
-    drawn: dict[str, list[Tensor]] = {}
-    keep = merging._keep_at_random
-
-    def watch(how: Merge) -> Callable[..., Any]:
-        trim = keep(how)
-
-        def keep_parts(name: str, sources: Any) -> Any:
-            drawn[name] = list(trim(name, sources))
-            return iter(drawn[name])
-
-        return keep_parts
-
-    monkeypatch.setattr(merging, "_keep_at_random", watch)
     merged = merge(base, experts, method="dare_ties", scale=0.7, density=0.3, seed=5)
-    kept = np.concatenate([torch.cat(drawn[name], 1).numpy() for name in names], axis=1)
+    how = Merge(method="dare_ties", density=0.3, seed=5)
+    states = [model.module.state_dict() for model in (base, *experts)]
+    parts = [torch.cat(list(drop_at_random(how, name, [state[name] for state in states])), 1) for name in names]
+    kept = torch.cat(parts, 1).numpy()
     held = kept != 0
     np.testing.assert_allclose(kept[held], steps[held] / 0.3, rtol=1e-6)
     share = held.sum(1) / (steps != 0).sum(1)

@@ -1,0 +1,199 @@
+"""Merge methods that a recipe can name: average, task arithmetic, TIES and DARE-TIES. A new one is a name in MethodName
+and an entry of METHODS."""
+
+# Functions import torch when they run: `featcal --help` and a recipe need the names alone.
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Sources = Sequence[Tensor]
+    """One parameter of base and of every expert, in one shape."""
+    Trim = Callable[[str, Sources], Iterator[Tensor]]
+    """Function from a parameter's name and sources to its steps (expert − base), chunk by chunk, as float32 [experts,
+    ≤ CHUNK_SIZE] with 0 for the steps that are dropped."""
+    Rule = Callable[[str, Sources], Tensor]
+    """Function from a parameter's name and sources to its merged value, float32."""
+    Parameters = Callable[[], Iterator[tuple[str, Sources]]]
+    """Function that begins another pass over all parameters, by their names."""
+
+MethodName = Literal["average", "task_arithmetic", "ties", "dare_ties"]
+CHUNK_SIZE = 2**17
+"""Number of elements processed at a time when all experts are held side by side: these fit into a processor's cache."""
+BINS = 2**16
+"""Number of bins that count 16 bits, half of a float32."""
+
+
+class Numbers(Protocol):
+    """The parameters that a method may have."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the experts' changes."""
+
+    @property
+    def density(self) -> float:
+        """Share of each expert's changes that is kept."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random choice."""
+
+
+@dataclass(frozen=True)
+class MergeMethod:
+    """One way to merge experts."""
+
+    title: str
+    """Its name in sentences and names of repos."""
+    numbers: tuple[str, ...]
+    """The numbers that it reads, in the order in which a command line has them."""
+    make_rule: Callable[[Numbers, Parameters], Rule]
+    """Function from numbers and parameters to the rule by which each parameter is merged; it may read all parameters
+    first."""
+
+
+def _average(_: Numbers, __: Parameters) -> Rule:
+    """The experts' mean."""
+    import torch
+
+    def combine(_: str, sources: Sources) -> Tensor:
+        total = torch.zeros(sources[0].shape, dtype=torch.float32)
+        for expert in sources[1:]:
+            total += expert.float() / (len(sources) - 1)
+        return total
+
+    return combine
+
+
+def _add_task_vectors(numbers: Numbers, _: Parameters) -> Rule:
+    """Task arithmetic: base + scale · Σ (expert − base)."""
+    import torch
+
+    def combine(_: str, sources: Sources) -> Tensor:
+        base, *experts = sources
+        total = torch.zeros(base.shape, dtype=torch.float32)
+        for expert in experts:
+            total += expert.float() - base.float()
+        return base.float() + numbers.scale * total
+
+    return combine
+
+
+def _ties(numbers: Numbers, parameters: Parameters) -> Rule:
+    """TIES: of each expert's whole task vector only the steps of largest magnitude count."""
+    thresholds = _find_thresholds(numbers, parameters)[:, None]
+    return _elect_signs(
+        numbers, parameters, lambda _, sources: (part * (part.abs() >= thresholds) for part in _steps(sources))
+    )
+
+
+def _dare_ties(numbers: Numbers, parameters: Parameters) -> Rule:
+    return _elect_signs(numbers, parameters, partial(drop_at_random, numbers))
+
+
+def drop_at_random(numbers: Numbers, name: str, sources: Sources) -> Iterator[Tensor]:
+    """DARE's drop and rescale: yields the steps, each kept with the probability `density` and divided by it."""
+    import torch
+
+    # one parameter's choice does not depend on any other's
+    digest = sha256(f"{numbers.seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    for part in _steps(sources):
+        yield part * (torch.rand(part.shape, generator=generator) < numbers.density) / numbers.density
+
+
+METHODS: dict[MethodName, MergeMethod] = {
+    "average": MergeMethod("average", (), _average),
+    "task_arithmetic": MergeMethod("task arithmetic", ("scale",), _add_task_vectors),
+    "ties": MergeMethod("TIES merge", ("scale", "density"), _ties),
+    "dare_ties": MergeMethod("DARE-TIES merge", ("scale", "density", "seed"), _dare_ties),
+}
+
+
+def _elect_signs(numbers: Numbers, parameters: Parameters, trim: Trim) -> Rule:
+    """TIES' sign election and disjoint merge: base + scale · Σ of the kept steps whose sign is that of their sum. Where
+    the sum is 0, the sign is that of most sums of the whole model."""
+    import torch
+
+    votes = sum(
+        int(torch.add(*_add_by_sign(part)).sign().sum())
+        for name, sources in parameters()
+        for part in trim(name, sources)
+    )
+
+    def combine(name: str, sources: Sources) -> Tensor:
+        base, done = sources[0].reshape(-1), 0
+        merged = torch.empty(base.shape, dtype=torch.float32)
+        for part in trim(name, sources):
+            upward, downward = _add_by_sign(part)
+            total, place = upward + downward, slice(done, done := done + len(upward))
+            rises = total >= 0 if votes > 0 else total > 0
+            merged[place] = base[place].double() + numbers.scale * torch.where(rises, upward, downward)
+        return merged.view(sources[0].shape)
+
+    return combine
+
+
+def _add_by_sign(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of all positive and of all negative steps [≤ CHUNK_SIZE] over the experts in their order, float64."""
+    import torch
+
+    sums = torch.zeros(2, part.shape[1], dtype=torch.float64)
+    for upward, downward in zip(part.clamp(min=0), part.clamp(max=0), strict=True):
+        sums[0] += upward
+        sums[1] += downward
+    return sums[0], sums[1]
+
+
+def _steps(sources: Sources) -> Iterator[Tensor]:
+    """Yield the steps expert − base chunk by chunk, float32 [experts, ≤ CHUNK_SIZE]."""
+    import torch
+
+    base, *experts = (source.reshape(-1) for source in sources)
+    for start in range(0, len(base), CHUNK_SIZE):
+        place = slice(start, start + CHUNK_SIZE)
+        origin = base[place].float()
+        yield torch.stack([expert[place].float() - origin for expert in experts])
+
+
+def _find_thresholds(numbers: Numbers, parameters: Parameters) -> Tensor:
+    """The trimming threshold of each expert: the k-th smallest magnitude in its task vector of d numbers, float32
+    [experts].
+
+    k = d − ⌊density · d⌋, and the threshold is 0 if k is; magnitudes not below it are kept. Positive float32 numbers
+    are ordered like their bits, so the k-th is found exactly with 2 · BINS counts an expert: one pass counts the upper
+    16 bits of all magnitudes, another the lower 16 bits of those with the upper half of the k-th.
+    """
+    import torch
+
+    size = sum(sources[0].numel() for _, sources in parameters())
+    rank = size - int(numbers.density * size)
+    counts = _count(parameters, None).cumsum(1)
+    upper = (counts < rank).sum(1)
+    below = torch.where(upper > 0, counts.gather(1, (upper - 1).clamp(min=0)[:, None])[:, 0], 0)
+    lower = (_count(parameters, upper).cumsum(1) < (rank - below)[:, None]).sum(1)
+    return (upper << 16 | lower).to(torch.int32).view(torch.float32)
+
+
+def _count(parameters: Parameters, wanted: Tensor | None) -> Tensor:
+    """Count the upper 16 bits of the magnitudes of each expert's steps, int64 [experts, BINS]. With `wanted` [experts],
+    the lower 16 bits are counted instead, among magnitudes with that upper half."""
+    import torch
+
+    counts = torch.zeros(0, BINS, dtype=torch.int64)
+    for _, sources in parameters():
+        if not len(counts):
+            counts = torch.zeros(len(sources) - 1, BINS, dtype=torch.int64)
+        for part in _steps(sources):
+            for expert, bits in enumerate(part.abs().view(torch.int32)):
+                upper = bits >> 16
+                halves = upper if wanted is None else (bits & BINS - 1)[upper == wanted[expert]]
+                counts[expert] += torch.bincount(halves, minlength=BINS)
+    return counts
