@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from featcal_cli.calibration.backtracking import backtrack_block
-from featcal_cli.calibration.distributed_sums import BlockSolution, share_solutions
+from featcal_cli.calibration.distributed_sums import share_solutions
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal, restore_block
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.calibration.solver import BlockEquations, DeviceSolution, Solution, read_solutions
+from featcal_cli.calibration.solver import BlockEquations, Solution, check_solutions
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
@@ -71,17 +71,16 @@ def _calibrate_block(
         # 2. collect
         equations = collect_equations(visit, hyperparameters, here.at_task(watch))
         skipped |= equations.skipped
-        # 3. and 4. solve and check
-        solution = _solve_on_all_ranks(job, part, equations, bias, here.at_module(watch))
+        solutions = _solve_on_all_ranks(job, part, equations, bias, here.at_module(watch))
         # equations are large: nothing may be left of them when the next ones are collected
         del equations
         # the next equations of a mixture, of other sizes, would not fit into the gaps
         if visit.is_routed:
             hardware.trim_heap()
         # 5. load
-        load_block(job.student, part, solution.solutions)
-        reports |= _describe(block, solution, hyperparameters.ridge)
-        del solution  # of a mixture, all parts' weights together are much larger than the block's
+        load_block(job.student, part, solutions)
+        reports |= _describe(block, solutions, hyperparameters.ridge)
+        del solutions  # of a mixture, all parts' weights together are much larger than the block's
     modules = [reports[module.name] for module in block.modules if module.name in reports]
     reasons = [{"name": name, "reason": why} for name, why in skipped.items()]
     return BlockReport(block.name, time.monotonic() - started, modules, reasons)
@@ -89,18 +88,17 @@ def _calibrate_block(
 
 def _solve_on_all_ranks(
     job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None]
-) -> BlockSolution:
+) -> dict[str, Solution]:
     """Solve and check every module of the block; each rank does so for its own equations, and all get the results."""
 
-    def solve() -> BlockSolution:
+    def solve() -> dict[str, Solution]:
+        # 3. solve
         solutions = solve_block(block, equations, job.base, bias, on_module)
-        steps: dict[str, float] = {}
-        if equations.held_out is not None:  # the method checks updates
-            merged = {name: parameters_of(job.merged, block, name) for name in solutions}
-            solutions, steps = backtrack_block(solutions, equations.held_out, merged)
-        rows = {name: linear.rows for names, linear in equations.linear.items() for name in names}
-        rows |= {name: norm.rows for name, norm in equations.norms.items()}
-        return BlockSolution(solutions, rows, steps)
+        # 4. check
+        if equations.held_out is None:
+            return solutions
+        merged = {name: parameters_of(job.merged, block, name) for name in solutions}
+        return backtrack_block(solutions, equations.held_out, merged)
 
     return share_solutions(job.ranks, solve, job.merged.device)
 
@@ -113,7 +111,7 @@ def solve_block(
     on_module: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Solution]:
     """New parameters of every module of the block, by its path inside the block; `on_module` is told what is solved."""
-    solutions: dict[str, DeviceSolution] = {}
+    solutions: dict[str, Solution] = {}
     with base.on_device():
         if equations.linear or equations.norms:
             base.bring(block.name)
@@ -125,7 +123,9 @@ def solve_block(
             solutions |= linear.solve(of_base, bias=bias)
         for name, norm in equations.norms.items():
             solutions[name] = norm.solve(parameters_of(base, block, name))
-    return read_solutions(block.name, {name: each for name, each in solutions.items() if name not in equations.skipped})
+    return check_solutions(
+        block.name, {name: each for name, each in solutions.items() if name not in equations.skipped}
+    )
 
 
 def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solution]) -> None:
@@ -143,13 +143,12 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
         student.replace(parameter, value)
 
 
-def _describe(block: Block, solution: BlockSolution, asked: float) -> dict[str, ModuleReport]:
+def _describe(block: Block, solutions: Mapping[str, Solution], asked: float) -> dict[str, ModuleReport]:
     """Return what was done to some of the block's modules with the given λ, or more of it, by name."""
-    reports = {}
-    for name, kind in ((module.name, module.kind) for module in block.modules if module.name in solution.solutions):
-        _, change, ridge = solution.solutions[name]
+    kinds, reports = {module.name: module.kind for module in block.modules}, {}
+    for name, (_, change, rows, ridge, step) in solutions.items():
         more = ridge if ridge is not None and ridge > asked else None
-        reports[name] = ModuleReport(name, kind, solution.rows[name], change, solution.steps.get(name), more)
+        reports[name] = ModuleReport(name, kinds[name], rows, float(change), step, more)
     return reports
 
 

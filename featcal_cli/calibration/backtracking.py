@@ -42,10 +42,9 @@ tasks that have some."""
 
 def backtrack_block(
     solutions: Mapping[str, Solution], held_out: BlockEquations, merged: Mapping[str, Affine]
-) -> tuple[dict[str, Solution], dict[str, float]]:
-    """Check every module's update on the equations of its held-out rows; call this before anything is loaded. Returns
-    the solutions to load, and by module the step t (1: the whole update) that held-out rows chose. Raises NumericsError
-    when features of held-out examples are not finite."""
+) -> dict[str, Solution]:
+    """Reduce every module's update to the step t (1: the whole update) that its equations on held-out rows choose; call
+    this before anything is loaded. Raises NumericsError when features of held-out examples are not finite."""
     linear = {name: equations for names, equations in held_out.linear.items() for name in names}
     objectives: dict[str, Tensor] = {}
     for name, solution in solutions.items():
@@ -56,24 +55,24 @@ def backtrack_block(
             objectives[name] = torch.stack(linear[name].objective(name, update, shift))
         elif name in held_out.norms and held_out.norms[name].rows:
             objectives[name] = torch.stack(held_out.norms[name].objective(update, shift))
-    values = (
-        torch.stack([to_accumulation_dtype(pair) for pair in objectives.values()]).tolist() if objectives else []
-    )  # one copy
-    steps: dict[str, float] = {}
+    # one copy from the device for all
+    values = torch.stack([to_accumulation_dtype(pair) for pair in objectives.values()]).tolist() if objectives else []
     checked = dict(solutions)
     for name, (curvature, descent) in zip(objectives, values, strict=True):
         if not isfinite(curvature) or not isfinite(descent):
             what = f"the features of held-out examples are not finite in {name}"
             raise NumericsError(what, fix="look for NaN in the examples; if there is none, use --dtype float32")
-        steps[name] = step = choose_step(curvature, descent)
+        step, solution = choose_step(curvature, descent), solutions[name]
+        new, change = solution.parameters, solution.relative_change
         if step < 1:
-            start, solution = precise(merged[name]), solutions[name]
-            dtype = solution.parameters.weight.dtype  # of a mixture's experts there are many
-            update, shift = solution.parameters.minus(start)
+            start = precise(merged[name])
+            update, shift = new.minus(start)
             bias = start.bias if start.bias is None or shift is None else start.bias + step * shift
-            new = Affine(update.mul_(step).add_(start.weight), bias).each(partial(Tensor.to, dtype=dtype))
-            checked[name] = solution._replace(parameters=new, relative_change=step * solution.relative_change)
-    return checked, steps
+            # of a mixture's experts there are many: they keep the precision that they came in
+            new = Affine(update.mul_(step).add_(start.weight), bias).each(partial(Tensor.to, dtype=new.weight.dtype))
+            change = step * change
+        checked[name] = solution._replace(parameters=new, relative_change=change, step=step)
+    return checked
 
 
 def choose_step(curvature: float, descent: float) -> float:
@@ -191,10 +190,12 @@ def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) ->
         drifts[task] = {step: measured.meter.read(last, task, role) for step, role in roles.items()}
         if job.gradients and measured.outputs is not None:
             shifts = {step: measured.outputs.read(task, role) for step, role in roles.items()}
-            answers = {
-                step: Drift(shift.distance, shift.size, tokens=shift.rows) for step, shift in shifts.items() if shift
-            }
-            drifts[task] = answers if len(answers) == len(roles) else drifts[task]
+            if all(shifts.values()):
+                drifts[task] = {
+                    step: Drift(shift.distance, shift.size, tokens=shift.rows)
+                    for step, shift in shifts.items()
+                    if shift
+                }
     return drifts
 
 

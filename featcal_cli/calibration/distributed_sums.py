@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from typing import NamedTuple
@@ -92,48 +91,36 @@ def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str
     return {names: [summary.get(names, NOTHING) for summary in of_ranks] for names in groups}
 
 
-@dataclass(frozen=True)
-class BlockSolution:
-    """The solutions of a block's modules, by their paths inside the block."""
-
-    solutions: dict[str, Solution] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
-    """The number of rows of all tasks."""
-    steps: dict[str, float] = field(default_factory=dict)
-    """The share of each update that held-out rows left standing, where it was checked."""
-
-
-def share_solutions(ranks: Ranks, solve: Callable[[], BlockSolution], device: torch.device) -> BlockSolution:
+def share_solutions(
+    ranks: Ranks, solve: Callable[[], dict[str, Solution]], device: torch.device
+) -> dict[str, Solution]:
     """The solutions of every rank, on all ranks, to the last bit. Raises on all of them what `solve` raises on any."""
     if ranks.size == 1:
         return solve()
-    own, problem = BlockSolution(), None
+    own: dict[str, Solution] = {}
+    problem = None
     try:
         own = solve()
     except NumericsError as error:
         problem = (error.what, error.where, error.fix)
     shapes = {
-        name: [None if part is None else (part.shape, part.dtype) for part in of.parameters]
-        for name, of in own.solutions.items()
+        name: [None if part is None else (part.shape, part.dtype) for part in of.parameters] for name, of in own.items()
     }
-    numbers = {name: solution[1:] for name, solution in own.solutions.items()}
-    everybody = ranks.gather((problem, shapes, numbers, own.rows, own.steps))
+    everybody = ranks.gather((problem, shapes, {name: solution[1:] for name, solution in own.items()}))
     for failure, *_ in everybody:
         if failure:
             raise NumericsError(failure[0], where=failure[1], fix=failure[2])
-    whole = BlockSolution()
-    for source, (_, shapes, numbers, rows, steps) in enumerate(everybody):
+    whole: dict[str, Solution] = {}
+    for source, (_, shapes, figures) in enumerate(everybody):
         for name, forms in shapes.items():
             parts: list[Tensor | None] = [None, None]
             for number, form in enumerate(forms):
                 if form is not None:
-                    mine = own.solutions[name].parameters[number] if source == ranks.rank else None
+                    mine = own[name].parameters[number] if source == ranks.rank else None
                     part = torch.empty(form[0], dtype=form[1], device=device) if mine is None else mine.contiguous()
                     ranks.copy(part, source)
                     parts[number] = part
             weight, bias = parts
             assert weight is not None
-            whole.solutions[name] = Solution(Affine(weight, bias), *numbers[name])
-        whole.rows.update(rows)
-        whole.steps.update(steps)
+            whole[name] = Solution(Affine(weight, bias), *figures[name])
     return whole

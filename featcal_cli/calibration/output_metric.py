@@ -158,21 +158,25 @@ class MetricEquations(LinearEquations):
         of the rows of all F_i. There, in the axes of Σ F_iᵀ F_i, it is approached with the preconditioner I + Σ F_iᵀ
         F_i / Σ c_i, which is the mean of S_i up to a factor.
         """
+        # the one system H of all multiples of I, with the λ that made the sum of the G_i positive
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
         factors = [task.metrics[name].factor for task in self._tasks]
         counts = [len(factor) for factor in factors]
         lower, _ = factorise(torch.tensordot(identities, grams, 1), ridge)
+        # all F_i together span few directions of the outputs: everything below happens in their axes
         sizes, axes = _principal_axes(torch.cat(factors))
         along = torch.cat(factors) @ axes
         shares = (1 + sizes / identities.sum()).reciprocal()[:, None]
 
         def system_of(update: Tensor) -> Tensor:
+            # V ↦ V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ), each task's rows of F_i V against its own G_i
             moved = divide(lower, along @ update, upper=False).split(counts)
             bent = torch.cat([rows @ gram for rows, gram in zip(moved, grams, strict=True)])
             return torch.addmm(update, along.T, divide(lower.mT, bent, upper=True))
 
         divide = partial(torch.linalg.solve_triangular, left=False)
         right = divide(lower.mT, right, upper=True)
+        # outside of the axes V is the right-hand side itself, so only its part inside is solved for and exchanged
         inside = axes.T @ right
         solved = approach_by_conjugate_gradients(system_of, inside, lambda residual: residual * shares, MOST_STEPS)
         update: Tensor = divide(lower, right.addmm_(axes, solved - inside), upper=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,25 +54,14 @@ class DriftProbe:
     Branches do so at an earlier block, after which the expert's own blocks run.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        measurement: Measurement,
-        task: str,
-        batch: Batch,
-        started: Mapping[str, PausedForward] = MappingProxyType({}),
-    ) -> None:
-        """Start all passes but those that are `started`, and measure the drift of the stems; call inside `on_device` of
-        all runners."""
+    def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
+        """Start all passes, and measure the drift of the stems; call inside `on_device` of all runners."""
         self._job, self._measurement, self._task = job, measurement, task
-        # what an expert's files do not hold is random in it, a head for example: its answers say nothing
+        # what an expert's files do not hold is random in it, a head for example: its outputs say nothing
         self._outputs = None if job.experts[task].model.missing else measurement.outputs
         self._runners: dict[str, BlockRunner] = {EXPERT: job.experts[task], **measurement.runners}
         entry = job.architecture.entries[task]
-        self._passes = {
-            role: started[role] if role in started else runner.start([batch], entry)[0]
-            for role, runner in self._runners.items()
-        }
+        self._passes = {role: runner.start([batch], entry)[0] for role, runner in self._runners.items()}
         roles = list(self._passes) if self._outputs is not None else []
         self._followers = dict(zip(roles, job.experts[task].start([batch] * len(roles), entry), strict=True))
         """Passes of the expert that go on from another role's last features in place of its own, by role."""
@@ -101,10 +89,6 @@ class DriftProbe:
             for call in range(1, block.calls + 1):
                 if self._passes[EXPERT].is_at(block):
                     self._show(block, self._run(EXPERT, block), call, done)
-
-    def take_expert_output(self, block: Block, output: Any, done: Sequence[Block]) -> None:
-        """Take the expert past a block that is called once and was run on it already, given its output."""
-        self._show(block, _Run(output, {}), 1, done)
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
@@ -205,18 +189,19 @@ class DriftProbe:
     def _finish(self, outputs: Mapping[str, Any]) -> None:
         """Run the rest of the expert's forward on these outputs in place of its own."""
         if self._outputs is not None:
-            batch, expert = self._passes[EXPERT].batch, self._answer(EXPERT, outputs[EXPERT])
+            batch, expert = self._passes[EXPERT].batch, self._finish_expert(EXPERT, outputs[EXPERT])
             are_logits = gives_logits(self._passes[EXPERT].module, expert)
             for role in self._measurement.runners:
-                answer = self._answer(role, outputs[role])
-                self._outputs.add(self._task, role, answer, expert, batch, are_logits=are_logits)
+                output = self._finish_expert(role, outputs[role])
+                self._outputs.add(self._task, role, output, expert, batch, are_logits=are_logits)
 
-    def _answer(self, role: str, output: Any) -> Any:
+    def _finish_expert(self, role: str, output: Any) -> Any:
+        """The expert's output, given the output of a model's last block in place of its own."""
         follower = self._followers.pop(role)
         follower.advance(_with_own_hidden(output))
         follower.run_through(self._job.architecture.blocks)
-        answer, follower.output = follower.output, None  # logits are large
-        return answer
+        result, follower.output = follower.output, None  # logits are large
+        return result
 
 
 class BlockContribution:

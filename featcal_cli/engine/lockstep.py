@@ -3,7 +3,7 @@ order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe
+from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
-from featcal_cli.engine.job import CALIBRATED, Job
+from featcal_cli.engine.job import Job
 from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
@@ -31,8 +31,6 @@ class PairedPass:
 
     expert: PausedForward
     student: PausedForward
-    probe: DriftProbe | None = None
-    """The drift probe of this very batch, if there is one: it shares these passes and has those of the other models."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self.expert
@@ -43,8 +41,6 @@ class PairedPass:
         """All tensors that the passes are paused with."""
         for paused in self:
             yield from paused.tensors
-        if self.probe is not None:
-            yield from self.probe.tensors
 
 
 @dataclass
@@ -64,12 +60,6 @@ class Passes:
     def pairs(self) -> list[PairedPass]:
         """All pairs of `fitted` and `checked`."""
         return [pair for pairs in (*self.fitted.values(), *self.checked.values()) for pair in pairs]
-
-    @property
-    def probes(self) -> list[DriftProbe]:
-        """All probes that measure drift."""
-        shared = [pair.probe for pair in self.pairs if pair.probe is not None]
-        return [*shared, *(probe for probes in self.measured.values() for probe in probes)]
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
@@ -91,7 +81,8 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
             visit.release()
             done.append(block)
     finally:
-        for paused in chain(*passes.pairs, *passes.probes, *chain.from_iterable(passes.switched.values())):
+        groups = (passes.pairs, *passes.measured.values(), *passes.switched.values())
+        for paused in chain.from_iterable(chain.from_iterable(groups)):
             paused.close()
 
 
@@ -107,19 +98,17 @@ def _start_passes(job: Job) -> Passes:
             with expert.on_device():
                 passes.fitted[task] = [_start_pair(job, task, batch) for batch in job.fitted.get(task, ())]
                 passes.checked[task] = [_start_pair(job, task, batch) for batch in job.checked.get(task, ())]
-                paired = {id(batch) for batch in (*job.fitted.get(task, ()), *job.checked.get(task, ()))}
                 probes = (
                     DriftProbe(job, measurement, task, job.merged.place(batch))
                     for measurement in job.measurements
                     for batch in measurement.batches.get(task, ())
-                    if id(batch) not in paired
                 )
-                passes.measured[task] = [_offload(job, probe, probe) for probe in probes]
+                passes.measured[task] = [_offload(job, probe) for probe in probes]
                 traced = (
                     BlockContribution(job, job.drift, task, job.merged.place(x))
                     for x in job.drift.switched.get(task, ())
                 )
-                passes.switched[task] = [_offload(job, probe, probe) for probe in traced]
+                passes.switched[task] = [_offload(job, probe) for probe in traced]
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
@@ -135,23 +124,17 @@ def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
     entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
     (expert,) = job.experts[task].start([placed], entry)
     (student,) = job.student.start([placed], entry)
-    probes = (
-        DriftProbe(job, measurement, task, placed, {EXPERT: expert, CALIBRATED: student})
-        for measurement in job.measurements
-        if any(batch is measured for measured in measurement.batches.get(task, ()))
-    )
-    pair = PairedPass(expert, student, next(probes, None))
-    return _offload(job, pair, chain(pair, pair.probe or ()))
+    return _offload(job, PairedPass(expert, student))
 
 
-def _offload(job: Job, group: PassGroup, passes: Iterable[PausedForward]) -> PassGroup:
+def _offload(job: Job, group: PassGroup) -> PassGroup:
     """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read
     again."""
     if job.offloader is not None:
         paused = list(group.tensors)
         ids = set(map(id, paused))
         job.offloader.put(paused)
-        job.offloader.put_aside(x for forward in passes for x in forward.batch.values() if id(x) not in ids)
+        job.offloader.put_aside(x for forward in group for x in forward.batch.values() if id(x) not in ids)
     return group
 
 
@@ -178,8 +161,6 @@ class BlockVisit:
         """Whether examples of any task, on any rank, reach this block."""
         self._job, self._passes, self._done = job, passes, done
         self._is_last_part = True
-        self._advanced: set[int] = set()
-        """Pairs whose expert is through the block."""
         self._released: set[str] = set()
         """Tasks whose expert has nothing more to do with the block."""
 
@@ -255,17 +236,9 @@ class BlockVisit:
         else:
             captured, output = run_captured(expert, pair.expert, self.part, to_end=self._is_last_part)
             if self._is_last_part:
-                self._advance_expert(task, pair, output)
+                self._go_on(task, pair.expert, output)
         x_cal = run_to_last_input(self._job.student, pair.student, self.part, captured.last_call)
         yield self._describe(x_cal, captured, pair.student)
-
-    def _advance_expert(self, task: str, pair: PairedPass, output: Any) -> None:
-        """Take the expert's pass through the block, given the block's output."""
-        if pair.probe is not None and pair.probe.is_at(self.block):
-            pair.probe.take_expert_output(self.block, output, self._done)
-        else:
-            self._go_on(task, pair.expert, output)
-            self._advanced.add(id(pair))
 
     def _observe_experts(self, task: str, pair: PairedPass) -> Observation:
         """Observe the modules of a mixture's experts, with the student's routing decisions replayed in the expert
@@ -294,10 +267,7 @@ class BlockVisit:
         """Take the expert's passes through the block, unless they are through it."""
         pairs = (*self._passes.fitted[task], *self._passes.checked[task])
         for pair in self._in_turn([pair for pair in pairs if pair.expert.is_at(self.block)]):
-            if pair.probe is not None and pair.probe.is_at(self.block):
-                pair.probe.run_expert(self.block, self._done)
-            else:
-                self._go_through(task, pair.expert)
+            self._go_through(task, pair.expert)
         for probe in self._in_turn(self._passes.measured[task]):
             probe.run_expert(self.block, self._done)
 
@@ -316,10 +286,7 @@ class BlockVisit:
             job.add_vectors(task, self.block.name)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
-                    if pair.probe is not None and pair.probe.is_at(self.block):
-                        pair.probe.go_through(self.block, self._done)
-                        continue
-                    for paused in (pair.student,) if id(pair) in self._advanced else pair:
+                    for paused in pair:
                         self._go_through(task, paused)
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
