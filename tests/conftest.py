@@ -129,17 +129,11 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Clients wait less for an answer: so many seconds."""
-    from huggingface_hub import close_session, constants
-
-    with monkeypatch.context() as patch:
-        for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-            patch.setattr(constants, name, PATIENCE)
-        patch.setattr("featcal_cli.hub.client.TIMEOUT", PATIENCE)
-        close_session()
-        yield PATIENCE
-    close_session()
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients wait less for an answer."""
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", PATIENCE)
+    monkeypatch.setattr("featcal_cli.hub.client.TIMEOUT", PATIENCE)
 
 
 @pytest.fixture

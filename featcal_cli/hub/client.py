@@ -30,13 +30,15 @@ PAUSE = 1.0
 
 def make_client() -> Any:
     client = default_client_factory()
-    client.timeout = TIMEOUT
-    client.event_hooks["request"].append(_keep_token)
+    client.event_hooks["request"].append(_limit)
     return client
 
 
-def _keep_token(request: Any) -> None:
-    """Take the token out of a request to any other host than the Hub's."""
+def _limit(request: Any) -> None:
+    """Limit the time of a request, where most calls of huggingface_hub set none, and take the token out of one to any
+    other host than the Hub's."""
+    if not any((request.extensions.get("timeout") or {}).values()):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)
     if not is_hub(host_of(str(request.url))):
         request.headers.pop("Authorization", None)
 

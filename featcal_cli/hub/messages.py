@@ -26,7 +26,6 @@ LONGEST_REASON = 160
 LOOK = "see what `featcal doctor` says of this machine"
 LOGIN = "set HF_TOKEN or run `hf auth login`"
 CHECK_ENDPOINT = "check HF_ENDPOINT and the proxy"
-_AGAIN = "check the connection, the proxy and HF_ENDPOINT, and run again"
 
 # kinds of failures that no class and no status tells apart
 LAPSED, SILENT, OFFLINE, CHANGED = "lapsed", "silent", "offline", "changed"
@@ -57,7 +56,7 @@ READING: dict[object, tuple[str, str]] = {
         "check whether a proxy or firewall forbids it",
     ),
     OFFLINE: ("offline mode is on{missing}", "unset HF_HUB_OFFLINE and run again"),
-    SILENT: ("{failure}{missing}", _AGAIN),
+    SILENT: ("{silence}", "check the connection, the proxy and HF_ENDPOINT, and run again"),
     DATASET: ("{repo} is a dataset, not a model", "give it as data: --data TASK=REPO"),
     TOKEN: ("the token holds signs that no token of the Hub has, and cannot be sent", f"copy it again: {LOGIN}"),
     ODD_ANSWER: ("{hub} does not answer like a Hub when asked for {name} ({words})", CHECK_ENDPOINT),
@@ -110,8 +109,10 @@ class _Subject:
         missing = f", and the cache holds no complete copy of {self.repo}"
         if self.kind == "dataset":
             missing = f", and rows of Hub datasets ({self.repo}) are never kept on this machine"
-        elif self.file:
-            missing = f", so {self.name} did not arrive"
+        failure = describe_failure(error, by_name=True) if error else ""
+        silence = f"{failure}{missing}"
+        if self.file and "cannot be reached" not in failure:
+            silence = f"{self.name} did not arrive: {failure}"
         answer = error.response if isinstance(error, HfHubHTTPError) else None
         values = {
             "repo": self.repo,
@@ -123,7 +124,8 @@ class _Subject:
             "login": LOGIN if get_token() is None else "use a token of a user who has access",
             "host": host_of(str(answer.url)) if answer is not None else hub_host(),
             "status": answer.status_code if answer is not None else "",
-            "failure": describe_failure(error, by_name=True) if error else "",
+            "failure": failure,
+            "silence": silence,
             "words": _quote(error) if error else "",
             "missing": missing,
         }
@@ -158,7 +160,7 @@ def _explain(error: Exception, subject: _Subject) -> HubError | None:
     if match := re.search(r"Error while uploading '(.+)' to the Hub", str(error)):
         subject = replace(subject, file=match[1])
     cause = root_of(error)
-    key = _find_kind(cause, subject)
+    key = _find_kind(error, cause, subject)
     if key is errors.RepositoryNotFoundError and subject.kind == "model" and not subject.is_written:
         with suppress(Exception):  # only for a hint: what is wrong is known already
             if HfApi().dataset_info(subject.repo):
@@ -171,7 +173,7 @@ def _explain(error: Exception, subject: _Subject) -> HubError | None:
     return HubError(f"{what}: {name_reason(cause)}", where=where, fix=fix)
 
 
-def _find_kind(cause: BaseException, subject: _Subject) -> object:
+def _find_kind(error: BaseException, cause: BaseException, subject: _Subject) -> object:
     """The key of the tables under which an error's message stands, OSError for one of this machine; None for one that
     is neither."""
     table = WRITING if subject.is_written else READING
@@ -190,7 +192,7 @@ def _find_kind(cause: BaseException, subject: _Subject) -> object:
         return errors.HFValidationError
     if isinstance(cause, OSError) and not isinstance(cause, errors.FileMetadataError):
         return OSError if cause.errno is not None else BROKEN
-    if not _is_from_client(cause):
+    if not _is_from_client(error):
         return None
     if not isinstance(cause, (errors.FileMetadataError, *ODD)):
         return BROKEN

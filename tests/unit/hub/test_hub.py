@@ -477,7 +477,7 @@ ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
     "one that has no such part": ("large file", Fault(status=416), "localhost:.* HTTP status 416 .*model.safetensors"),
     "one that fails": ("large file", "500", "model.safetensors of user/{} did not arrive: localhost:.* failed .500"),
-    "one of another size": ("large file", Fault(body=b"x" * 9), "model.safetensors of user/{} .* not what the Hub"),
+    "one of another size": ("large file", Fault(body=b"x" * 9), "model.safetensors of user/{} .*Consistency check"),
     "one that is not there": ("file head", Fault(status=404), "HTTP status 404 when asked for .* of user/{}"),
     "no checksum": ("file head", Fault(without=("ETag", "X-Linked-Etag")), "does not answer like a Hub when asked for"),
     "no commit": ("file head", Fault(without=("X-Repo-Commit",)), "does not answer like a Hub when asked for"),
