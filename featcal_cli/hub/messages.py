@@ -86,7 +86,7 @@ WRITING = READING | {
     METADATA: ("{hub} refuses the metadata of README.md", "fix the lines between --- in it"),
     BROKEN: ("an upload to {hub} failed ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
 }  # fmt: skip
-"""The same while it is written to."""
+"""Message and fix while a repo is written to."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class _Head:
     private: bool
     """Whether only some may see the repo."""
     files: Mapping[str, Any]
-    """What the Hub lists of each: size and blob_id, and lfs for large ones."""
+    """The Hub's entry of each: size and blob_id, and lfs for large ones."""
 
     @property
     def has_model(self) -> bool:

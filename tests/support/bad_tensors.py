@@ -19,7 +19,7 @@ def dumped(header: object) -> bytes:
 
 
 def entry(shape: object = (4,), start: object = 0, stop: object = 16, dtype: object = "F32") -> dict[str, Any]:
-    """Of one tensor."""
+    """The entry of one tensor in a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 

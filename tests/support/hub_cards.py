@@ -1,4 +1,4 @@
-"""What the Hub has to say about the metadata of a README.md."""
+"""Errors and warnings of the Hub about the metadata of a README.md."""
 
 from __future__ import annotations
 

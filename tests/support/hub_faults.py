@@ -48,18 +48,18 @@ KINDS = READS | WRITES | {"delete": Kind("DELETE", "^/api/repos/delete$")}
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with a request."""
+    """A fault that a request meets."""
 
     status: int = 0
     """Answered in place of what was asked for; 0: the answer is the usual one."""
     message: str = "this is a fault"
-    """What such an answer says."""
+    """Text of such an answer."""
     retry_after: int | None = None
     """Seconds, in the header of that name."""
     carried_out: bool = True
     """Whether the request has its effect all the same."""
     share: float = 1.0
-    """Of the answer's body that is sent; 0: not even its headers."""
+    """Share of the answer's body that is sent; 0: not even its headers."""
     reset: bool = False
     """Whether the connection then ends with an RST, rather than orderly but too early."""
     seconds: float = 0.0

@@ -136,7 +136,7 @@ class HubServer:
         return {path.relative_to(folder).as_posix(): self.keep(path.read_bytes()) for path in files}
 
     def stored(self, sha256: str) -> Path:
-        """Where the content with this hash lies."""
+        """The path at which the content with this hash lies."""
         return self._store / sha256
 
     def keep(self, content: bytes) -> Blob:
@@ -189,7 +189,7 @@ class HubServer:
         return self.tokens[token]
 
     def role(self, call: Call) -> str:
-        """What the request's token is for; a token that was handed out without a word may write."""
+        """The role of the request's token; one that was handed out without a word may write."""
         return self.roles.get(call.headers.get("Authorization", "").partition(" ")[2], "write")
 
     def names(self, user: str | None) -> set[str]:

@@ -1,4 +1,4 @@
-"""What the Hub on loopback keeps and hands around: files, commits, pull requests, requests and answers."""
+"""Things that the Hub on loopback keeps and hands around: files, commits, pull requests, requests and answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_lfs(path: str, size: int) -> bool:
 
 
 class Request(NamedTuple):
-    """What one request asked for and got."""
+    """A request and what it got."""
 
     method: str
     path: str
@@ -47,7 +47,7 @@ class Blob:
 
     @property
     def pointer(self) -> bytes:
-        """What git keeps of a large file in place of its content."""
+        """The text that git keeps of a large file in place of its content."""
         return f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {self.size}\n".encode()
 
     def entry(self, path: str) -> dict[str, Any]:

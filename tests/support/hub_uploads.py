@@ -134,7 +134,7 @@ class Uploads:
         return to_json({"transfer": "basic", "objects": objects})
 
     def _actions(self, repo: Repo, sha256: str, size: int) -> dict[str, Any]:
-        """Where a large file goes, whole or in parts."""
+        """The addresses that a large file goes to, whole or in parts."""
         number = secrets.token_hex(16)
         self._tickets[number] = Ticket(repo, sha256, size)
         href = f"{self.hub.files_url}/upload/{number}"

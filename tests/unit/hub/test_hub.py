@@ -109,7 +109,7 @@ def go_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cached_file(snapshot: Snapshot, name: str) -> Path:
-    """Where huggingface_hub keeps the content of a file of a snapshot."""
+    """The path at which huggingface_hub keeps the content of a file of a snapshot."""
     return (snapshot.folder / name).resolve()
 
 
