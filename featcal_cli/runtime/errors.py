@@ -28,7 +28,7 @@ class FeatCalError(Exception):
         super().__init__("\n".join(part for part in parts if part))
 
     def of_task(self, task: str) -> FeatCalError:
-        """The same error, about a task."""
+        """This error, about a task."""
         fix = self.fix.removesuffix(f": {self.command}")
         return type(self)(self.what, where=self.where, fix=fix, task=task, command=self.command)
 

@@ -51,7 +51,7 @@ def explain_broken_package(error: BaseException) -> FeatCalError | None:
         words = " ".join(str(cause).split())[:MOST_WORDS]
         what = f"{package or next(iter(modules), 'a package')} cannot be imported: {type(cause).__name__}: {words}"
         # a library may have read a variable of the environment that it cannot use; its own words quote it
-        fix = "correct what it names, install featcal again as its README says, or install the package again"
+        fix = "correct what it names, or install it again"
         command = f"pip install --force-reinstall --no-deps {distributions[package][0]}" if package else ""
         return FeatCalError(what, where=f"Python at {sys.executable}", fix=fix, command=command)
     return None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import unquote
 
 from featcal_cli.runtime.errors import RecipeError
@@ -66,25 +66,18 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     return {key: value for key, value in keys.items() if value}
 
 
-MERGE_NUMBERS = {"scale": float, "density": float, "seed": int}
+MERGE_NUMBERS = ("scale", "density", "seed")
 """The numbers that may follow the name of a merge method, in order."""
 
 
-def parse_merge(text: str) -> dict[str, Any]:
-    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` to keys of `Merge`. Raises RecipeError."""
+def parse_merge(text: str) -> dict[str, str]:
+    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` to keys of `Merge`, whose validation says what is no number. Raises
+    RecipeError."""
     method, *numbers = text.split(":")
     if len(numbers) > len(MERGE_NUMBERS):
         what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
         raise RecipeError(what, where="--merge", fix=fix)
-    keys: dict[str, Any] = {"method": method}
-    for (key, kind), number in zip(MERGE_NUMBERS.items(), numbers, strict=False):
-        try:
-            keys |= {key: kind(number)} if number else {}
-        except ValueError:
-            what = f"the {key} {number!r} is not a {'whole ' if kind is int else ''}number"
-            fix = "write e.g. task_arithmetic:0.3, ties:0.3:0.2 or dare_ties:0.3:0.2:42"
-            raise RecipeError(what, where="--merge", fix=fix) from None
-    return keys
+    return {"method": method, **{key: number for key, number in zip(MERGE_NUMBERS, numbers, strict=False) if number}}
 
 
 def write_number(value: float) -> str:

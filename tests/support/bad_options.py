@@ -23,7 +23,7 @@ CASES: list[Case] = [
     (options(merged=None), ["merged", "--merge"]),
     (options(merge="average"), ["both", "--merge"]),
     (options(merged=None, merge="slerp"), ["--merge", "average"]),
-    (options(merged=None, merge="task_arithmetic:x"), ["scale", "task_arithmetic:0.3"]),
+    (options(merged=None, merge="task_arithmetic:x"), ["scale", "must be a number"]),
     (options(merged=None, merge="task_arithmetic:-1"), ["scale", "0"]),
     (options(merged=None, merge="task_arithmetic:nan"), ["scale"]),
     (options(merged=None, merge="ties:0.3:2"), ["density", "1"]),

@@ -304,7 +304,7 @@ def test_help_shows_examples_as_they_are_typed(capsys: pytest.CaptureFixture[str
 def test_a_message_breaks_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     what = "word " * 20 + "`featcal recipes clip-vit-b32-8` shows one"
     command = "pip install --force-reinstall " + "long-name-of-a-package-" * 4
-    show_error(FeatCalError(what, where="here", fix=f"install it again: {command}"))
+    show_error(FeatCalError(what, where="here", fix="install it again", command=command))
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
