@@ -16,7 +16,7 @@ import pytest
 import yaml
 from command_line import featcal_inside
 from hub_server import HubServer
-from pages import find_blocks, pages, to_run
+from pages import new_blocks, pages, to_run
 from published import write_card
 from recipe_world import World, save_model
 from safetensors.torch import load_file, save_file
@@ -90,7 +90,7 @@ def test_what_a_page_says_to_type_works(
     page: Path, world: Path, files: Path, hub: HubServer, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for block in find_blocks(page):
+    for block in new_blocks(page):
         if not (commands := to_run(block)):
             continue
         hub.repos.pop(("model", "user/merged-featcal"), None)

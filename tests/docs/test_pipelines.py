@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hub_server import HubServer
 from published import publish
+from zygote import Zygote
 
 CI = Path(__file__).parents[2] / "recipes" / "ci"
 WORKFLOW, CALLER, SCRIPT = CI / "featcal.yml", CI / "on-new-merge.yml", CI / "calibrate.sh"
@@ -44,10 +45,16 @@ def publish_merge(hub: HubServer, merge: Path, org: str, *, good: bool) -> str:
     return hub.add_token(org, "write")
 
 
+@pytest.fixture(autouse=True)
+def featcal(zygote: Zygote, tmp_path: Path) -> None:
+    """A command of this name, which starts quickly."""
+    zygote.write_command(tmp_path / "bin")
+
+
 def environment_of(folder: Path, **values: str) -> dict[str, str]:
     """That of a shell in which featcal is installed, and nobody is logged in."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_TOKEN", "GITHUB_"))}
-    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{kept['PATH']}"
     return {**kept, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", **values}
 
 

@@ -18,8 +18,7 @@ from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 FULL = (
-    "bert", "gpt2", "llama", "whisper", "convnext", "wavlm", "lfm2", "mixtral", "gpt-oss", "llama4", "recurrent-gemma",
-    "deepseek-v3", "qwen2-moe", "qwen3-next",
+    "bert", "gpt2", "whisper", "convnext", "wavlm", "gpt-oss", "llama4", "recurrent-gemma", "qwen2-moe", "qwen3-next",
 )  # fmt: skip
 """Linears with biases, Conv1D, without biases, some with, convolutions, projections and convolutions that functions
 read, experts of mixtures with and without biases, beside Linears whose names peft takes for those of experts."""
@@ -27,7 +26,7 @@ REPLACED_BIASES = {"whisper", "gpt-oss", "qwen2-moe", "recurrent-gemma"}
 """Some of their Linears have no bias, or there are experts too: peft replaces biases, and adds nothing to them."""
 
 
-@pytest.mark.parametrize("name", few_of(FULL, ("bert", "gpt-oss", "convnext")))
+@pytest.mark.parametrize("name", few_of(FULL, ("bert", "gpt-oss")))
 def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
     result = calibrate(saved.recipe(norms="all"), output=tmp_path / "out", as_adapter=32)  # which holds every update
@@ -48,7 +47,7 @@ def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name:
         torch.testing.assert_close(folded[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("name", few_of(["bert", "llama", "mixtral", "llama4"], ("bert", "mixtral")))
+@pytest.mark.parametrize("name", few_of(["bert", "mixtral", "llama4"], ("mixtral",)))
 def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path, name: str) -> None:
     result = calibrate(save_family(tmp_path, BY_NAME[name]).recipe(), output=tmp_path / "out", as_adapter=4)
     merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
@@ -79,6 +78,7 @@ def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
     assert "the changed parameters" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.matrix
 def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["llama"], dtype=torch.bfloat16)
     result = calibrate(saved.recipe(), output=tmp_path / "out", as_adapter=32)
@@ -89,6 +89,7 @@ def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Pa
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
 
 
+@pytest.mark.matrix
 def test_the_adapter_goes_to_the_hub_with_the_output(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,12 +136,12 @@ def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
         (4, {"merged": {"method": "average"}}, "built only for the run"),
     ],
 )
-@pytest.mark.parametrize("verb", [calibrate, dry_run])
 def test_a_rank_that_cannot_be_is_refused_and_nothing_is_written(
-    tmp_path: Path, verb: Any, rank: int, change: dict[str, Any], what: str
+    tmp_path: Path, rank: int, change: dict[str, Any], what: str
 ) -> None:
     recipe = {**save_family(tmp_path, BY_NAME["bert"]).recipe(), **change}
     before = set(tmp_path.rglob("*"))
+    verb: Any = dry_run if rank else calibrate  # one plan is made for both
     with pytest.raises(RecipeError, match=what) as raised:
         verb(recipe, output=tmp_path / "out", as_adapter=rank)
     assert raised.value.where == f"--as-adapter {rank}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, TASKS, VOCABULARY, Family, few_of, save_family, save_tokenizer, text
+from families import BY_NAME, TASKS, VOCABULARY, Family, save_family, save_tokenizer, text
 from families_text import MIXTURES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,14 +27,14 @@ module-by-module steps carry the rounding of one sum on into the next (1.4e-5 wa
 TEXT = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "global_attention_mask"}
 COMPARED = ("gpt2", "bert", "t5", "opt", "mixtral")
 """One family of each kind: positions that are learnt, given by a mask or relative; a mixture."""
-CELLS = (("right", 1), ("left", 16), ("right", 3))
-ALL_CELLS = (("right", 1), ("right", 3), ("right", 16), ("left", 1), ("left", 3), ("left", 16))
+CELLS = (("right", 1), ("left", 3))
+ALL_CELLS = (*CELLS, ("right", 16))
 
 
 class Batches:
     """A family's job, run on batches of some size that are padded on some side."""
 
-    def __init__(self, folder: Path, family: Family, rows: int = 40) -> None:
+    def __init__(self, folder: Path, family: Family, rows: int = 16) -> None:
         self.saved = save_family(folder, family, examples=rows)
         self.folder = folder
         names = set(next(iter(self.saved.inputs.values())))
@@ -109,9 +109,8 @@ def pad(inputs: dict[str, Tensor], side: str) -> dict[str, Tensor]:
     return moved
 
 
-@pytest.mark.parametrize("method", few_of(["featcal", "paper"], ("featcal",)))
-def test_learnt_positions_are_those_of_each_text_alone(tmp_path: Path, method: str) -> None:
-    check(Batches(tmp_path, BY_NAME["gpt2"]), method, CELLS)
+def test_learnt_positions_are_those_of_each_text_alone(tmp_path: Path) -> None:
+    check(Batches(tmp_path, BY_NAME["gpt2"]), "featcal", CELLS)
 
 
 @pytest.mark.matrix

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from answers import answer_distance
-from families import BY_NAME, TASKS, Family, Saved, few_of, save_family
+from families import BY_NAME, Family, Saved, few_of, save_family
 from family import TEXT_SIZES
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,11 +25,9 @@ from featcal_cli.models.tracing import first_tensor
 from featcal_cli.reporting.report import Inspection, ModelDrift
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
-CHOSEN = ["bert", "albert", "mixtral", "t5"]
+CHOSEN = ["albert", "t5"]
 OTHERS = [
-    "gpt2", "clip-vision", "wav2vec2", "llava",
-    "roberta", "deberta-v2", "modernbert", "llama", "qwen2", "gemma2", "bart", "whisper", "vit", "swin", "qwen2-vl",
-    "paligemma",
+    "clip-vision", "wav2vec2", "llava", "deberta-v2", "modernbert", "llama", "whisper", "swin",
 ]  # fmt: skip
 
 
@@ -150,7 +148,7 @@ def check_shares(
 
 @pytest.mark.parametrize(
     "name",
-    few_of(["vit", "t5", "llama", "albert", "swin", "llava"], ("vit",)),
+    few_of(["vit", "t5", "albert", "llava"], ("vit",)),
 )
 def test_shares_are_those_of_experts_with_the_models_later_blocks_and_add_up(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
@@ -188,9 +186,7 @@ def test_tasks_that_end_at_different_blocks_have_shares_of_their_own_blocks(tmp_
         check_shares(drift, model, expert, batch, rows, tower)
 
 
-@pytest.mark.parametrize(
-    "name", few_of(["bert", "t5", "llama", "llava", "qwen2-classifier"], ("bert", "qwen2-classifier"))
-)
+@pytest.mark.parametrize("name", few_of(["bert", "t5", "llava", "qwen2-classifier"], ("qwen2-classifier",)))
 def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
     saved = save_family(tmp_path, family)
@@ -250,10 +246,13 @@ def bert_of(blocks: int) -> Family:
     return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
 
 
-def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes of weights that are converted at one time while so many tasks' drift is measured."""
-    recipe: dict[str, Any] = saved.recipe(dtype="float32")
-    recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[:tasks]}
+def test_no_more_than_one_block_of_model_base_and_one_expert_is_converted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep the models are, and however many experts there are."""
+    saved = save_family(tmp_path, bert_of(4), examples=4, dtype=torch.bfloat16)
+    parts = (bert_of(1).build().get_submodule(path) for path in ("encoder.layer.0", "pooler"))
+    size, head = (sum(parameter.numel() * 4 for parameter in part.parameters()) for part in parts)
     runners: set[BlockRunner] = set()
     counts = [0]
     move = BlockRunner._move
@@ -263,21 +262,7 @@ def most_at_once(saved: Saved, tasks: int, monkeypatch: pytest.MonkeyPatch) -> i
         runners.add(runner)
         counts.append(sum(holder.nbytes for each in runners for holder, _ in each._moved.values()))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockRunner, "_move", watched)
-        inspect_drift(recipe)
+    monkeypatch.setattr(BlockRunner, "_move", watched)
+    inspect_drift(saved.recipe(dtype="float32"))
     assert not any(runner._moved for runner in runners)
-    return max(counts)
-
-
-def test_no_more_than_one_block_of_model_base_and_one_expert_is_converted_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However deep the models are, and however many experts there are."""
-    shallow, deep = (
-        save_family(tmp_path / str(blocks), bert_of(blocks), examples=4, dtype=torch.bfloat16) for blocks in (2, 5)
-    )
-    parts = (bert_of(1).build().get_submodule(path) for path in ("encoder.layer.0", "pooler"))
-    size, head = (sum(parameter.numel() * 4 for parameter in part.parameters()) for part in parts)
-    for saved, tasks in ((shallow, 1), (shallow, 3), (deep, 1)):
-        assert most_at_once(saved, tasks, monkeypatch) == 3 * size + head  # the expert's, to see its answers
+    assert max(counts) == 3 * size + head  # the expert's, to see its answers

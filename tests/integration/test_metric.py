@@ -54,7 +54,7 @@ def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> 
     assert "their effect on each expert's outputs" in card and "features, as in the paper" not in card
 
 
-@pytest.mark.parametrize("name", few_of(["vit", "t5", "llama", "mixtral"], ("vit",)))
+@pytest.mark.parametrize("name", few_of(["vit", "t5", "mixtral"], ("vit",)))
 def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
     """So does one of the recipe that the output holds; nothing of the gradients is left beside it."""
     saved = save_family(tmp_path, BY_NAME[name])
@@ -112,16 +112,15 @@ def read_inputs(model: nn.Module, block: Block, batch: Batch) -> dict[str, Tenso
     return inputs
 
 
-@pytest.mark.parametrize("chosen", ["uniform", "cls"])
-def test_who_says_how_tokens_count_is_obeyed(chosen: str, tmp_path: Path) -> None:
+def test_who_says_how_tokens_count_is_obeyed(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     given: dict[str, Any] = {"examples": 8, "ridge": 0.05, "rho": 1.0, "alpha": 0.3, "metric": "output"}
-    reports = [
-        calibrate(saved.recipe(**given, token_weights=how), output=tmp_path / how).report for how in ("auto", chosen)
-    ]
-    assert [report.settings["token_weights"] for report in reports] == ["gradients", chosen]
-    weights = [load_file(tmp_path / how / "model.safetensors") for how in ("auto", chosen)]
-    assert any(not x.equal(weights[1][name]) for name, x in weights[0].items())
+    told = {"auto": "gradients", "uniform": "uniform", "cls": "cls"}
+    for how, found in told.items():
+        report = calibrate(saved.recipe(**given, token_weights=how), output=tmp_path / how).report
+        assert report.settings["token_weights"] == found
+    first, *others = (load_file(tmp_path / how / "model.safetensors") for how in told)
+    assert all(any(not x.equal(other[name]) for name, x in first.items()) for other in others)
 
 
 def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path) -> None:

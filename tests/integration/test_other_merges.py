@@ -17,17 +17,13 @@ from featcal_cli.workflows.verbs import calibrate, dry_run
     ("model", "order", "what"),
     [
         ("merged", [0, 1, 0, 1], r"base has 2 of the layers model\.layers, and merged has 4"),
-        ("red", [0], r"expert red has 1 of the layers model\.layers, and merged has 2"),
         ("red", [0, 1, 1], r"expert red has 3 of the layers model\.layers, and merged has 2"),
     ],
 )
-@pytest.mark.parametrize("verb", [calibrate, dry_run])
-def test_models_with_more_or_fewer_layers_are_refused(
-    tmp_path: Path, verb: Any, model: str, order: list[int], what: str
-) -> None:
+def test_models_with_more_or_fewer_layers_are_refused(tmp_path: Path, model: str, order: list[int], what: str) -> None:
     recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
     restack(tmp_path / model, order)
-    check_refusal(tmp_path, recipe, what, verb)
+    check_refusal(tmp_path, recipe, what, dry_run if model == "merged" else calibrate)
 
 
 @pytest.mark.parametrize(

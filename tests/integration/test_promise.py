@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -23,8 +25,8 @@ from featcal_cli.workflows.verbs import calibrate
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 NAMES = ("bert", "gpt2", "llama", "vit", "clip-vision", "albert", "opt", "t5")
-IN_DEFAULT_SUITE = 4
-CASES = 200
+IN_DEFAULT_SUITE = 2
+CASES = 20
 SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {}, {"ridge": 1e-5}, {"rho": 50.0}, {"alpha": 1.0}, {"ridge": 1e-5, "alpha": 1.0}, {"rho": 30.0, "ridge": 10.0},
     {"method": "featcal", "ridge": 1e-5, "rho": 30.0, "alpha": 1.0}, {"norms": "all"},
@@ -160,9 +162,7 @@ HOPELESS = 2
 """Of one that no update helps."""
 
 
-def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption_and_from_its_own_recipe(
-    tmp_path: Path,
-) -> None:
+def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption(tmp_path: Path) -> None:
     saved, recipe = random_job(tmp_path / "family", WORSE)
     report = calibrate(recipe, output=tmp_path / "whole").report
     assert report.settings["step"] in (0.25, 0.5)
@@ -171,9 +171,8 @@ def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption_and_from_
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe, output=tmp_path / "resumed", listener=Stopper())
     calibrate(recipe, output=tmp_path / "resumed")
-    calibrate(tmp_path / "whole" / "featcal.yaml", output=tmp_path / "again")
-    whole, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed", "again"))
-    assert all(other == whole for other in others)
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert resumed == whole
     merged, ours = (load_file(place / "model.safetensors") for place in (saved.folder / "merged", tmp_path / "whole"))
     changes = {
         f"{block.name}.{module.name}.weight": module.relative_change
@@ -198,18 +197,16 @@ def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path)
 
 
 def test_settings_of_the_users_are_written_under_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Terminal, card, report and --json; the exit code is 0, as nothing was to be pushed."""
+    """Terminal, card and report; the exit code is 0, as nothing was to be pushed."""
     saved = save_family(tmp_path, BY_NAME["bert"])
     far = {"ridge": 1000.0, "rho": 30.0, "alpha": 0.0, "method": "paper"}
-    run = run_inside(capsys, saved, tmp_path / "out", far, "--json")
-    printed = json.loads(run.stdout)
-    assert run.code == 0 and printed["settings"]["step"] == 1
-    assert printed["headline"].startswith("WARNING: mean drift grew from") and "held-out rows" in printed["headline"]
-    assert json.loads((tmp_path / "out" / "featcal_report.json").read_text())["headline"] == printed["headline"]
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "**Warning:** mean drift grew from" in card
-    shown = run_inside(capsys, saved, tmp_path / "shown", far)
-    assert "WARNING: mean drift grew" in shown.stdout and "warning: mean drift grew" in shown.stderr
+    run = run_inside(capsys, saved, tmp_path / "out", far)
+    assert run.code == 0
+    assert "WARNING: mean drift grew" in run.stdout and "warning: mean drift grew" in run.stderr
+    report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    assert report["settings"]["step"] == 1
+    assert report["headline"].startswith("WARNING: mean drift grew from") and "held-out rows" in report["headline"]
+    assert "**Warning:** mean drift grew from" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("given", [{}, {"method": "paper"}])
@@ -244,12 +241,19 @@ def run_inside(
     return featcal_inside(capsys, "calibrate", {**arguments, "-o": output})
 
 
+def first_seed() -> int:
+    """Another one for every commit, or that of the environment: the id of a test that fails says which to give."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return int(os.environ.get("PROMISE_SEED", 0)) or int(commit or "0", 16)
+
+
 @pytest.mark.parametrize("seed", range(IN_DEFAULT_SUITE))
 def test_the_mean_drift_on_held_out_rows_never_grows(tmp_path: Path, seed: int) -> None:
     check_promise(tmp_path, seed)
 
 
 @pytest.mark.survive
-@pytest.mark.parametrize("seed", range(IN_DEFAULT_SUITE, CASES))
-def test_the_mean_drift_of_200_families_never_grows(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + CASES))
+def test_the_mean_drift_of_further_families_never_grows(tmp_path: Path, seed: int) -> None:
     check_promise(tmp_path, seed)

@@ -45,7 +45,8 @@ def large_images(count: int) -> Batch:
 @pytest.mark.parametrize(
     ("name", "config", "inputs"),
     [
-        ("LevitModel", LEVIT, large_images),  # it adds to its config when it is built
+        # it adds to its config when it is built
+        pytest.param("LevitModel", LEVIT, large_images, marks=pytest.mark.matrix),
         ("ViTForMaskedImageModeling", VISION_SIZES | {"encoder_stride": 8}, masked_images),  # a loss comes first
     ],
 )
@@ -72,7 +73,9 @@ def test_frames_count_where_padding_is_shorter_than_a_frame(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "config", "inputs", "error", "message"),
     [
-        ("FastSpeech2ConformerModel", SPEECH, text, NumericsError, "tokens after decoder"),
+        pytest.param(
+            "FastSpeech2ConformerModel", SPEECH, text, NumericsError, "tokens after decoder", marks=pytest.mark.matrix
+        ),
         ("ReformerModel", REFORMER, lambda count: text(count, 20), DataError, "cannot run on the examples"),
     ],
 )
