@@ -279,9 +279,10 @@ class BlockRunner:
             taken = self._weights.take(wanted)
         for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
-            holder.data = home.to(self.device, dtype) if here is None else here.data
-            if here is not None:
-                self._here[id(holder)] = here
+            if here is None or here.data is None:
+                holder.data = home.to(self.device, dtype)
+            else:
+                holder.data, self._here[id(holder)] = here.data, here
 
     def _install(self) -> None:
         """Install hooks: blocks pause, and modules outside of blocks are moved to the device when called, as large as

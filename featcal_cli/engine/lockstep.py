@@ -3,7 +3,7 @@ order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -81,8 +81,10 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
             visit.release()
             done.append(block)
     finally:
-        groups = (passes.pairs, *passes.measured.values(), *passes.switched.values())
-        for paused in chain.from_iterable(chain.from_iterable(groups)):
+        groups: Iterable[Iterable[PausedForward]] = chain(
+            passes.pairs, *passes.measured.values(), *passes.switched.values()
+        )
+        for paused in chain.from_iterable(groups):
             paused.close()
 
 
