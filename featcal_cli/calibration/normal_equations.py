@@ -138,26 +138,19 @@ def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsEr
     """The error for features that are not finite, with their model, module and example. All features are read again for
     it."""
     kind = "held-out " if checked else ""
-    what, where = f"the features are too large in {visit.block.name}", f"{task}: {kind}examples"
+    fix = "look at this example, and take it out if need be; if it is fine, give --dtype float32"
     for seen in visit.features(task, checked=checked, again=True):
         sides = ((f"the expert of {task}", seen.x_exp), ("the calibrated model", seen.x_cal))
         for module, (who, features) in product(visit.part.modules, sides):
-            bad = [
-                int((~torch.isfinite(x)).flatten(1).any(1).int().argmax())
-                for x in features[module.name]
-                if not torch.isfinite(x).all()
-            ]
-            if bad:
-                rows, number = len(features[module.name][0]), seen.examples.start + 1
-                what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
-                where = f"{task}: {kind}example {number + bad[0] * len(seen.examples) // rows}"
-                break
-        else:
-            continue
-        break
-    return NumericsError(
-        what, where=where, fix="look at this example, and take it out if need be; if it is fine, give --dtype float32"
-    )
+            broken = next((x for x in features[module.name] if not torch.isfinite(x).all()), None)
+            if broken is None:
+                continue
+            # the rows of a batch's examples follow each other
+            first = int((~torch.isfinite(broken)).flatten(1).any(1).int().argmax())
+            number = seen.examples.start + 1 + first * len(seen.examples) // len(features[module.name][0])
+            what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
+            return NumericsError(what, where=f"{task}: {kind}example {number}", fix=fix)
+    return NumericsError(f"the features are too large in {visit.block.name}", where=f"{task}: {kind}examples", fix=fix)
 
 
 def _choose_moments(
@@ -191,6 +184,15 @@ def _choose_moments(
             pairs[name] = Pair(Affine(weight, bias), of_merged[name].weight)
     precision = choose_precision(first.dtype, hyperparameters.ridge, hyperparameters.metric)
     return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows)
+
+
+def _choose_equations(moments: LinearMoments, hyperparameters: Hyperparameters) -> type[LinearEquations]:
+    """The kind of equations for these moments, which are all summed, solved and checked in one way."""
+    if isinstance(moments, GroupedMoments):
+        return GroupedEquations
+    if hyperparameters.metric == "output":
+        return MetricEquations
+    return LinearEquations if moments.kept is None else DualEquations
 
 
 def _add_task(
@@ -230,10 +232,7 @@ def _add_task(
             raise NumericsError(what, where=task, fix=fix)
         group = find_group(names) or names
         if group not in equations.linear:
-            form = LinearEquations if moments.kept is None else DualEquations
-            form = MetricEquations if by_outputs else form
-            form = GroupedEquations if isinstance(moments, GroupedMoments) else form
-            of_merged = parameters(visit.merged, group)
+            form, of_merged = _choose_equations(moments, hyperparameters), parameters(visit.merged, group)
             equations.linear[group] = form(of_merged, hyperparameters, with_bias=checked)
         omega = omegas.get((task, names[0])) if omegas else None
         moments.gradients = gradients

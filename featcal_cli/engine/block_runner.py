@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
+from greenlet import getcurrent
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.offload import Offloader, TouchMode
-from featcal_cli.engine.paused_forward import PausedForward, pausing
 from featcal_cli.engine.weight_uploads import DeviceWeight, device_weights, fetch_weights, is_finite
 from featcal_cli.models.architecture import Architecture, held_parameters, module_at
 from featcal_cli.models.loading import Model
+from featcal_cli.models.tracing import BlockCall
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
@@ -74,8 +76,8 @@ class BlockRunner:
         if model.module.dtype != dtype:
             self._convert_stem()
 
-    def start(self, batches: Sequence[Batch], entry: str) -> list[PausedForward]:
-        """Start one pass for each batch through the module at `entry`, paused before its first block; call inside
+    def prepare(self, batch: Batch, entry: str) -> tuple[nn.Module, Batch]:
+        """The module at `entry`, which runs on these examples, and what it is given of them, on the device; call inside
         `on_device`."""
         own = self.model.own_path(entry) if entry else ""
         if own is None:
@@ -87,10 +89,9 @@ class BlockRunner:
         module = self.model.module.get_submodule(own)
         for stem in self._stems:  # what calls one may look at its dtype first
             self.bring(stem)
-        passes = [PausedForward(self, module, self._prepare(batch, module)) for batch in batches]
-        for paused in passes:
-            paused.advance()
-        return passes
+        names = forward_names(module) if self.model.part or self.model.body else set(batch)
+        self.reach(batch.values())  # it may be that of a pass
+        return module, self.place({name: tensor for name, tensor in batch.items() if name in names})
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -278,14 +279,10 @@ class BlockRunner:
             taken = self._weights.take(wanted)
         for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
-            holder.data = home.to(self.device, dtype) if here is None else here.data
-            if here is not None:
-                self._here[id(holder)] = here
-
-    def _prepare(self, batch: Batch, module: nn.Module) -> Batch:
-        names = forward_names(module) if self.model.part or self.model.body else set(batch)
-        self.reach(batch.values())  # it may be that of a pass
-        return self.place({name: tensor for name, tensor in batch.items() if name in names})
+            if here is None or here.data is None:
+                holder.data = home.to(self.device, dtype)
+            else:
+                holder.data, self._here[id(holder)] = here.data, here
 
     def _install(self) -> None:
         """Install hooks: blocks pause, and modules outside of blocks are moved to the device when called, as large as
@@ -295,7 +292,7 @@ class BlockRunner:
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in around:
                 around.add(name)  # nobody calls a list: what is in it is called
             if name in self._blocks:
-                module.forward = pausing(name, module.forward)
+                module.forward = _pausing(name, module.forward)
                 self._undo.callback(module.__dict__.pop, "forward")
             elif name in around or name.rpartition(".")[0] in around:
                 hook = self._bringing(name, recurse=name not in around)
@@ -324,3 +321,14 @@ class BlockRunner:
         dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
         for name, buffer in self.model.module.named_buffers():
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
+
+
+def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a block's forward so that inside a pass that pauses it hands its call out and waits for the output."""
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        # no frame of a pass may hold the pass: dropped, it would never be freed
+        runs_in = getcurrent().parent if getattr(getcurrent(), "pauses", False) else None
+        return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
+
+    return paused

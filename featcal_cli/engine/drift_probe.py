@@ -13,7 +13,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.outputs import gives_logits
-from featcal_cli.engine.paused_forward import PausedForward
+from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.token_weights import choose_rows, token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_layout import Layout, Lengths, Weights
@@ -61,9 +61,9 @@ class DriftProbe:
         self._outputs = None if job.experts[task].model.missing else measurement.outputs
         self._runners: dict[str, BlockRunner] = {EXPERT: job.experts[task], **measurement.runners}
         entry = job.architecture.entries[task]
-        self._passes = {role: runner.start([batch], entry)[0] for role, runner in self._runners.items()}
+        self._passes = {role: start_forward(runner, batch, entry) for role, runner in self._runners.items()}
         roles = list(self._passes) if self._outputs is not None else []
-        self._followers = dict(zip(roles, job.experts[task].start([batch] * len(roles), entry), strict=True))
+        self._followers = {role: start_forward(job.experts[task], batch, entry) for role in roles}
         """Passes of the expert that go on from another role's last features in place of its own, by role."""
         self._shown: _ExpertRun | None = None
         """The expert's run of a block, while the others are still before it."""
@@ -219,9 +219,10 @@ class BlockContribution:
         entry, names = job.architecture.entries[task], [block.name for block in job.architecture.blocks]
         self._order = {name: number for number, name in enumerate(names)}
         reached = names[: self._order[job.architecture.last_blocks[task]] + 1]
-        self._models = {role: measurement.runners[role].start([batch], entry)[0] for role in sorted(measurement.split)}
+        roles = sorted(measurement.split)
+        self._models = {role: start_forward(measurement.runners[role], batch, entry) for role in roles}
         count = len(self._models) * sum(name.startswith(entry) for name in reached)
-        self._expert, *self._waiting = job.experts[task].start([batch] * (1 + count), entry)
+        self._expert, *self._waiting = (start_forward(job.experts[task], batch, entry) for _ in range(1 + count))
         self._switched: dict[str, dict[str, PausedForward]] = {role: {} for role in self._models}
         """Switched passes by role and the first block that is the model's, in forward order."""
 

@@ -3,7 +3,7 @@ order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
-from featcal_cli.engine.paused_forward import PausedForward
+from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.runtime import hardware
@@ -81,8 +81,10 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
             visit.release()
             done.append(block)
     finally:
-        groups = (passes.pairs, *passes.measured.values(), *passes.switched.values())
-        for paused in chain.from_iterable(chain.from_iterable(groups)):
+        groups: Iterable[Iterable[PausedForward]] = chain(
+            passes.pairs, *passes.measured.values(), *passes.switched.values()
+        )
+        for paused in chain.from_iterable(groups):
             paused.close()
 
 
@@ -122,8 +124,7 @@ def _start_passes(job: Job) -> Passes:
 def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
     """Start the expert's and the student's pass on a batch, sharing its copy on the device."""
     entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
-    (expert,) = job.experts[task].start([placed], entry)
-    (student,) = job.student.start([placed], entry)
+    expert, student = (start_forward(runner, placed, entry) for runner in (job.experts[task], job.student))
     return _offload(job, PairedPass(expert, student))
 
 
@@ -229,7 +230,7 @@ class BlockVisit:
             return
         expert = self.expert(task)
         if again:
-            (paused,) = expert.start([pair.expert.batch], self._job.architecture.entries[task])
+            paused = start_forward(expert, pair.expert.batch, self._job.architecture.entries[task])
             paused.run_through([block for block in self._job.architecture.blocks if block is not self.block])
             captured, _ = run_captured(expert, paused, self.part)
             paused.close()
@@ -252,7 +253,7 @@ class BlockVisit:
         """Observe a block that runs several times, in new passes in which no call is updated yet."""
         runners = self.expert(task), self._job.student
         entry, batch = self._job.architecture.entries[task], pair.expert.batch
-        expert, student = (runner.start([batch], entry)[0] for runner in runners)
+        expert, student = (start_forward(runner, batch, entry) for runner in runners)
         others = [block for block in self._job.architecture.blocks if block is not self.block]
         for call in range(1, self.block.calls + 1):
             expert.run_through(others)

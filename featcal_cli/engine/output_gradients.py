@@ -20,6 +20,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.hooks import intercept_matmuls
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, project_randomly, read_output
+from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.engine.token_weights import token_weights
 from featcal_cli.models.architecture import Architecture, Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
@@ -66,7 +67,7 @@ class GradientPass:
     """
 
     def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
-        (self._paused,) = expert.start([expert.place(batch)], entry)
+        self._paused = start_forward(expert, expert.place(batch), entry)
         self._expert, self._projections = expert, projections
         # by the expert's own ids: those of merged may be in any order
         own_ids = None if expert.token_ids is None else expert.token_ids.cpu()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.vocabulary import renumber
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.probing import CrossAttentionInput
@@ -29,9 +30,6 @@ from featcal_cli.models.tracing import (
 )
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
-
-if TYPE_CHECKING:
-    from featcal_cli.engine.block_runner import BlockRunner
 
 INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
 """Errors that code raises on values that it was not written for."""
@@ -61,6 +59,9 @@ def _is_of_model(error: Exception) -> bool:
 
 class PausedForward(greenlet):
     """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
+
+    pauses = True
+    """Tells the blocks that run in it to pause."""
 
     def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
         super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
@@ -182,12 +183,9 @@ class PausedForward(greenlet):
             self.throw(GreenletExit)
 
 
-def pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's forward so that inside a PausedForward it hands its call out and waits for the output."""
-
-    def paused(*args: Any, **kwargs: Any) -> Any:
-        # no frame of a pass may hold the pass: dropped, it would never be freed
-        runs_in = getcurrent().parent if isinstance(getcurrent(), PausedForward) else None
-        return forward(*args, **kwargs) if runs_in is None else runs_in.switch(BlockCall(name, args, kwargs))
-
+def start_forward(runner: BlockRunner, batch: Batch, entry: str) -> PausedForward:
+    """Start a pass over a batch through the module at `entry`, paused before its first block; call inside the runner's
+    `on_device`."""
+    paused = PausedForward(runner, *runner.prepare(batch, entry))
+    paused.advance()
     return paused

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from featcal_cli.data.batches import Batch, take_examples
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.paused_forward import PausedForward
+from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.models.probing import Padding, read_mask
 from featcal_cli.models.products import Route
@@ -158,7 +158,7 @@ def _pooled_after(
 ) -> list[Tensor]:
     """Pooled outputs [B, k] of the model, with noise on the tokens PERTURBED of the output of `block`."""
     with runner.on_device():
-        (paused,) = runner.start([batch], architecture.entries[task])
+        paused = start_forward(runner, batch, architecture.entries[task])
     while (at := next((other for other in architecture.blocks if paused.is_at(other)), None)) is not None:
         with runner.on_device():  # one block at a time
             output = paused.run_block(at)

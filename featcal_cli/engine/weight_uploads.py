@@ -94,7 +94,8 @@ class DeviceWeights:
             with suppress(torch.OutOfMemoryError):
                 for weight in weights:
                     self._copy(weight)
-            return self._stream.record_event()
+            done: torch.Event = self._stream.record_event()
+        return done
 
     def _copy(self, weight: DeviceWeight) -> None:
         home, dtype = weight.home, weight.dtype

@@ -13,6 +13,7 @@ from jobs import Prepared, prepare
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import calibrate
@@ -56,7 +57,7 @@ def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
     prepared = prepare(save_family(tmp_path, BY_NAME["bert"]))
     runner, batch = make_runner(prepared), next(iter(prepared.examples.values())).fitted[0]
     with runner.on_device():
-        passes = runner.start([batch], "")
+        passes = [start_forward(runner, batch, "")]
     hidden = weakref.ref(passes[0].hidden)
     passes.clear()
     gc.collect()
