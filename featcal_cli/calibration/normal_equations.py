@@ -25,6 +25,7 @@ from featcal_cli.engine.hooks import Observation
 from featcal_cli.engine.lockstep import BlockVisit
 from featcal_cli.engine.token_weights import routed_rows
 from featcal_cli.models.architecture import Block, Module
+from featcal_cli.models.block_lists import UNMATCHED
 from featcal_cli.models.module_kinds import (
     LINEAR_KINDS,
     Affine,
@@ -37,7 +38,6 @@ from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.runtime.errors import NumericsError
 
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
-UNMATCHED = "its rows cannot be matched to tokens"
 LEAST_ROUTED = 32
 """Tokens of all tasks from which on an expert of a mixture is calibrated."""
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")

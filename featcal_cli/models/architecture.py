@@ -14,6 +14,7 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.models.block_lists import (
     ROUTER,
     SHARED,
+    UNMATCHED,
     count_holders,
     explain_skipped,
     find_called_before_end,
@@ -241,13 +242,17 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
         else:
             called = "scale" if kind == "scale" else "norm"
             skipped.append((path, f"a {called} without bias; `norms: all` calibrates it"))
+    holds = _find_held(rows, axes, run)
+    if holds == "padded text":
+        # what the model pads itself no batch of ours can avoid: only rows that are single tokens are known to count
+        unknown = {x.name for x in modules if any(row.may_hold_padding and row.axis != OWN_AXIS for row in x.rows)}
+        skipped += [(path, UNMATCHED) for path in sorted(unknown)]
+        modules = [x for x in modules if x.name not in unknown]
     modules = _count_depths(held, name, modules, run.first.depths)
     choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
     gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(
-        name, tuple(modules), tuple(skipped), rows, calls, overwritten, _find_held(rows, axes, run), gating_modules
-    )
+    return Block(name, tuple(modules), tuple(skipped), rows, calls, overwritten, holds, gating_modules)
 
 
 def _find_held(rows: Rows, axes: Axes, run: ProbeRun) -> Literal["text", "padded text", "patches"]:

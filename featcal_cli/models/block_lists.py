@@ -17,6 +17,7 @@ from featcal_cli.runtime.sanitise import list_some
 
 UNSEEN = "no run has shown what is multiplied with it"
 SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
+UNMATCHED = "its rows cannot be matched to tokens"
 ROUTER = "it is the router of a mixture; `routers: true` calibrates it"
 
 

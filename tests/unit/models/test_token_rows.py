@@ -3,10 +3,12 @@ where they cannot be matched, no batch may have padding."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from families import BY_NAME
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
 from featcal_cli.data.padding import DECODER_AXIS, ENCODER_AXIS
 from featcal_cli.models.architecture import find_architecture
@@ -122,6 +124,39 @@ def test_what_hidden_states_hold_decides_on_padding(name: str, held: str, full: 
     assert (found.blocks[0].holds, found.needs_full_batches) == (held, full)
     own = [block.rows.axis == OWN_AXIS for block in found.blocks]
     assert own[0] is (name != "bert")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.windows = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.windows(self.tokens(x).view(-1, 4, 8)).view_as(x)
+
+
+class Windowed(nn.Module):
+    """Pads its text to whole windows of four tokens, which a part of its layers reads."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 8), nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:  # noqa: ARG002 - so that there is padding
+        x = self.embed(nn.functional.pad(input_ids, (0, -input_ids.shape[1] % 4)))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_windows_of_a_text_that_the_model_pads_itself_are_left_unchanged() -> None:
+    inputs = {"input_ids": torch.ones(4, 9, dtype=torch.long), "attention_mask": torch.ones(4, 9, dtype=torch.long)}
+    model: Any = Windowed()
+    for block in find_architecture(model, {"task": inputs}, "auto").blocks:
+        assert block.holds == "padded text" and [module.name for module in block.modules] == ["tokens"]
+        assert block.skipped == (("windows", "its rows cannot be matched to tokens"),)
 
 
 def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
