@@ -25,12 +25,19 @@ from featcal_cli.engine.hooks import Observation
 from featcal_cli.engine.lockstep import BlockVisit
 from featcal_cli.engine.token_weights import routed_rows
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters, read_patches
-from featcal_cli.models.token_layout import Layout, Weights, counts_all
+from featcal_cli.models.block_lists import UNMATCHED
+from featcal_cli.models.module_kinds import (
+    LINEAR_KINDS,
+    Affine,
+    normalise,
+    read_parameters,
+    read_patches,
+    rows_shape,
+)
+from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.runtime.errors import NumericsError
 
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
-UNMATCHED = "its rows cannot be matched to tokens"
 LEAST_ROUTED = 32
 """Tokens of all tasks from which on an expert of a mixture is calibrated."""
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
@@ -250,9 +257,9 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
     skipped = {}
     for name, module in modules.items():
         ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
-        if not (ours or theirs or module.layouts):
+        if not (ours or theirs or module.rows):
             skipped[name] = module.why_silent
-        elif ours != theirs or (len(ours) != len(module.layouts) and not module.is_routed):
+        elif ours != theirs or (len(ours) != len(module.rows) and not module.is_routed):
             skipped[name] = "it is called differently in different models or batches"
     return skipped
 
@@ -273,18 +280,19 @@ def _is_weighted(visit: BlockVisit, module: Module) -> bool:
     return visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
 
 
-def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> Weights:
+def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> PerToken:
     """The weight of each token for a module, and for those that share its input: the sizes of gradients there [n,
     longest], where they are known."""
-    axis = module.layouts[0].axis if len(module.layouts) == 1 else None
-    mask = seen.padding.get(axis or "")
-    length = seen.lengths.get(axis or "", 0)
+    usual = seen.weights if _is_weighted(visit, module) else {}
+    if not sizes or len(module.rows) > 1:
+        return usual
+    held, rows, count = visit.merged.module(f"{visit.block.name}.{module.name}"), module.rows[0], len(seen.examples)
+    length = rows.count_tokens(rows_shape(held, seen.x_cal[module.name][0].shape), count)
     here = [_pad_sizes(of[seen.examples.start : seen.examples.stop, :length], length) for of in sizes]
-    if not here or (mask is not None and mask.shape != here[0].shape):
-        return seen.weights if _is_weighted(visit, module) else seen.padding
-    weights = weigh_tokens(here, mask)
-    counts_all(weights, mask is None)  # known here, and a device would be waited for
-    return {**seen.padding, axis or "": weights}
+    mask = seen.masks.get(rows.axis)
+    if not length or (mask is not None and mask.shape != here[0].shape):
+        return usual
+    return {rows.axis: weigh_tokens(here, mask)}
 
 
 def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
@@ -294,25 +302,25 @@ def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
 
 
 def _rows(
-    visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation, weights: Weights
+    visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation, weights: PerToken
 ) -> list[tuple[Tensor, Tensor | None]] | None:
     """Rows and their weights of every call of a module; None where they cannot be matched to tokens."""
-    axis = visit.block.layout.axis
+    count = len(seen.examples)
     of_calls: list[tuple[Tensor, Tensor | None] | None]
     if module.is_routed:
         routed = zip(features, seen.routes[module.name], strict=True)
-        of_calls = [routed_rows(x, route, module.layouts[0], weights, seen.lengths, axis) for x, route in routed]
+        of_calls = [routed_rows(x, route, module.rows[0], seen.masks, weights, count) for x, route in routed]
     elif module.kind == "convolution":
         held = visit.merged.module(f"{visit.block.name}.{module.name}")
         of_calls = [
-            _choose_patches(read_patches(held, x), layout, weights, seen, axis) if x.ndim == held.weight.ndim else None
-            for layout, x in zip(module.layouts, features, strict=True)
+            _choose_patches(read_patches(held, x), rows, weights, seen) if x.ndim == held.weight.ndim else None
+            for rows, x in zip(module.rows, features, strict=True)
         ]
     else:
         of_calls = [
-            layout.flatten(x, weights, seen.lengths, axis)
-            for layout, x in zip(module.layouts, features, strict=True)
-            if seen.first or not layout.is_table  # the same rows in every batch: they count once
+            rows.select(x, seen.masks, weights, count)
+            for rows, x in zip(module.rows, features, strict=True)
+            if seen.first or not rows.is_table  # the same rows in every batch: they count once
         ]
     return None if any(rows is None for rows in of_calls) else [rows for rows in of_calls if rows is not None]
 
@@ -323,22 +331,23 @@ many."""
 
 
 def _choose_patches(
-    patches: Tensor, layout: Layout, weights: Weights, seen: Observation, axis: str | None
+    patches: Tensor, rows: Rows, weights: PerToken, seen: Observation
 ) -> tuple[Tensor, Tensor | None] | None:
     """Rows [T, d] of the patches [B, *positions, C, *kernel] at the positions that count, and their weights [T]; None
     where positions cannot be matched to tokens. Where an example has many, a sample is drawn, seeded by the example's
     number, so that it is the same in every model and in batches of any size."""
     sizes = patches.shape[: patches.ndim // 2]
-    rows, width = prod(sizes), prod(patches.shape[patches.ndim // 2 :])
-    counted = layout.flatten(torch.arange(rows, device=patches.device).view(*sizes, 1), weights, seen.lengths, axis)
+    positions, width = prod(sizes), prod(patches.shape[patches.ndim // 2 :])
+    count, most = len(seen.examples), max(LEAST_PATCHES, MOST_NUMBERS // width)
+    every = torch.arange(positions, device=patches.device).view(*sizes, 1)
+    counted = rows.select(every, seen.masks, weights, count)
     if counted is None:
         return None
     numbers, of_rows = counted[0].view(-1), counted[1]
-    count, most = len(seen.examples), max(LEAST_PATCHES, MOST_NUMBERS // width)
-    if rows > most * count and rows % count == 0:
+    if positions > most * count and positions % count == 0:
         generators = (torch.Generator().manual_seed(number) for number in seen.examples)
-        drawn = torch.stack([torch.rand(rows // count, generator=generator) for generator in generators])
-        scores = torch.full((rows,), torch.inf, device=patches.device)
+        drawn = torch.stack([torch.rand(positions // count, generator=generator) for generator in generators])
+        scores = torch.full((positions,), torch.inf, device=patches.device)
         scores[numbers] = drawn.to(scores).flatten()[numbers]
         least = scores.view(count, -1).topk(most, largest=False).values[:, -1:]
         chosen = (scores.view(count, -1) <= least.clamp_max(1.0)).flatten()[numbers]

@@ -25,6 +25,7 @@ from featcal_cli.data.columns import check_columns, find_encoded_images, find_la
 from featcal_cli.data.image_text import open_dialogues, open_pairs
 from featcal_cli.data.images import open_images
 from featcal_cli.data.loading import Folders
+from featcal_cli.data.padding import remove_padding
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
@@ -72,6 +73,14 @@ class TaskExamples:
     @property
     def measured_count(self) -> int:
         return self.held_out_count or _count_measured(self.fitted_count)
+
+    def remove_padding(self) -> None:
+        """Cut the examples into batches without padding, in place."""
+        first = 0 if self.held_out else self.measured_count
+        parts = (take_range(self.fitted, start, stop) for start, stop in ((0, first), (first, self.fitted_count)))
+        self.fitted[:] = [batch for part in parts for batch in remove_padding(part, self.batch_size)]
+        for batches in (self.selection, self.held_out):
+            batches[:] = remove_padding(batches, self.batch_size)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from featcal_cli.engine.drift_metrics import OUTSIDE, STEM
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.outputs import gives_logits
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
-from featcal_cli.engine.token_weights import choose_rows, token_weights
+from featcal_cli.engine.token_weights import choose_rows, padding_masks
 from featcal_cli.models.architecture import Block
-from featcal_cli.models.token_layout import Layout, Lengths, Weights
+from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 MODULE_ROWS = 256
@@ -40,8 +40,7 @@ class _ExpertRun(NamedTuple):
     run: _Run
     on_expert: dict[str, _Run]
     """Runs of other roles' blocks on the expert's input."""
-    weights: Weights
-    lengths: Lengths
+    masks: PerToken
     calls: int
     """Number of successive calls of the block; other blocks may run before it is called again."""
 
@@ -128,9 +127,7 @@ class DriftProbe:
         this was the last call of the last block."""
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
-        weights = token_weights(expert, block, cls_tokens=False)
-        lengths = expert.lengths_at(block)
-        self._shown = _ExpertRun(run, on_expert, weights, lengths, call)
+        self._shown = _ExpertRun(run, on_expert, padding_masks(expert, block), call)
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
             return
@@ -158,33 +155,30 @@ class DriftProbe:
         """Measure the drift of the hidden states before the task's first block, as stems differ too."""
         expert = self._passes[EXPERT]
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
-        weights = token_weights(expert, block, cls_tokens=False)
-        lengths = expert.lengths_at(block)
+        masks = padding_masks(expert, block)
         for role in self._measurement.runners:
             pair = (self._passes[role].hidden, expert.hidden)
-            rows = self._choose_rows(pair, block.layout, weights, lengths)
+            rows = self._choose_rows(pair, block.rows, masks)
             self._measurement.meter.add(STEM, self._task, role, *rows)
 
     def _measure(self, block: Block, runs: Mapping[str, _Run], shown: _ExpertRun) -> None:
         """Add the drift of the block's output, and of its modules' outputs, to the meter."""
-        on_expert, weights, lengths = shown.on_expert, shown.weights, shown.lengths
+        on_expert, masks = shown.on_expert, shown.masks
         add = self._measurement.meter.add
         for role in self._measurement.runners:
             trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
             outputs = [hidden for run in trio if (hidden := first_tensor(run.output)) is not None]
-            add(block.name, self._task, role, *self._choose_rows(outputs, block.layout, weights, lengths))
+            add(block.name, self._task, role, *self._choose_rows(outputs, block.rows, masks))
             for module in (module for module in block.modules if not module.is_routed):
                 calls = [run.modules.get(module.name, []) for run in trio]
-                for layout, *inner in zip(module.layouts, *calls, strict=False):
-                    if len({x.shape for x in inner}) == 1 and not layout.is_table:
-                        rows = self._choose_rows(inner, layout, weights, lengths)
-                        step = -(-len(rows[0]) // MODULE_ROWS)
-                        add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in rows))
+                for rows, *inner in zip(module.rows, *calls, strict=False):
+                    if len({x.shape for x in inner}) == 1 and not rows.is_table and rows.distances is None:
+                        chosen = self._choose_rows(inner, rows, masks)
+                        step = -(-len(chosen[0]) // MODULE_ROWS)
+                        add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in chosen))
 
-    def _choose_rows(
-        self, features: Sequence[Tensor], layout: Layout, weights: Weights, lengths: Lengths
-    ) -> list[Tensor]:
-        return choose_rows(features, layout, weights, lengths, first_only=bool(self._job.cls_blocks))
+    def _choose_rows(self, features: Sequence[Tensor], rows: Rows, masks: PerToken) -> list[Tensor]:
+        return choose_rows(features, rows, masks, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
         """Run the rest of the expert's forward on these outputs in place of its own."""
@@ -298,13 +292,12 @@ class BlockContribution:
     def _measure(self, block: Block, done: Sequence[Block], output: Any) -> None:
         """Add every block's part of the final drift to the meter; `output` is the expert's."""
         assert self._measurement.shares is not None
-        weights = token_weights(self._expert, block, cls_tokens=False)
-        lengths = self._expert.lengths_at(block)
+        masks = padding_masks(self._expert, block)
 
         def rows_of(last: Any) -> Tensor:
             hidden, first_only = first_tensor(last), bool(self._job.cls_blocks)
             assert hidden is not None
-            return choose_rows([hidden], block.layout, weights, lengths, first_only=first_only)[0].double()
+            return choose_rows([hidden], block.rows, masks, first_only=first_only)[0].double()
 
         # the parts are a telescoping sum, from the model's own pass to the expert's: see the class
         expert = rows_of(output)

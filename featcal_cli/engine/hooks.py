@@ -16,7 +16,7 @@ from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, ParameterSlice, find_convolutions
 from featcal_cli.models.products import MatmulInterceptor, Route, Routing
-from featcal_cli.models.token_layout import Lengths, Weights
+from featcal_cli.models.token_rows import PerToken
 from featcal_cli.models.tracing import StopBlock, first_tensor
 
 Features = dict[str, list[Tensor]]
@@ -32,11 +32,10 @@ class Observation(NamedTuple):
     """Module inputs of a student, before the block's update."""
     x_exp: Features
     """Module inputs of the expert."""
-    padding: Weights
-    """Masks by token axis: 1 for tokens that count and 0 for padding."""
-    weights: Weights
-    """Token weights by axis: the masks, with the first token counting most if the model's output is read from it."""
-    lengths: Lengths
+    masks: PerToken
+    """Masks of the axes that have padding: 1 for tokens that count."""
+    weights: PerToken
+    """Weights of tokens where the first counts most, as the model's output is read from it."""
     first: bool
     """Whether this is the task's first batch."""
     y_exp: Features
@@ -110,7 +109,7 @@ def run_captured(
 
 def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list[str]) -> None:
     """End the run once the modules of a block have returned as often as they are called."""
-    expected = sum(len(module.layouts) for module in block.modules)
+    expected = sum(len(module.rows) for module in block.modules)
 
     def stop(*_: object) -> None:
         if len(calls) == expected:

@@ -18,7 +18,7 @@ from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
-from featcal_cli.engine.token_weights import token_weights
+from featcal_cli.engine.token_weights import cls_weights, padding_masks
 from featcal_cli.models.architecture import Block
 from featcal_cli.runtime import hardware
 
@@ -274,10 +274,10 @@ class BlockVisit:
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
         """Combine the captured features of student and expert with the weights of their tokens."""
-        padding, weights = (token_weights(student, self.block, cls_tokens=cls) for cls in (False, self.cls_tokens))
-        lengths = student.lengths_at(self.block)
+        masks = padding_masks(student, self.block)
+        weights = cls_weights(student, self.block) if self.cls_tokens else {}
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
-        return Observation(x_cal, captured.x, padding, weights, lengths, *seen)
+        return Observation(x_cal, captured.x, masks, weights, *seen)
 
     def finish(self) -> None:
         """Take all passes through the block, the student's with its new weights, and measure drift. The new weights are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
@@ -15,23 +15,18 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from featcal_cli.data.batches import Batch, count_examples, take_range
+from featcal_cli.data.padding import axis_lengths, count_tokens, seed_examples
 from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.hooks import intercept_matmuls
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, project_randomly, read_output
 from featcal_cli.engine.paused_forward import start_forward
-from featcal_cli.engine.token_weights import token_weights
+from featcal_cli.engine.token_weights import padding_masks
 from featcal_cli.models.architecture import Architecture, Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
 from featcal_cli.models.products import Routing
-from featcal_cli.models.token_layout import (
-    Lengths,
-    Weights,
-    count_tokens,
-    seed_examples,
-    token_lengths,
-)
+from featcal_cli.models.token_rows import OWN_AXIS, PerToken
 from featcal_cli.models.tracing import BlockCall
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
@@ -123,14 +118,14 @@ class GradientPass:
     @contextmanager
     def _watching(self, block: Block) -> Iterator[None]:
         """Hook the outputs of a block's Linear modules, so that gradients at them are received later."""
-        weights = token_weights(self._paused, block, cls_tokens=False)
-        lengths = token_lengths(self.batch, self._paused.hidden)
+        masks, hidden = padding_masks(self._paused, block), self._paused.hidden
+        lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
         linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
         functional = {module.functional.weight: module for module in linear if module.functional is not None}
 
         def watch(module: Module, y: Any) -> None:
             if isinstance(y, Tensor) and y.requires_grad:
-                y.register_hook(partial(self._receive, block, module, weights, lengths))
+                y.register_hook(partial(self._receive, block, module, masks, lengths))
 
         with ExitStack() as hooks:
             for module in (module for module in linear if module.functional is None):
@@ -146,28 +141,30 @@ class GradientPass:
                 hooks.enter_context(watcher)
             yield
 
-    def _receive(self, block: Block, module: Module, weights: Weights, lengths: Lengths, gradient: Tensor) -> None:
+    def _receive(
+        self, block: Block, module: Module, masks: PerToken, lengths: Mapping[str, int], gradient: Tensor
+    ) -> None:
         """Add the gradient at a module's output to its sums, and to the sizes at tokens."""
         path = f"{block.name}.{module.name}"
         held = self._expert.module(path)
         gradient = channels_last(held, gradient)
         if not module.is_routed:
-            self._add_sizes(path, module, gradient, weights, lengths)
+            self._add_sizes(path, module, gradient, masks, lengths)
         if self.sums is not None:  # a function may return [.., heads, d]
             rows = gradient.reshape(-1, read_parameters(held).weight[..., 0].numel())
             self.sums.add(path, rows, of_experts=module.is_routed)
 
-    def _add_sizes(self, path: str, module: Module, gradient: Tensor, weights: Weights, lengths: Lengths) -> None:
+    def _add_sizes(
+        self, path: str, module: Module, gradient: Tensor, masks: PerToken, lengths: Mapping[str, int]
+    ) -> None:
         """Add ‖g‖² at the tokens of a module that is called once, as far as its rows are tokens."""
-        layout = module.layouts[0] if len(module.layouts) == 1 else None
-        if layout is None or layout.axis is None:
-            return
-        sizes = layout.sum_tokens(gradient.float().square(), count_examples(self.batch))
-        if sizes is None:
+        rows = module.rows[0] if len(module.rows) == 1 else None
+        sizes = rows and rows.sum_by_token(gradient.float().square(), count_examples(self.batch))
+        if rows is None or sizes is None:
             return
         # padding of a convolution makes more, which the model drops
-        sizes = sizes[:, : lengths.get(layout.axis)]
-        mask = weights.get(layout.axis)
+        sizes = sizes[:, : lengths.get(rows.axis)]
+        mask = masks.get(rows.axis)
         if mask is None:
             mask = torch.ones_like(sizes)
         elif mask.shape != sizes.shape:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.data.padding import token_masks
 from featcal_cli.engine.drift_metrics import Meter, add_up, relate
-from featcal_cli.models.token_layout import token_masks
 from featcal_cli.models.tracing import tensors_in
 
 NO_PROBABILITIES = ("regression", "multi_label_classification")
@@ -154,7 +154,7 @@ def find_owners(z: Tensor, batch: Batch) -> Tensor:
 def choose_rows(z: Tensor, batch: Batch) -> Tensor:
     """The predictions [rows, d] that count: one for each example, or one for each unpadded token."""
     if z.ndim == 3:
-        masks = [mask for mask in token_masks(batch).values() if mask is not None and mask.shape == z.shape[:2]]
+        masks = [mask for mask in token_masks(batch).values() if mask.shape == z.shape[:2]]
         if masks:
             return z[masks[-1].bool().to(z.device)]
     return z.reshape(-1, z.shape[-1])

@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from featcal_cli.data.batches import Batch
+from featcal_cli.data.padding import token_masks
 from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.probing import CrossAttentionInput
-from featcal_cli.models.token_layout import CROSS_ATTENTION_AXIS, token_lengths
 from featcal_cli.models.tracing import (
     BlockCall,
     StopBlock,
     all_finite,
     cast_floats,
     copy_caches,
-    is_sequence,
     tensors_in,
 )
 from featcal_cli.runtime.errors import DataError
@@ -69,6 +67,8 @@ class PausedForward(greenlet):
         """The module that runs: the whole model or a tower of it."""
         self.batch = batch
         """The inputs, with token ids of merged's vocabulary whatever the model's own are."""
+        self.masks = token_masks(batch)
+        """The masks of the axes that have padding, read once, as reading keeps a device waiting."""
         self.output: Any = None
         """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
@@ -97,20 +97,6 @@ class PausedForward(greenlet):
         with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
             result = self.switch(*output)
         self.call, self.output = (None, result) if self.dead else (result, None)
-
-    def lengths_at(self, block: Block) -> dict[str, int]:
-        """Length of each token axis at this block, which it is paused at, and the number of examples."""
-        cross_attention = (
-            None if block.cross_attention is None else self.find_cross_attention_input(block.cross_attention)
-        )
-        return token_lengths(self.batch, self.hidden) | (
-            {} if cross_attention is None else {CROSS_ATTENTION_AXIS: cross_attention.shape[1]}
-        )
-
-    def find_cross_attention_input(self, cross_attention: CrossAttentionInput) -> Tensor | None:
-        """The other sequence [B, n, d] among the paused block's arguments; None if there is none."""
-        x = self.call.leaf(cross_attention.place) if self.call is not None else None
-        return x if is_sequence(x) and x.shape[2] == cross_attention.width else None
 
     def is_at(self, block: Block) -> bool:
         """Whether the pass is paused before this block."""

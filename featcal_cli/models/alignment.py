@@ -169,44 +169,19 @@ def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Mode
     return CheckpointError(what, where=other.snapshot.name, fix=fix)
 
 
-_BOOKKEEPING = (
-    r"transformers_version|architectures|auto_map|_?name_or_path|_commit_hash|(torch_)?dtype|model_type|_?attn_.*|"
-    r"_?experts_implementation|use_cache|return_dict|use_return_dict|output_.*|torchscript|gradient_checkpointing|"
-    r"chunk_size_feed_forward|pretraining_tp|is_encoder_decoder|tokenizer_class|problem_type|finetuning_task|prefix|"
-    r"task_specific_params|reorder_and_upcast_attn|use_bfloat16|.*_kernels?|use_flash.*|time_step_.*"
+DECISIVE_KEYS = re.compile(r"(num_|n_)?((attention|key_value)_)?heads?|head_dim|is_decoder|position_embedding_type")
+"""Config keys under which weights of equal shapes compute something else altogether."""
+REPORTED_KEYS = re.compile(
+    r"rope_.*|(.*_)?act(ivation)?(_fn|_function)?|(.*_)?(eps|epsilon)|(use_)?sliding_window|max_window_layers|"
+    r"layer_types|image_size"
 )
-_TRAINING = r".*(dropout|drop_path|drop_rate|droprate|layerdrop|pdrop|init|loss|_coef|spec_augment|negatives).*"
-_TRAINING += r"|mask_(time|feature)_.*|ctc_.*|rescale_prenorm_residual|router_jitter_noise"
-_HEADS = (
-    r".*(id2label|label2id|num_labels|classifier|summary|pooler|pooling|codevector|xvector|tdnn|auxiliary|semantic).*|"
-    r"tie_.*|projection_dim|encoder_stride|out_features|out_indices|stage_names|.*final_logit.*|logits?_scal.*|"
-    r"use_weighted_layer_sum|contrastive_.*|reshape_hidden_states|use_mask_token|return_.*"
-)
-_TOKENS = (
-    r".*(_token_ids?|_token_index|_tokens)|.*vocab_size|.*max_(source_|target_)?positions?(_embeddings)?|n_positions|n_ctx|"
-    r"model_max_length|forced_.*|num_beams|max_length|min_length|median_filter_width|video_.*|vision_feature_.*"
-)
-IRRELEVANT_KEYS = re.compile(f"({_BOOKKEEPING}|{_TRAINING}|{_HEADS}|{_TOKENS})")
-"""Config keys that decide nothing inside blocks: training, storage, heads, vocabulary and number of positions. Tensors
-of the latter have shapes of their own, which are compared. An unknown key is compared."""
-REPORTED_KEYS = re.compile(r"rope_(theta|scaling|parameters|type).*|(use_)?sliding_window|max_window_layers|image_size")
 """Config keys whose differences are only reported: they change little, or only long inputs, and users do change
 them."""
-_SIZES = re.compile(r".*(size|dim|heads|inner|d_ff|d_kv)")
-"""Keys of sizes: None leaves them to the shapes of the tensors."""
-_EPSILONS = re.compile(r"(.*_)?(eps|epsilon)")
-NEGLIGIBLE_EPSILON = 1e-4
-"""Largest ε that is negligible beside a variance."""
-_ACTIVATIONS = {
-    "swish": "silu",
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate"), "gelu"),
-}
-"""Other names of an activation, and variants that differ from it only in the third digit."""
 
 
 def compare_configs(merged: Model, other: Model) -> list[str]:
-    """Report differences between the config of `other` and merged's that matter little, in sentences. Raises
-    CheckpointError for one that makes weights of equal shapes compute something else."""
+    """Report differences between the config of `other` and merged's that shapes of tensors do not show, in one sentence
+    if there are any. Raises CheckpointError for one that makes weights of equal shapes compute something else."""
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
     # both were loaded as one outline, as their files are alike
@@ -218,16 +193,16 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
         if (merged.snapshot.folder / "config.json").is_file():  # building a model may change the config (LeViT)
             ours = load_config(type(ours), merged.snapshot.folder, role=merged.role, name=merged.snapshot.name)
     _check_type(other, other.snapshot.config.get("model_type"), theirs)
-    notes = []
-    for key, own, wanted in _differences(theirs, ours, other.snapshot.config, merged.snapshot.config):
+    reported = []
+    for key, own, wanted in _differences(theirs, ours):
         text = "{} {}, merged's {}".format(plain(key), *tell_apart(own, wanted, _show))
-        last = key.rpartition(".")[2]
-        if not (REPORTED_KEYS.fullmatch(last) or REPORTED_KEYS.fullmatch(key) or _are_near(last, own, wanted)):
+        if DECISIVE_KEYS.fullmatch(key.rpartition(".")[2]):
             what = f"{other.role} and merged would compute different things with the same weights: config.json says "
             fix = "use models fine-tuned from the same base; if the config.json is wrong, correct it in a copy"
             raise CheckpointError(what + text, where=f"{other.snapshot.name}/config.json", fix=fix)
-        notes.append(f"{other.role} says {text}; its features are computed as it says")
-    return notes
+        reported.append(text)
+    said = f"{other.role} says {'; '.join(reported)}; its features are computed as it says"
+    return [said] if reported else []
 
 
 def _check_type(other: Model, stated: Any, config: Any) -> None:
@@ -240,27 +215,18 @@ def _check_type(other: Model, stated: Any, config: Any) -> None:
         raise CheckpointError(what, where=f"{other.snapshot.name}/config.json", fix=FULL_CHECKPOINT)
 
 
-def _differences(
-    one: Any, other: Any, raw: Mapping[str, Any], raw_other: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each relevant key whose values differ between two configs, with both values."""
-    # keys that the config class reads; empty if unknown
-    known: frozenset[str] = frozenset()
-    with suppress(Exception):  # code of strangers may raise anything
-        known = frozenset(type(other)().to_dict())
+def _differences(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key of these two kinds whose values differ between two configs, with both values. A number of heads
+    that is None follows from the shapes of the tensors."""
     values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
-    for key in sorted(values.keys() | other_values.keys()):
-        first, last = key.partition(".")[0], key.rpartition(".")[2]
-        if IRRELEVANT_KEYS.fullmatch(last) or IRRELEVANT_KEYS.fullmatch(first) or (known and first not in known):
+    for key in sorted(values.keys() & other_values.keys()):
+        own, wanted = values[key], other_values[key]
+        is_decisive = DECISIVE_KEYS.fullmatch(key.rpartition(".")[2]) and own is not None and wanted is not None
+        if not (is_decisive or any(map(REPORTED_KEYS.fullmatch, key.split(".")))):
             continue
-        own, wanted = values.get(key), other_values.get(key)
-        if not _are_same(last, own, wanted):
+        are_numbers = isinstance(own, float) and isinstance(wanted, int | float)
+        if not (isclose(own, wanted, rel_tol=1e-6) if are_numbers else own == wanted):
             yield key, own, wanted
-    # transformers reads this key no more: only absolute positions are left in its code
-    key = "position_embedding_type"
-    own, wanted = (config.get(key) or "absolute" for config in (raw, raw_other))
-    if key not in known and own != wanted:
-        yield key, own, wanted
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -268,28 +234,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
-
-
-def _are_same(key: str, one: Any, other: Any) -> bool:
-    match one, other:
-        case [list() | tuple(), list() | tuple()]:
-            return list(one) == list(other)
-        case [float(), int() | float()]:
-            return isclose(one, other, rel_tol=1e-6)
-        case [None, _] | [_, None] if _SIZES.fullmatch(key):
-            return True
-        case [str(), str()]:
-            return _ACTIVATIONS.get(one, one) == _ACTIVATIONS.get(other, other)
-    return bool(one == other)
-
-
-def _are_near(key: str, one: Any, other: Any) -> bool:
-    """Whether two values are both negligible ε, or layer types that differ for long inputs only."""
-    if key == "layer_types":
-        return {*(one or ()), *(other or ())} <= {"full_attention", "sliding_attention"}
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return bool(_EPSILONS.fullmatch(key)) and numbers and min(one, other) > 0 and max(one, other) <= NEGLIGIBLE_EPSILON
+            # tuples become lists in a file
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 def _show(value: Any) -> str:

@@ -5,11 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch
+from featcal_cli.models.block_lists import (
+    ROUTER,
+    SHARED,
+    UNMATCHED,
+    count_holders,
+    explain_skipped,
+    find_called_before_end,
+    find_stems,
+    merge_orders,
+    sort_by_first_call,
+    unreached_lists,
+    wildcard_path,
+)
 from featcal_cli.models.module_kinds import (
     LINEAR_KINDS,
     FunctionalLinear,
@@ -21,24 +35,9 @@ from featcal_cli.models.module_kinds import (
     read_parameters,
     split_systems,
 )
-from featcal_cli.models.probing import CrossAttentionInput, Padding, ProbeRun, probe_model
-from featcal_cli.models.token_layout import (
-    Axes,
-    Layout,
-)
-from featcal_cli.models.tracing import (
-    ROUTER,
-    SHARED,
-    Trace,
-    count_holders,
-    explain_skipped,
-    find_called_before_end,
-    find_stems,
-    merge_orders,
-    sort_by_first_call,
-    unreached_lists,
-    wildcard_path,
-)
+from featcal_cli.models.probing import ProbeRun, probe_model
+from featcal_cli.models.token_rows import OWN_AXIS, Axes, Rows
+from featcal_cli.models.tracing import Trace
 from featcal_cli.runtime.errors import ArchitectureError
 from featcal_cli.runtime.sanitise import list_some
 
@@ -50,8 +49,8 @@ class Module:
     name: str
     """Path inside the block, for example self_attn.q_proj."""
     kind: Kind
-    layouts: tuple[Layout, ...]
-    """Layout of its input, one for each of its calls in one run of the block; empty if it is never called."""
+    rows: tuple[Rows, ...]
+    """What the rows of its input are, for each of its calls in one run of the block; empty if it is never called."""
     overwritten: bool
     """Whether the block changes this module's input in place after the module has read it."""
     functional: FunctionalLinear | None = None
@@ -60,7 +59,7 @@ class Module:
     """Number of successive modules of the block whose calibration changes this one's input."""
     routed: tuple[int, ...] = ()
     """Shape d_out and d_in of a module in an expert of a mixture, else empty. Such a module is given some of the
-    tokens, in any number of calls; its layout is that of all tokens."""
+    tokens, in any number of calls; its rows are those of all tokens."""
 
     @property
     def is_routed(self) -> bool:
@@ -82,16 +81,15 @@ class Block:
     modules: tuple[Module, ...]
     skipped: tuple[tuple[str, str], ...]
     """Parts that are left unchanged, as (path inside the block, reason)."""
-    layout: Layout
-    """Layout of its hidden states."""
+    rows: Rows
+    """What the rows of its hidden states are."""
     calls: int
     """Number of calls in one forward pass: more than one if layers share their weights."""
     overwritten: bool
     """Whether the block changes its own input in place."""
-    padding: Padding
-    """Means of recognising padding among its hidden states."""
-    cross_attention: CrossAttentionInput | None
-    """A second sequence that its modules read, along no known token axis."""
+    holds: Literal["text", "padded text", "patches"]
+    """What its hidden states hold: patches, or anything else that does not depend on a text's length; the text, perhaps
+    among other rows; or the text with padding that the model adds behind it."""
     gating_modules: tuple[str, ...]
     """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
 
@@ -130,6 +128,8 @@ class Architecture:
     """Paths of all modules that run only after it."""
     stems: frozenset[str] = frozenset()
     """Paths of the blocks that are stems, which run before all others."""
+    needs_full_batches: bool = False
+    """Whether padding among the rows of some module could not be told from tokens: batches must have none."""
     draws: bool = False
     """Whether the model draws random numbers."""
     notes: tuple[str, ...] = ()
@@ -181,9 +181,14 @@ def find_architecture(
         reached=reached,
         head=called - reached,
         stems=frozenset(before),
+        needs_full_batches=any(rows.may_hold_padding for block in blocks for rows in _all_rows(block)),
         draws=any(run.first.depth.draws for run in runs.values()),
         notes=tuple(_notes(model, blocks, called)),
     )
+
+
+def _all_rows(block: Block) -> list[Rows]:
+    return [block.rows, *(rows for module in block.modules for rows in module.rows)]
 
 
 def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
@@ -193,10 +198,10 @@ def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
 
 
 def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
-    """Describe one block: the modules to calibrate, with their layouts, and the parts left unchanged, with reasons."""
+    """Describe one block: the modules to calibrate, with their rows, and the parts left unchanged, with reasons."""
     modules, skipped = [], []
     calls = run.first.calls.count(name)
-    layout, axes = run.block_axis(name)
+    rows, axes = run.rows_of_block(name)
     works = run.first.functional.items()
     biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
     # a probe's few tokens reach some experts only: what is seen of one holds for all with its pattern of path
@@ -221,9 +226,9 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or "bias" in parameters:
-            layouts, overwritten = run.layouts(full, calls, axes, module), full in run.first.overwritten
+            read, overwritten = run.rows_of_module(full, calls, axes, module), full in run.first.overwritten
             if same := mixture.get(wildcard_path(held, path)):
-                layouts = run.source_layout([f"{name}.{x}" for x in same], axes)
+                read = run.rows_of_experts([f"{name}.{x}" for x in same], axes)
                 if kind not in LINEAR_KINDS:
                     skipped.append((path, "it is a norm inside an expert of a mixture"))
                     continue
@@ -233,20 +238,30 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
             work = run.first.functional.get(full) if full not in run.first.calls else None
             inside = work and work.without_prefix(f"{name}.")
             shape = read_parameters(module).weight.shape if same else ()
-            modules.append(Module(path, kind, layouts, overwritten, inside, routed=tuple(shape)))
+            modules.append(Module(path, kind, read, overwritten, inside, routed=tuple(shape)))
         else:
             called = "scale" if kind == "scale" else "norm"
             skipped.append((path, f"a {called} without bias; `norms: all` calibrates it"))
+    holds = _find_held(rows, axes, run)
+    if holds == "padded text":
+        # what the model pads itself no batch of ours can avoid: only rows that are single tokens are known to count
+        unknown = {x.name for x in modules if any(row.may_hold_padding and row.axis != OWN_AXIS for row in x.rows)}
+        skipped += [(path, UNMATCHED) for path in sorted(unknown)]
+        modules = [x for x in modules if x.name not in unknown]
     modules = _count_depths(held, name, modules, run.first.depths)
-    found = run.match_others(name, {x.name: (module_at(held, x), x.layouts) for x in modules}, axes)
-    modules = [replace(x, layouts=found.layouts[x.name]) for x in modules]
-    padding = run.find_padding(name, layout, axes)
     choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
     gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(
-        name, tuple(modules), tuple(skipped), layout, calls, overwritten, padding, found.cross_attention, gating_modules
-    )
+    return Block(name, tuple(modules), tuple(skipped), rows, calls, overwritten, holds, gating_modules)
+
+
+def _find_held(rows: Rows, axes: Axes, run: ProbeRun) -> Literal["text", "padded text", "patches"]:
+    """What the hidden states [B, n, d] of a block hold. As many rows for texts of different lengths are patches where a
+    model reads more than text, and else a text that the model pads itself, as attention in windows may want it."""
+    lengths = axes.get(OWN_AXIS) if rows.axis == OWN_AXIS else None
+    if lengths is None or lengths[0] != lengths[1]:
+        return "text"
+    return "patches" if run.other_inputs else "padded text"
 
 
 def _describe_parameter(
@@ -269,15 +284,18 @@ def _describe_parameter(
     if reason := explain_skipped(module, value, holders, parts, run.first):
         return [], reason
     if run.first.routed.keys() & parts.keys():
-        source = run.source_layout(parts, axes)
+        source = run.rows_of_experts(parts, axes)
         experts = expand_experts(next(iter(parts.values())), value.shape)
         names = [(x, x.weight.name(value.shape)) for x in experts]
         return [Module(name, "linear", source, False, x, routed=x.weight.size) for x, name in names], ""
-    layouts = {part: run.layouts(part, calls, axes) for part in parts}
-    if len(parts) > 1 and any(Layout(None) in of for of in layouts.values()):
-        return [], "its rows cannot be matched to tokens"  # what fits one part may do so by chance
     return [
-        Module(part.removeprefix(f"{block}."), "linear", layouts[part], part in run.first.overwritten, functional)
+        Module(
+            part.removeprefix(f"{block}."),
+            "linear",
+            run.rows_of_module(part, calls, axes),
+            part in run.first.overwritten,
+            functional,
+        )
         for part, functional in parts.items()
     ], ""
 
@@ -332,7 +350,7 @@ def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called
     """Describe blocks that no run has reached, as registered, in lists apart from those of `blocks`. Their calls are
     unknown."""
     holders = count_holders(model)
-    silent = ProbeRun(model, "", Trace(model), Trace(model), {}, [], model, {})
+    silent = ProbeRun("", Trace(model), Trace(model), {}, [])
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
         for path in unreached_lists(model, [block.name for block in blocks], called)

@@ -21,8 +21,8 @@ from featcal_cli.models.architecture import (
     module_at,
     no_blocks,
 )
+from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.loading import find_class
-from featcal_cli.models.tracing import UNSEEN
 from featcal_cli.runtime.errors import ArchitectureError, DataError
 
 EXAMPLES, TOKENS = 2, 16
@@ -178,7 +178,7 @@ def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
         else:
             skipped.append({"name": name, "reason": reason})
     for module in block.modules:
-        if ran and not module.layouts:
+        if ran and not module.rows:
             skipped.append({"name": module.name, "reason": module.why_silent})
         else:
             parameters = module_at(held, module).parameters(recurse=False)

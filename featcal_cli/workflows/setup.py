@@ -114,6 +114,9 @@ def set_up(
         first = {task: examples.fitted[0] for task, examples in plan.examples.items()}
         kinds = {"routers": calibration.routers, "stems": calibration.stems}
         architecture = find_architecture(merged.module, first, calibration.norms, **kinds)
+    if architecture.needs_full_batches:
+        for examples in plan.examples.values():
+            examples.remove_padding()
     check_stems(architecture, calibration, merged)
     note(*architecture.notes)
     check_alignment(architecture, merged, merged)

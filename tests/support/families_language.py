@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from family import (
     BART_SIZES,
-    CROSS,
     GROUPED_SIZES,
     IMAGE_TOKEN,
     T5_SIZES,
@@ -16,8 +15,6 @@ from family import (
     WIDTH,
     Batch,
     Family,
-    after,
-    before,
     boxes,
     encoder_decoder,
     images,
@@ -158,12 +155,6 @@ def _read_page(count: int) -> Batch:
     return {**pairs(count), **prompt(count), "bbox": corners}
 
 
-def _udop_padding(path: str, call: int, batch: Batch) -> Tensor | None:
-    """Sixteen patches behind the text."""
-    in_decoder = path.startswith("decoder") and not CROSS.search(path)
-    return batch["decoder_attention_mask"] if in_decoder else after(16)(path, call, batch)
-
-
 def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
     return None if "vision_tower" in path else encoder_decoder(path, call, batch)
 
@@ -234,12 +225,11 @@ VISION_LANGUAGE = [
     ),
     Family(
         "git", "GitForCausalLM", TEXT_SIZES | {"vision_config": VISION_SIZES}, pairs,
-        "git.image_encoder.vision_model.encoder.layers.{} git.encoder.layer.{}", mask=lambda path, call,
-        batch: None if "image_encoder" in path else before(17)(path, call, batch),
+        "git.image_encoder.vision_model.encoder.layers.{} git.encoder.layer.{}", alone=True,
     ),
     Family(
         "layoutlmv3", "LayoutLMv3Model", _LAYOUT, lambda count: pairs(count) | boxes(count), "encoder.layer.{}",
-        mask=after(17),
+        alone=True,
     ),
     Family(
         "trocr", "VisionEncoderDecoderModel", _TROCR, _read, "encoder.layers.{} decoder.model.decoder.layers.{}",
@@ -257,7 +247,7 @@ VISION_LANGUAGE = [
     # patches stand behind the text, which cross-attention reads with them
     Family(
         "udop", "UdopForConditionalGeneration", T5_SIZES | _UDOP, _read_page, "{encoder,decoder}.block.{}",
-        mask=_udop_padding,
+        alone=True,
     ),
     Family(
         "florence2", "Florence2ForConditionalGeneration", {"vision_config": _FLORENCE_VISION,

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from family import (
     BART_SIZES,
-    CROSS,
     GROUPED_SIZES,
     T5_SIZES,
     TEXT_SIZES,
@@ -23,7 +22,6 @@ from family import (
     left_text,
     padding,
     prompt,
-    sound_frames,
     spectrograms,
     text,
     text_to_text,
@@ -179,22 +177,12 @@ def _tokens_at_first_call(path: str, call: int, batch: Batch) -> Tensor | None:
     return padding(path, call, batch) if call == 0 else None
 
 
-def _tokens_then_state(path: str, call: int, batch: Batch) -> Tensor | None:
-    """Zaya's delayed values are of tokens, and then of what is before the first one."""
+def _tokens_and_states(path: str, call: int, batch: Batch) -> Tensor | None:
+    """Zaya's delayed values are of tokens, and then of what is before the first one; its first convolution makes a row
+    more of that."""
+    if path.endswith("conv_qk_depthwise"):
+        return torch.nn.functional.pad(batch["attention_mask"], (1, 0), value=1)
     return None if path.endswith("v_proj_delayed") and call == 1 else padding(path, call, batch)
-
-
-def _frames_and_words(path: str, call: int, batch: Batch) -> Tensor | None:
-    is_sound = path.startswith("encoder") or CROSS.search(path)
-    return sound_frames([10, 4], [5, 2])(path, call, batch) if is_sound else batch["decoder_attention_mask"]
-
-
-def _fewer_frames_and_words(path: str, _call: int, batch: Batch) -> Tensor | None:
-    """Behind the speech encoder, a frame stands for two."""
-    if not CROSS.search(path):
-        return batch["attention_mask" if path.startswith("speech_encoder") else "decoder_attention_mask"]
-    lengths, size = batch["attention_mask"].sum(1), batch["attention_mask"].shape[1]
-    return (torch.arange(size // 2 + 1) < (lengths // 2 + 1)[:, None]).long()
 
 
 def _hear(count: int) -> Batch:
@@ -333,8 +321,7 @@ MIXTURES = [
     ),
     # routers of several modules, and with scores of experts that every token is given to
     Family(
-        "zaya", "ZayaForCausalLM", _ZAYA, text, "model.layers.{}", mask=_tokens_then_state,
-        stays=r"conv_qk_depthwise$",
+        "zaya", "ZayaForCausalLM", _ZAYA, text, "model.layers.{}", mask=_tokens_and_states,
     ),
     Family(
         "inkling", "InklingForCausalLM", _INKLING, left_text, "model.layers.{}",
@@ -396,23 +383,19 @@ SOUND = [
         "encoder.layers.{}", distances=r"\.linear_pos",
     ),
 ]  # fmt: skip
-SOUND = [replace(family, mask=sound_frames([10, 4], [5, 2])) for family in SOUND]
 # frames that are made fewer after the blocks; blocks that see one frame for two
 SOUND += [
     Family(
         "wav2vec2-adapter", "Wav2Vec2Model", _SOUND | _ADAPTER, audio, "encoder.layers.{}",
-        mask=sound_frames([10, 4], [5, 2]),
     ),
     # cross-attention reads frames
     Family(
         "speech-encoder-decoder", "SpeechEncoderDecoderModel",
         {"encoder": {"model_type": "wav2vec2", **_SOUND}, "decoder": _BERTS["decoder"]},
         lambda count: {**audio(count), **prompt(count)}, "encoder.encoder.layers.{} decoder.bert.encoder.layer.{}",
-        mask=_frames_and_words,
     ),
     Family(
         "sew", "SEWModel", _SOUND | {"squeeze_factor": 2}, audio, "encoder.layers.{}",
-        mask=sound_frames([10, 4], [5, 2], squeeze=2),
     ),
 ]  # fmt: skip
 SOUND += [
@@ -420,7 +403,7 @@ SOUND += [
     Family(
         "seamless-m4t-v2", "SeamlessM4Tv2ForSpeechToText", _SEAMLESS,
         lambda count: {**spectrograms(count), **prompt(count)},
-        "speech_encoder.encoder.layers.{} text_decoder.layers.{}", mask=_fewer_frames_and_words,
+        "speech_encoder.encoder.layers.{} text_decoder.layers.{}",
     ),
     Family("wav2vec2-bert", "Wav2Vec2BertModel", _WAV2VEC2_BERT, spectrograms, "encoder.layers.{}"),
     Family(
@@ -428,3 +411,4 @@ SOUND += [
         spectrograms, "encoder.layers.{}", distances=r"\.linear_pos",
     ),
 ]  # fmt: skip
+SOUND = [replace(family, alone=True) for family in SOUND]

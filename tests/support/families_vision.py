@@ -11,7 +11,6 @@ from family import (
     Batch,
     Family,
     alike,
-    before,
     images,
     padding_in,
     pairs,
@@ -169,15 +168,10 @@ def _bridge_padding(path: str, _call: int, batch: Batch) -> Tensor | None:
     return batch["attention_mask"] if ("text" in path) != bool(CROSS.search(path)) else None
 
 
-def _flava_padding(path: str, call: int, batch: Batch) -> Tensor | None:
-    """Its own first row and the image's are before the text."""
-    return before(18)(path, call, batch) if path.startswith("multimodal_model") else _IN_TEXT(path, call, batch)
-
-
 PAIRS = [
     Family(
         "flava", "FlavaModel", _FLAVA, pairs,
-        "{image,text,multimodal}_model.encoder.layer.{}", mask=_flava_padding,
+        "{image,text,multimodal}_model.encoder.layer.{}", alone=True,
     ),
     *alike(
         "clip CLIPModel, metaclip2 MetaClip2Model, clipseg CLIPSegModel, owlvit OwlViTModel", _PAIR, pairs, _TOWERS,

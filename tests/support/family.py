@@ -63,12 +63,19 @@ class Family:
     cls: str = ""
     """The last block of the vision tower, where its pooled output reads the first token alone."""
     mask: MaskRule = padding
+    alone: bool = False
+    """Whether padding stands among the rows, or changes them: examples then run without it, one by one in the oracle,
+    and every row counts."""
     stays: str = r"(?!)"
     """Pattern of the paths of modules that run and yet stay as merged."""
     distances: str = r"(?!)"
     """Pattern of the paths of modules that read a table of the distances between tokens."""
     functional: str = r"(?!)"
     """Pattern of the paths of parameters that functions multiply with; a bias beside one is named `_bias`."""
+
+    def __post_init__(self) -> None:
+        if self.alone:
+            object.__setattr__(self, "mask", lambda *_: None)
 
     def build(self) -> PreTrainedModel:
         """A fresh model."""
@@ -191,28 +198,5 @@ def padding_in(part: str) -> MaskRule:
 
     def rule(path: str, _call: int, batch: Batch) -> Tensor | None:
         return batch["attention_mask"] if part in path and not CROSS.search(path) else None
-
-    return rule
-
-
-def before(ones: int) -> MaskRule:
-    """That many rows that all count, then the tokens of `attention_mask`."""
-    return lambda _path, _call, batch: torch.nn.functional.pad(batch["attention_mask"], (ones, 0), value=1)
-
-
-def after(ones: int) -> MaskRule:
-    """The tokens of `attention_mask`, then that many rows that all count."""
-    return lambda _path, _call, batch: torch.nn.functional.pad(batch["attention_mask"], (0, ones), value=1)
-
-
-def sound_frames(kernels: list[int], strides: list[int], squeeze: int = 1) -> MaskRule:
-    """What convolutions without padding make of the samples: a frame counts if all its samples do; of `squeeze` frames,
-    which become one, any has to."""
-
-    def rule(_path: str, _call: int, batch: Batch) -> Tensor | None:
-        lengths, size = batch["attention_mask"].sum(1), batch["attention_mask"].shape[1]
-        for kernel, stride in zip(kernels, strides, strict=True):
-            lengths, size = (lengths - kernel) // stride + 1, (size - kernel) // stride + 1
-        return _mask_of(-(-lengths // squeeze), size // squeeze)
 
     return rule

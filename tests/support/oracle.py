@@ -72,8 +72,8 @@ def calibrate_slowly(
                 given = student, base, experts, block, turn, examples, family
                 _load(student, _calibrate_experts(*given, ridge, rho, alpha), found)
             continue
-        features = [record(student, block, batch) for batch in examples]
-        targets = [record(expert, block, batch) for expert, batch in zip(experts, examples, strict=True)]
+        features = [record_all(student, block, batch, family) for batch in examples]
+        targets = [record_all(expert, block, batch, family) for expert, batch in zip(experts, examples, strict=True)]
         new: dict[str, Tensor] = {}
         for path in modules_to_calibrate(student, block, family, all_norms=all_norms):
             if path not in features[0] or not re.search(turn, path.removeprefix(block)):
@@ -331,6 +331,35 @@ def is_norm(module: nn.Module) -> bool:
     return re.search("(Layer|RMS|No)_?Norm", name) is not None and isinstance(weight, nn.Parameter) and weight.ndim == 1
 
 
+def record_all(
+    model: PreTrainedModel, block: str, batch: Mapping[str, Tensor], family: Family
+) -> dict[str, list[Tensor]]:
+    """What `record` keeps of all examples: together, or of each alone and without padding."""
+    kept: dict[str, list[Tensor]] = {}
+    for part in cut_apart(batch) if family.alone else [batch]:
+        for path, calls in record(model, block, part).items():
+            kept.setdefault(path, []).extend(calls)
+    return kept
+
+
+PADDED = {
+    "attention_mask": ("input_ids", "bbox", "token_type_ids", "input_values", "input_features", "flattened_patches"),
+    "decoder_attention_mask": ("decoder_input_ids",),
+}
+"""Mask → the inputs that it may be about."""
+
+
+def cut_apart(batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Each example alone, cut to the tokens that its masks keep."""
+    for row in range(min(map(len, batch.values()))):
+        example = {name: value[row : row + 1] for name, value in batch.items()}
+        for mask, names in PADDED.items():
+            if mask in batch:
+                counts = batch[mask][row].bool()
+                example |= {name: example[name][:, counts] for name in (mask, *names) if name in example}
+        yield example
+
+
 def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """The input of every call of every Linear, Conv1D and norm of the block, in one forward of the model, and the
     patches of every convolution."""
@@ -454,7 +483,8 @@ def token_weights(
     weights = torch.ones(x.shape[:-1], dtype=torch.float64)
     mask = family.mask(path, call, dict(batch))
     if re.search(family.distances, path):
-        return weights * _count_distances(mask, x)
+        tokens = (max(x.shape[0], x.shape[1]) + 1) // 2  # where one example is alone
+        return weights * _count_distances(torch.ones(1, tokens) if mask is None else mask, x)
     if mask is not None:
         weights = weights * _spread(mask, x)
     if first and path.rpartition(".")[2] not in ("k_proj", "v_proj", "key", "value", "qkv"):
@@ -464,9 +494,8 @@ def token_weights(
     return weights
 
 
-def _count_distances(mask: Tensor | None, x: Tensor) -> Tensor:
+def _count_distances(mask: Tensor, x: Tensor) -> Tensor:
     """For a table of distances between tokens [.., 2S or 2S − 1, .., d], the pairs of tokens that are so far apart."""
-    assert mask is not None
     (examples, tokens), rows = mask.shape, x.shape[:-1]
     counts = torch.zeros(examples, 2 * tokens)
     for row, one, other in itertools.product(range(examples), range(tokens), range(tokens)):

@@ -15,7 +15,7 @@ from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedM
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine, kind_of, new_parameters, read_parameters, read_patches, rows_shape
-from featcal_cli.models.token_layout import EXAMPLES_AXIS, Dimension, Layout
+from featcal_cli.models.token_rows import Rows
 
 SHAPES = [
     (nn.Conv1d(6, 4, 3, padding=1), (2, 6, 9)),
@@ -60,16 +60,16 @@ def test_convolutions_that_compute_something_else_are_none() -> None:
 def test_some_of_many_patches_are_drawn_the_same_in_batches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(normal_equations, "MOST_NUMBERS", 0)
     monkeypatch.setattr(normal_equations, "LEAST_PATCHES", 5)
-    layout = Layout((Dimension(True, None, 1), Dimension(False, "own", 1)))
+    rows = Rows("own", tokens=1, examples=0)
     mask = torch.tensor([[1.0] * 20, [1.0] * 3 + [0.0] * 17, [1.0] * 12 + [0.0] * 8])
     x = torch.arange(60.0).view(3, 1, 20)
 
     def choose(examples: range) -> list[Tensor]:
         part = slice(examples.start, examples.stop)
-        seen: Any = SimpleNamespace(lengths={EXAMPLES_AXIS: len(examples), "own": 20}, examples=examples)
+        seen: Any = SimpleNamespace(masks={"own": mask[part]}, examples=examples)
         patches = read_patches(nn.Conv1d(1, 1, 1), x[part])
-        chosen = normal_equations._choose_patches(patches, layout, {"own": mask[part]}, seen, "own")
-        assert chosen is not None and chosen[1] is not None and bool(chosen[1].all())
+        chosen = normal_equations._choose_patches(patches, rows, {}, seen)
+        assert chosen is not None and chosen[1] is None
         return list(chosen[0].flatten().split(1))
 
     together = choose(range(3))

@@ -17,6 +17,7 @@ from jobs import prepare
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples, forward_names
+from featcal_cli.data.padding import seed_examples
 from featcal_cli.engine import gradient_sums, output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
@@ -25,7 +26,6 @@ from featcal_cli.engine.outputs import choose_rows, find_owners, read_output
 from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS
-from featcal_cli.models.token_layout import seed_examples
 
 EXAMPLES, SEED = 4, 7
 PROJECTIONS = output_gradients.MOST_PROJECTIONS

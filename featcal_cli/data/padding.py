@@ -1,0 +1,111 @@
+"""Padding of batches: the masks that mark it, and batches that have none.
+
+A mask [examples, length] marks the tokens of one axis: the encoder's (or only) text, the decoder's, or one of its own
+that the mask is named after, such as the patches of `pixel_attention_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
+
+ENCODER_AXIS, DECODER_AXIS = "encoder", "decoder"
+MASK = "attention_mask"
+
+
+def is_mask(name: str, tensor: Tensor) -> bool:
+    """Whether an input marks padding of tokens [examples, length]."""
+    return name.endswith(MASK) and name != GLOBAL_MASK and tensor.ndim == 2
+
+
+def axis_of(name: str, tensor: Tensor) -> str:
+    """The token axis that an input is about, by its name."""
+    if name.startswith(f"{DECODER_AXIS}_"):
+        return DECODER_AXIS
+    return name.removesuffix(MASK).strip("_") or ENCODER_AXIS if is_mask(name, tensor) else ENCODER_AXIS
+
+
+def axis_lengths(batch: Batch) -> dict[str, int]:
+    """Length of each token axis that has a mask or ids."""
+    lengths: dict[str, int] = {}
+    for name in sorted(batch, key=lambda name: (not is_mask(name, batch[name]), not name.endswith("input_ids"), name)):
+        if batch[name].ndim == 2 and not batch[name].is_floating_point():
+            lengths.setdefault(axis_of(name, batch[name]), batch[name].shape[1])
+    return lengths
+
+
+def find_along(batch: Batch, axis: str) -> list[str]:
+    """Names of the inputs whose dimension 1 runs along a token axis: ids, masks, boxes, embeddings and audio samples;
+    the frames of a spectrogram only if nothing else does but the mask, which is then about them."""
+    length = axis_lengths(batch)[axis]
+    fitting = [name for name, x in batch.items() if axis_of(name, x) == axis and x.ndim > 1 and x.shape[1] == length]
+    along = [
+        name
+        for name in fitting
+        if not batch[name].is_floating_point() or batch[name].ndim == 2 or name.endswith(("embeds", "bbox"))
+    ]
+    if all(is_mask(name, batch[name]) for name in along):
+        along += [name for name in fitting if batch[name].ndim == 3 and name not in along]
+    return along
+
+
+def token_masks(batch: Batch) -> dict[str, Tensor]:
+    """The masks [examples, length] of the axes that have padding, 1 for tokens that count."""
+    masks = {axis_of(name, mask): mask for name, mask in batch.items() if is_mask(name, mask)}
+    return {axis: mask for axis, mask in masks.items() if not mask.all()}
+
+
+def count_tokens(batch: Batch) -> list[int]:
+    """Number of text tokens of each example, without padding; 0 if the inputs are no text."""
+    ids = batch.get("input_ids")
+    if ids is None:
+        return [0] * count_examples(batch)
+    mask = batch.get(MASK)
+    lengths: list[int] = (torch.ones_like(ids) if mask is None or mask.ndim != 2 else mask.ne(0)).sum(1).tolist()
+    return lengths
+
+
+def seed_examples(batch: Batch, seed: int) -> list[int]:
+    """A seed for each example, made from its unpadded content and `seed`: the same in every batch and at every
+    position."""
+    seeds = []
+    for number in range(count_examples(batch)):
+        digest = sha256(str(seed).encode())
+        for name, tensor in sorted(_cut(take_examples(batch, [number])).items()):
+            digest.update(f"{name} {list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        seeds.append(int.from_bytes(digest.digest()[:7], "little"))
+    return seeds
+
+
+def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
+    """The examples of some batches in new ones without padding: each is cut to its length, and examples of equal shapes
+    make batches of at most `size`. The order of the examples does not depend on the size."""
+    alike: dict[tuple[tuple[str, torch.Size], ...], list[Batch]] = {}
+    for batch in batches:
+        for number in range(count_examples(batch)):
+            example = _cut(take_examples(batch, [number]))
+            alike.setdefault(tuple((name, tensor.shape) for name, tensor in example.items()), []).append(example)
+    return [
+        {name: torch.cat([example[name] for example in examples[start : start + size]]) for name in examples[0]}
+        for examples in alike.values()
+        for start in range(0, len(examples), size)
+    ]
+
+
+def _cut(example: Batch) -> Batch:
+    """One example with only the tokens that its masks keep."""
+    cut = dict(example)
+    for name, mask in example.items():
+        if is_mask(name, mask) and not mask.all():
+            along = find_along(example, axis_of(name, mask))
+            # a mask alone says nothing of what to cut: the model takes one size only, and reads the mask itself
+            if not all(is_mask(other, example[other]) for other in along):
+                kept = mask[0].nonzero()[:, 0]
+                cut |= {other: example[other][:, kept] for other in along}
+    return cut

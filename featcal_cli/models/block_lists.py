@@ -1,0 +1,189 @@
+"""Lists of transformer blocks, found in a traced forward pass, and the order in which they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from math import prod
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from featcal_cli.models.module_kinds import FunctionalLinear, kind_of
+from featcal_cli.models.tracing import CONTAINERS, Trace
+from featcal_cli.runtime.errors import ArchitectureError
+from featcal_cli.runtime.sanitise import list_some
+
+UNSEEN = "no run has shown what is multiplied with it"
+SHARED = "another module shares its weight, and forward order solves a weight where it is used once"
+UNMATCHED = "its rows cannot be matched to tokens"
+ROUTER = "it is the router of a mixture; `routers: true` calibrates it"
+
+
+def find_blocks(model: nn.Module, run: Trace) -> list[str]:
+    """Find the transformer blocks of a model: the members of its outermost suitable lists, in execution order.
+
+    1. Lists are looked at from the outside in, and what lies inside a list that was taken is part of a block.
+    2. A list is suitable if its members hold several Linear modules each, and at least half of those that ran returned
+       hidden states of the shape they were given: that is what a residual stream does, and a list of heads does not.
+    3. A list of stages, each of which is a chain of blocks itself (as in Swin), is passed over for the lists inside.
+    """
+    taken: list[str] = []
+    blocks: list[str] = []
+    for name, module in model.named_modules():  # from the outside in
+        if not isinstance(module, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in taken):
+            continue
+        members = _members(name, module, run)
+        # half is enough: blocks that merge patches or change the width return another shape
+        residual = sum(member in run.residual for member in members)
+        stages = (_is_stage(member, model.get_submodule(member), run) for member in members)
+        if residual > 0 and 2 * residual >= len(members) and not any(stages):
+            taken.append(name)
+            blocks += members
+    # the order of registration may be another: CLIP registers its text first and runs its images first
+    return sort_by_first_call(run, blocks)
+
+
+def sort_by_first_call(run: Trace, names: Iterable[str]) -> list[str]:
+    """Sort modules by their first call."""
+    started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
+    return sorted(names, key=started.__getitem__)
+
+
+def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]:
+    """Find the stems: patch embeddings and feature extractors that run before the blocks. A stem is an outermost module
+    that holds a convolution but no block, is called once, and starts before the blocks next to it. A bare convolution
+    called directly by a module that holds blocks is not a stem."""
+    around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."} | {""}
+    stems = []
+    for name, module in model.named_modules():
+        holder = name.rpartition(".")[0]
+        if name in around or holder not in around or name in blocks or run.calls.count(name) != 1:
+            continue
+        beside = [block for block in blocks if block.startswith(f"{holder}.") or not holder]
+        inner = (other for other in module.modules() if other is not module)
+        is_before = bool(beside) and sort_by_first_call(run, [name, *beside])[0] == name
+        if is_before and any(kind_of(other) == "convolution" for other in inner):
+            stems.append(name)
+    return stems
+
+
+def wildcard_path(block: nn.Module, path: str) -> str:
+    """A path with `*` for the keys of lists and dictionaries, so that all experts of a mixture share one pattern."""
+    parts: list[str] = []
+    holder: nn.Module | None = block
+    for key in path.split("."):
+        parts.append("*" if isinstance(holder, (nn.ModuleList, nn.ModuleDict)) else key)
+        holder = holder and dict(holder.named_children()).get(key)
+    return ".".join(parts)
+
+
+def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
+    """Members of a list that have run and hold several Linear modules."""
+    paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
+    ran = set(run.calls)
+    return [path for path in paths if path in ran]
+
+
+def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
+    """Whether a list member is itself a chain of equal blocks (a stage of Swin), not a block made of parts (a layer of
+    T5)."""
+    for path, inner in module.named_modules():
+        if not isinstance(inner, CONTAINERS) or not path:
+            continue
+        members = _members(f"{name}.{path}", inner, run)
+        # parts of a layer are of several classes, hold less than half of its weights, or run side by side
+        same = len({type(child) for child in inner}) == 1
+        if members and same and 2 * len(_linears(inner)) > len(_linears(module)) and run.is_chain(members):
+            return True
+    return False
+
+
+def _linears(module: nn.Module) -> list[nn.Module]:
+    return [inner for inner in module.modules() if isinstance(inner, (nn.Linear, Conv1D)) and inner is not module]
+
+
+def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
+    """Merge the block orders of several inputs into one that agrees with all. Raises ArchitectureError if there is
+    none."""
+    graph: TopologicalSorter[str] = TopologicalSorter()
+    for sequence in sequences:
+        for number, name in enumerate(sequence):
+            graph.add(name, *sequence[number - 1 : number])
+    try:
+        return list(graph.static_order())
+    except CycleError as error:
+        raise ArchitectureError(
+            f"the blocks run in different orders for different inputs: {list_some(error.args[1], between=' → ')}",
+            fix="give all tasks the same kind of inputs",
+        ) from None
+
+
+def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> Iterator[str]:
+    """Find outermost lists, apart from those of `blocks`, whose members hold at least two matrices each and were never
+    called."""
+    taken = list(blocks)
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
+        apart = apart and not any(f"{path}.{key}" in called for key, _ in module.named_children())
+        if apart and all(_count_matrices(child) >= 2 for child in module):
+            taken.append(path)
+            yield path
+
+
+def _count_matrices(module: nn.Module) -> int:
+    """Number of Linear modules and of other parameters that a function may multiply with."""
+    inside = [(inner, value) for inner in module.modules() for value in inner.parameters(recurse=False)]
+    others = (pair for pair in inside if not isinstance(pair[0], (nn.Linear, Conv1D)))
+    return len(_linears(module)) + sum(_is_matrix(inner, value) for inner, value in others)
+
+
+def _is_matrix(module: nn.Module, value: Tensor) -> bool:
+    """Whether a function may multiply with a parameter, guessed before anything has run. Routers and position tables
+    look the same by their shapes; only their names tell them apart."""
+    path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
+    called = f"{type(module).__name__} {path}".lower()
+    is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
+    others = ("router", "bias", "table", "embed", "parametrization")  # the last are what a weight is made of
+    return value.ndim > 1 and not is_other and not any(word in called for word in others)
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return any("conv" in base.__name__.lower() for base in type(module).__mro__)
+
+
+def explain_skipped(
+    module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, FunctionalLinear], run: Trace
+) -> str:
+    """The reason why a parameter of a module that is neither a Linear nor a norm is left unchanged. Empty if functions
+    multiply with `parts` of it, which can then be calibrated."""
+    if not parts:
+        if run.calls:
+            is_matrix = value.ndim == 3 and len(value) > 1 and not _is_convolution(module) and bool(run.routed)
+        else:
+            is_matrix = _is_matrix(module, value)
+        return UNSEEN if is_matrix else "neither a Linear nor a norm"
+    if any(map(run.is_router, parts)):
+        return ROUTER
+    if holders[id(value)] > 1:
+        return SHARED
+    if sum(prod(part.weight.size) for part in parts.values()) > value.numel():
+        return "it is multiplied with in parts that overlap"
+    return ""
+
+
+def find_called_before_end(run: Trace, blocks: Sequence[str]) -> set[str]:
+    """Modules that start before the last call of a block ends. The modules inside that block count, those called after
+    it do not."""
+    last = max((number for number, name in enumerate(run.calls) if name in set(blocks)), default=-1)
+    inside = [name for name in run.calls if any(name.startswith(f"{block}.") for block in blocks[-1:])]
+    return {*run.calls[: last + 1], *inside}
+
+
+def count_holders(model: nn.Module) -> Counter[int]:
+    """Number of modules that hold each parameter, by its id."""
+    held = (value for module in model.modules() for value in module._parameters.values())
+    return Counter(id(value) for value in held if value is not None)

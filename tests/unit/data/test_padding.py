@@ -1,0 +1,51 @@
+"""Examples without padding are each example alone, whatever batch it was in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from featcal_cli.data.padding import find_along, remove_padding, token_masks
+
+LENGTHS = (3, 1, 3, 2, 1)
+
+
+def make_texts(longest: int) -> dict[str, Tensor]:
+    """Ids that tell the example and the token, padded with 0."""
+    mask = (torch.arange(longest) < torch.tensor(LENGTHS)[:, None]).long()
+    ids = (10 * torch.arange(1, 6)[:, None] + torch.arange(longest)) * mask
+    boxes = ids[..., None].float().expand(-1, -1, 4).contiguous()
+    return {"input_ids": ids, "attention_mask": mask, "bbox": boxes, "pixel_values": torch.rand(5, longest, 2, 2)}
+
+
+def test_examples_are_cut_and_those_of_equal_length_share_batches() -> None:
+    batch = make_texts(4)
+    full = remove_padding([batch], 2)
+    assert [x["input_ids"].tolist() for x in full] == [[[10, 11, 12], [30, 31, 32]], [[20], [50]], [[40, 41]]]
+    assert all(x["attention_mask"].all() and x["bbox"].shape[:2] == x["input_ids"].shape for x in full)
+    assert torch.equal(torch.cat([x["pixel_values"] for x in full]), batch["pixel_values"][[0, 2, 1, 4, 3]])
+    assert all(not token_masks(x) for x in full)
+
+
+def test_batches_do_not_depend_on_those_that_they_are_made_of() -> None:
+    whole = make_texts(4)
+    parts = [{name: x[start:stop] for name, x in whole.items()} for start, stop in ((0, 1), (1, 4), (4, 5))]
+    for one, other in zip(remove_padding([whole], 3), remove_padding(parts, 3), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_texts_of_a_decoder_are_cut_to_lengths_of_their_own() -> None:
+    texts = make_texts(3)
+    decoder = {f"decoder_{name}": texts[name].flip(0) for name in ("input_ids", "attention_mask")}
+    full = remove_padding([{**texts, **decoder}], 8)
+    assert [(x["input_ids"].shape[1], x["decoder_input_ids"].shape[1]) for x in full] == [
+        (3, 1), (1, 2), (3, 3), (2, 1), (1, 3)
+    ]  # fmt: skip
+
+
+def test_what_a_model_wants_of_one_size_is_not_cut() -> None:
+    """Whisper's spectrograms have features before frames."""
+    batch = {"input_features": torch.rand(2, 4, 6), "attention_mask": torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])}
+    assert find_along(batch, "encoder") == ["attention_mask"]
+    [full] = remove_padding([batch], 2)
+    assert torch.equal(full["attention_mask"], batch["attention_mask"])
