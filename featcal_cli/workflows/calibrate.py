@@ -36,11 +36,12 @@ from featcal_cli.runtime.files import Unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs
+from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.recipe_files import dump_recipe
 from featcal_cli.workflows.session import Session
-from featcal_cli.workflows.setup import Models, Setup, fetch_models, load_models, set_up
+from featcal_cli.workflows.setup import Setup, set_up
 from featcal_cli.workflows.workspace import Workspace, describe_output
 
 GRADIENTS = "gradients"

@@ -275,7 +275,7 @@ class LazyModels:
 
     def _build(self) -> Snapshot:
         """The merged model, built of all experts in a temporary folder."""
-        from featcal_cli.workflows.setup import load_models
+        from featcal_cli.workflows.load import load_models
 
         merge = self.recipe.merged
         assert isinstance(merge, Merge)  # else it has an origin

@@ -89,8 +89,9 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     """Run the job; return it with all that it has measured. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
+    from featcal_cli.workflows.load import fetch_models, load_models
     from featcal_cli.workflows.plan import make_plan
-    from featcal_cli.workflows.setup import fetch_models, load_models, set_up
+    from featcal_cli.workflows.setup import set_up
 
     plan = make_plan(session, inputs)
     for task, examples in plan.examples.items():

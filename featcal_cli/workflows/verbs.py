@@ -1,6 +1,6 @@
 """The verbs that write: calibrate, its dry run, and the demo. What the command line and Python users both call.
 
-A job goes this way: its models and data are found (`inputs`), planned (`plan`), loaded (`setup`), calibrated
+A job goes this way: its models and data are found (`inputs`), planned (`plan`), loaded (`load`, `setup`), calibrated
 (`calibrate`), checked and written (`output`), and pushed. What imports torch is imported after `load_libraries`.
 """
 
@@ -36,8 +36,8 @@ from featcal_cli.workflows.workspace import (
 
 if TYPE_CHECKING:
     from featcal_cli.models.loading import Model
+    from featcal_cli.workflows.load import Models
     from featcal_cli.workflows.plan import Plan
-    from featcal_cli.workflows.setup import Models
 
 ALREADY_DONE = "already done: {} was finished by an earlier run; nothing is computed again"
 DEMO_OUTPUT = Path("featcal-demo")

@@ -120,7 +120,7 @@ def _list_newer(inputs: Iterable[Path], made: Path) -> Iterator[Path]:
     """Files among the inputs, and directly in their folders, that were changed after an output was made."""
     with suppress(FileNotFoundError):  # the output has no recipe, or an input is just being replaced
         then = made.stat().st_mtime_ns
-        for path in inputs:
+        for path in dict.fromkeys(inputs):
             for file in sorted(path.iterdir()) if path.is_dir() else [path]:
                 if file.is_file() and max(file.stat().st_mtime_ns, file.stat().st_ctime_ns) > then:
                     yield file

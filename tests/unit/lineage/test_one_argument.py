@@ -350,7 +350,7 @@ def test_an_output_that_is_good_enough_is_pushed_later_unless_the_merged_repo_ha
     (published.folder / "merged" / "notes.txt").write_text("a new version")
     user.hub.add_repo("gate/merged", published.folder / "merged")
     run = user.calibrate("gate/merged", push_to="gate/later")
-    assert run.code == 2 and "which is at" in run.stderr and "--overwrite" in run.stderr
+    assert run.code == 2 and "merged was gate/merged@" in run.stderr and "--overwrite" in run.stderr
     assert ("model", "gate/later") not in user.hub.repos
     assert (user.here / "merged-featcal" / "model.safetensors").is_file()
 
