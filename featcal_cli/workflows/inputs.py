@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from featcal_cli.data.hub_dataset import explaining_hub, find_source
+from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
 from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Opener, Repo
@@ -18,7 +18,7 @@ from featcal_cli.lineage.questions import FROM_USER, Finding
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
-from featcal_cli.runtime.errors import CheckpointError, DataError, FeatCalError, HubError, RecipeError
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError
 from featcal_cli.runtime.files import check_links, visible_files
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.session import EXPERT, Session
@@ -124,12 +124,8 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
     if data.dataset is None or data.is_self_written:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
-    try:
-        with explaining_hub(data):
-            return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}")).pin(data)
-    except (DataError, HubError) as error:
-        fix = error.fix.replace("TASK=", f"{task}=")
-        raise type(error)(error.what, where=f"{task}: {error.where}", fix=fix) from error
+    with naming_task(task), explaining_hub(data):
+        return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}")).pin(data)
 
 
 def identify(origin: Origin) -> list[Any]:
