@@ -148,19 +148,6 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] o
 Evaluated = Annotated[Texts | None, typer.Argument(metavar="MODEL", help="Hub ids[@revision] or folders to compare.")]
 RecipeName = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe.")]
 
-Base = _given(str, MODELS, "--base", "REPO", "The model that the experts were fine-tuned from.")
-Experts = _given(Texts, MODELS, "--expert", "TASK=REPO", "An expert; repeat for each task.")
-Sources = _given(
-    Texts, MODELS, "--data", "TASK=SOURCE",
-    "Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or .parquet file, "
-    ".safetensors of model-ready inputs, or self (the expert writes them).",
-)  # fmt: skip
-SkipExperts = _given(Texts, MODELS, "--skip-expert", "TASK", "Leave this expert out, e.g. a deleted one; repeat.")
-Columns = _given(
-    Texts, MODELS, "--columns", "TASK=ROLE:COLUMN,…",
-    "Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
-)  # fmt: skip
-Splits = _given(Texts, MODELS, "--split", "TASK=NAME", "The split of a task's data.")
 MergeMethod = _given(
     str, MODELS, "--merge", "METHOD",
     "Build the merged model: average, task_arithmetic:0.3, ties:0.3:0.2 (scale, density) or dare_ties:0.3:0.2:42 "
@@ -168,31 +155,16 @@ MergeMethod = _given(
 )  # fmt: skip
 Recipe = _given(str, MODELS, "--recipe -r", "FILE", "A recipe or its name; options override it.")
 Compare = _given(str, MODELS, "--compare", "MODEL2", "Show a second model against the same experts.")
-AllowPickle = _flag(MODELS, "--allow-pickle", "Read pickled .bin weights (tensors only, no code).")
-TrustRemoteCode = _flag(MODELS, "--trust-remote-code", "Run the model code of a repo. Read it first.")
-
 Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [64].")
 MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [43; calibrate uses 42].")
 Limit = _given(int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all].", min=1)
-
 Device = Annotated[
     str, _option(MACHINE, "--device", metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False)
 ]
 Dtype = describe_key(Calibration, "dtype")
-BatchSize = _given(
-    int, MACHINE, "--batch-size", "N", "Examples per forward pass [chosen by their length and the memory].", min=1
-)
 AllowCode = _flag(MACHINE, "--allow-code-execution", "Let lm-eval tasks run code that a model wrote.")
-
-Folder = _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./NAME-featcal].")
-DemoFolder = _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./featcal-demo].")
-Overwrite = _flag(OUTPUT, "--overwrite", "Replace the output folder, or the file of --save.")
-Restart = _flag(OUTPUT, "--restart", "Start over, even if an interrupted run finished some blocks.")
-AsAdapter = _given(int, OUTPUT, "--as-adapter", "RANK", "Also write the updates as a PEFT adapter (LoRA).", min=1)
-Strict = _flag(OUTPUT, "--strict", "Exit with 3, and do not push, if a task got farther from its expert.")
-EvaluateToo = _flag(OUTPUT, "--evaluate", "Also measure the accuracy of experts, merged and calibrated model.")
-DryRun = _flag(OUTPUT, "--dry-run", "Check and estimate everything; download no weights.")
 Save = _given(Path, OUTPUT, "--save", "FILE", "With --dry-run, write the whole job as a recipe.")
+DemoFolder = _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./featcal-demo].")
 Plot = _given(Path, OUTPUT, "--plot", "FILE", "Draw the drift as .png or .svg.")
 Html = _given(Path, OUTPUT, "--html", "FILE", "Write a page that needs no network.")
 Markdown = _given(Path, OUTPUT, "--markdown", "FILE", "Write verdict and table as Markdown, for a pipeline.")
@@ -206,38 +178,48 @@ Json = _flag(OUTPUT, "--json", "Print the result as JSON on stdout.")
 Quiet = _flag(OUTPUT, "--quiet -q", "Show only the result.")
 LogFile = _given(Path, OUTPUT, "--log-file", "FILE", "Append a log to this file, one JSON object per line.")
 
-CreatePr = _flag(HUB, "--create-pr", "Open a pull request instead of committing.")
-OverwriteRepo = _flag(HUB, "--overwrite-repo", "Commit to a repo that already holds a model.")
-PushAnyway = _flag(HUB, "--push-anyway", "Push even if, on average, tasks got farther from their experts.")
-
-
 INPUTS = {
-    "base": Base,
-    "expert": Experts,
-    "data": Sources,
-    "skip_expert": SkipExperts,
-    "columns": Columns,
-    "split": Splits,
-}
+    "base": _given(str, MODELS, "--base", "REPO", "The model that the experts were fine-tuned from."),
+    "expert": _given(Texts, MODELS, "--expert", "TASK=REPO", "An expert; repeat for each task."),
+    "data": _given(
+        Texts, MODELS, "--data", "TASK=SOURCE",
+        "Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or .parquet "
+        "file, .safetensors of model-ready inputs, or self (the expert writes them).",
+    ),
+    "skip_expert": _given(Texts, MODELS, "--skip-expert", "TASK", "Leave this expert out, e.g. a deleted one; repeat."),
+    "columns": _given(
+        Texts, MODELS, "--columns", "TASK=ROLE:COLUMN,…",
+        "Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
+    ),
+    "split": _given(Texts, MODELS, "--split", "TASK=NAME", "The split of a task's data."),
+}  # fmt: skip
 """Parts of a job that are looked up where they are not given."""
 RUNNING = {
-    "allow_pickle": AllowPickle,
-    "trust_remote_code": TrustRemoteCode,
+    "allow_pickle": _flag(MODELS, "--allow-pickle", "Read pickled .bin weights (tensors only, no code)."),
+    "trust_remote_code": _flag(MODELS, "--trust-remote-code", "Run the model code of a repo. Read it first."),
     "device": Device,
-    "batch_size": BatchSize,
+    "batch_size": _given(
+        int, MACHINE, "--batch-size", "N", "Examples per forward pass [chosen by their length and the memory].", min=1
+    ),
 }
 """How models are read and run."""
 WRITING = {
-    "output": Folder,
-    "overwrite": Overwrite,
-    "restart": Restart,
-    "as_adapter": AsAdapter,
-    "strict": Strict,
-    "evaluate": EvaluateToo,
+    "output": _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./NAME-featcal]."),
+    "overwrite": _flag(OUTPUT, "--overwrite", "Replace the output folder, or the file of --save."),
+    "restart": _flag(OUTPUT, "--restart", "Start over, even if an interrupted run finished some blocks."),
+    "as_adapter": _given(
+        int, OUTPUT, "--as-adapter", "RANK", "Also write the updates as a PEFT adapter (LoRA).", min=1
+    ),
+    "strict": _flag(OUTPUT, "--strict", "Exit with 3, and do not push, if a task got farther from its expert."),
+    "evaluate": _flag(OUTPUT, "--evaluate", "Also measure the accuracy of experts, merged and calibrated model."),
     "allow_code": AllowCode,
-    "dry_run": DryRun,
+    "dry_run": _flag(OUTPUT, "--dry-run", "Check and estimate everything; download no weights."),
 }
-PUSHING = {"create_pr": CreatePr, "overwrite_repo": OverwriteRepo, "push_anyway": PushAnyway}
+PUSHING = {
+    "create_pr": _flag(HUB, "--create-pr", "Open a pull request instead of committing."),
+    "overwrite_repo": _flag(HUB, "--overwrite-repo", "Commit to a repo that already holds a model."),
+    "push_anyway": _flag(HUB, "--push-anyway", "Push even if, on average, tasks got farther from their experts."),
+}
 """How a calibration is written and pushed; with RUNNING, these are the fields of RunOptions."""
 
 
