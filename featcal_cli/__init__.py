@@ -18,7 +18,6 @@ The packages, imports only downward (`lint-imports` holds it):
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,12 +26,16 @@ if TYPE_CHECKING:
     from featcal_cli.workflows.verbs import calibrate as calibrate
     from featcal_cli.workflows.verbs import dry_run as dry_run
 
-__version__ = version("featcal-cli")
+    __version__: str
 __all__ = ["Recipe", "__version__", "calibrate", "dry_run", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the verbs when they are first asked for: importing featcal_cli stays fast, without torch."""
+    """Load the verbs, and read the version, when they are first asked for: importing featcal_cli stays fast."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("featcal-cli")
     if name in ("calibrate", "dry_run"):
         from featcal_cli.workflows import verbs
 

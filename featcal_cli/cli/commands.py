@@ -1,30 +1,20 @@
-"""The command line: everything that imports typer. Commands parse, call a verb, and show what came of it."""
+"""The command line: everything that imports typer. Commands parse, call a verb, and show what came of it.
+
+A command imports what it runs when it runs, so that `featcal --help` imports nothing of it; and a verb imports torch
+when it has found and said all that needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from featcal_cli import __version__
 from featcal_cli.cli import options
-from featcal_cli.cli.doctor import doctor
-from featcal_cli.cli.modules import modules
-from featcal_cli.recipe.reading import (
-    collect_overrides,
-    find_recipe,
-    names_merged,
-    print_shipped,
-    read_draft,
-    read_tasks,
-    shipped_recipes,
-)
 from featcal_cli.recipe.schema import Calibration, Output
-from featcal_cli.runtime.logfile import recorded
-from featcal_cli.runtime.process import MEASURING, check_surroundings, interruptible
-from featcal_cli.runtime.structured_text import write_json
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 
@@ -57,6 +47,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from featcal_cli import __version__
+
         typer.echo(f"featcal {__version__}")
         raise typer.Exit
 
@@ -67,44 +59,38 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
+    from featcal_cli.runtime.process import check_surroundings
+
     check_surroundings()
 
 
+def _print_json(value: object) -> None:
+    from featcal_cli.runtime.structured_text import write_json
+
+    typer.echo(write_json(value, indent=2))
+
+
 @app.command(cls=options.Command)
-@options.with_keys(settings=Calibration, publishing=Output)
+@options.with_groups(
+    inputs=options.INPUTS, settings=options.list_keys(Calibration), running=options.RUNNING, writing=options.WRITING,
+    publishing=options.list_keys(Output), pushing=options.PUSHING,
+)  # fmt: skip
 def calibrate(
     context: typer.Context,
     *,
     merged: options.Merged = None,
-    base: options.Base = None,
-    expert: options.Experts = None,
-    data: options.Sources = None,
-    skip_expert: options.SkipExperts = None,
-    columns: options.Columns = None,
-    split: options.Splits = None,
+    inputs: Mapping[str, Any],
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
-    allow_pickle: options.AllowPickle = False,
-    trust_remote_code: options.TrustRemoteCode = False,
     settings: Mapping[str, Any],
-    device: options.Device = "auto",
-    batch_size: options.BatchSize = None,
-    output: options.Folder = None,
-    overwrite: options.Overwrite = False,
-    restart: options.Restart = False,
-    as_adapter: options.AsAdapter = None,
-    strict: options.Strict = False,
-    evaluate: options.EvaluateToo = False,
-    allow_code_execution: options.AllowCode = False,
-    dry_run: options.DryRun = False,
+    running: Mapping[str, Any],
+    writing: Mapping[str, Any],
     save: options.Save = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
     publishing: Mapping[str, Any],
-    create_pr: options.CreatePr = False,
-    overwrite_repo: options.OverwriteRepo = False,
-    push_anyway: options.PushAnyway = False,
+    pushing: Mapping[str, Any],
 ) -> None:
     """Calibrate a merged model to its experts' features, write the result to a folder, and push it to the Hub.
 
@@ -119,77 +105,68 @@ def calibrate(
           --expert svhn=user/clip-svhn \\
           --data svhn=ufldl-stanford/svhn:cropped_digits
     """
-    from featcal_cli.cli import result_view
+    from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
+    from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
     from featcal_cli.reporting.gates import check_grown, check_pushable
-    from featcal_cli.workflows.output_files import check_save, save_recipe
+    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.runtime.process import interruptible
+    from featcal_cli.workflows import verbs
+    from featcal_cli.workflows.inputs import find_inputs
+    from featcal_cli.workflows.recipe_files import check_save, save_recipe
+    from featcal_cli.workflows.session import RunOptions, Session
     from featcal_cli.workflows.workspace import default_output
 
-    said: dict[str, Any] = {
-        "merged": merged, "merge": merge, "base": base, "expert": expert, "data": data, "skip_expert": skip_expert,
-        "columns": columns, "split": split, **settings, **publishing,
-    }  # fmt: skip
+    said: dict[str, Any] = {"merged": merged, "merge": merge, **inputs, **settings, **publishing}
+    how = RunOptions(**running, **writing, **pushing)
     draft = read_draft(find_recipe(recipe) if recipe else None, collect_overrides(**said))
     if save:
-        check_save(save, overwrite=overwrite, dry_run=dry_run)
-    place = {"--output": output or default_output(draft.name)}
+        check_save(save, overwrite=how.overwrite, dry_run=how.dry_run)
+    place = {"--output": Path(how.output or default_output(draft.name))}
     options.check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
-            from featcal_cli.workflows import verbs
-
-            common: dict[str, Any] = {
-                "output": output, "overwrite": overwrite, "create_pr": create_pr, "overwrite_repo": overwrite_repo,
-                "device": device, "batch_size": batch_size, "allow_pickle": allow_pickle,
-                "trust_remote_code": trust_remote_code, "strict": strict, "as_adapter": as_adapter, "restart": restart,
-                "evaluate": evaluate, "allow_code": allow_code_execution, "listener": log,
-            }  # fmt: skip
-            if dry_run:
-                preflight = verbs.dry_run(draft, **common, raise_stops=False)
-            else:
-                result = verbs.calibrate(draft, **common, push_anyway=push_anyway)
-        if dry_run:
-            if save:
-                save_recipe(save, preflight.recipe, preflight.findings, overwrite=overwrite)
-                log.note(result_view.describe_saved(context, save, said))
-            typer.echo(write_json(preflight.to_dict(), indent=2)) if json else result_view.show_preflight(preflight)
-            if preflight.stops:
-                raise verbs.join_stops(preflight.stops)
+            session = Session(draft, how, log)
+            found = find_inputs(session, copied=True)
+            if how.dry_run and not json:
+                with screen.paused():
+                    results.show_inputs(found)
+            done = verbs.plan_only(session, found) if how.dry_run else verbs.run(session, found)
+        if isinstance(done, verbs.Result):
+            if json:
+                pushed = asdict(done.pushed) if done.pushed else None
+                _print_json({"output": str(done.output), "pushed": pushed, **done.report.to_dict()})
+            elif how.evaluate or not done.was_done:
+                hint = None if quiet else results.suggest_again(context, done.output, said)
+                results.show_calibration(done.report, done.output, done.pushed, screen.seconds, hint)
+            elif quiet:
+                typer.echo(verbs.ALREADY_DONE.format(done.output))
+            if how.strict:
+                check_grown(done.report, done.output)
+            if not how.push_anyway:
+                check_pushable(done.report, done.output, draft.output.push_to)
             return
-        if json:
-            pushed = asdict(result.pushed) if result.pushed else None
-            content = {"output": str(result.output), "pushed": pushed, **result.report.to_dict()}
-            typer.echo(write_json(content, indent=2))
-        elif evaluate or not result.was_done:
-            hint = None if quiet else result_view.suggest_again(context, result.output, said)
-            result_view.show_calibration(result.report, result.output, result.pushed, screen.seconds, hint)
-        elif quiet:
-            typer.echo(verbs.ALREADY_DONE.format(result.output))
-        if strict:
-            check_grown(result.report, result.output)
-        if not push_anyway:
-            check_pushable(result.report, result.output, draft.output.push_to)
+        if save:
+            save_recipe(save, done.recipe, found.findings, overwrite=how.overwrite)
+            log.note(results.describe_saved(context, save, said))
+        _print_json(done.to_dict()) if json else results.show_plan(done)
+        if done.stops:
+            raise verbs.join_stops(done.stops)
 
 
 @app.command("inspect-drift", cls=options.Command)
+@options.with_groups(inputs=options.INPUTS, running=options.RUNNING)
 def inspect_drift(
     model: options.Model,
-    base: options.Base = None,
-    expert: options.Experts = None,
-    data: options.Sources = None,
-    skip_expert: options.SkipExperts = None,
-    columns: options.Columns = None,
-    split: options.Splits = None,
+    *,
+    inputs: Mapping[str, Any],
     recipe: options.Recipe = None,
     compare: options.Compare = None,
-    allow_pickle: options.AllowPickle = False,
-    trust_remote_code: options.TrustRemoteCode = False,
     examples: options.Measured = None,
     seed: options.MeasuredSeed = None,
-    device: options.Device = "auto",
+    running: Mapping[str, Any],
     dtype: options.Dtype = None,
-    batch_size: options.BatchSize = None,
     plot: options.Plot = None,
     html: options.Html = None,
     markdown: options.Markdown = None,
@@ -210,52 +187,42 @@ def inspect_drift(
         featcal inspect-drift user/merged --max-drift 0.8
     """
     from featcal_cli.cli.console import OUT, Screen
+    from featcal_cli.cli.drift import show_inspection
+    from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
+    from featcal_cli.reporting.gates import check_gate
+    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.runtime.process import MEASURING, interruptible
+    from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
-    overrides = collect_overrides(
-        merged=model, base=base, expert=expert, data=data, skip_expert=skip_expert, columns=columns, split=split,
-        examples=examples, dtype=dtype, seed=seed,
-    )  # fmt: skip
+    overrides = collect_overrides(merged=model, **inputs, examples=examples, dtype=dtype, seed=seed)
     draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
-    written = {"--plot": plot, "--html": html, "--markdown": markdown}
-    options.check_files({"--log-file": log_file, **written}, draft, recipe)
+    written = {"plot": plot, "html": html, "markdown": markdown}
+    by_option = {f"--{name}": file for name, file in written.items()}
+    options.check_files({"--log-file": log_file, **by_option}, draft, recipe)
     options.check_finite("--max-drift", max_drift)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(MEASURING), screen.live():
-            from featcal_cli.cli.drift_view import show_inspection
-            from featcal_cli.reporting.gates import check_gate
-            from featcal_cli.workflows.inspect_drift import inspect_drift as run
-
-            inspection = run(
-                draft, compare=compare, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code, plot=plot, html=html, markdown=markdown,
-                max_drift=max_drift, listener=log,
-            )  # fmt: skip
+            inspection = run(draft, compare=compare, **running, **written, max_drift=max_drift, listener=log)
         if json:
             typer.echo(inspection.to_json(), nl=False)
         else:
-            show_inspection(inspection, OUT, written)
+            show_inspection(inspection, OUT, by_option)
         if max_drift is not None:
             check_gate(inspection, max_drift)
 
 
 @app.command(cls=options.Command)
+@options.with_groups(inputs=options.INPUTS, running=options.RUNNING)
 def evaluate(
     models: options.Evaluated = None,
-    base: options.Base = None,
-    expert: options.Experts = None,
-    data: options.Sources = None,
-    skip_expert: options.SkipExperts = None,
-    columns: options.Columns = None,
-    split: options.Splits = None,
+    *,
+    inputs: Mapping[str, Any],
     merge: options.MergeMethod = None,
     recipe: options.Recipe = None,
-    allow_pickle: options.AllowPickle = False,
-    trust_remote_code: options.TrustRemoteCode = False,
     limit: options.Limit = None,
-    device: options.Device = "auto",
-    batch_size: options.BatchSize = None,
-    allow_code_execution: options.AllowCode = False,
+    running: Mapping[str, Any],
+    allow_code: options.AllowCode = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
@@ -271,37 +238,52 @@ def evaluate(
         featcal evaluate -r mine.yaml user/merged-featcal user/other-merge --json
     """
     from featcal_cli.cli.console import Screen
+    from featcal_cli.cli.results import show_evaluation
+    from featcal_cli.recipe.reading import collect_overrides, find_recipe, names_merged, read_draft, read_tasks
+    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.runtime.process import interruptible
+    from featcal_cli.workflows.evaluate import evaluate as run
+    from featcal_cli.workflows.evaluate import find_own_recipe
 
     options.check_files({"--log-file": log_file}, None, recipe)
     screen = Screen(quiet=quiet or json)
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
-            from featcal_cli.cli.result_view import show_evaluation
-            from featcal_cli.workflows.evaluate import evaluate as run
-            from featcal_cli.workflows.evaluate import find_own_recipe
-
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
-            overrides = collect_overrides(
-                merged=merged, merge=merge, base=base, expert=expert, data=data, skip_expert=skip_expert,
-                columns=columns,
-            )  # fmt: skip
-            for task, name in read_tasks("--split", "NAME", split).items():  # of the labelled data, here
+            overrides = collect_overrides(merged=merged, merge=merge, **{**inputs, "split": None})
+            for task, name in read_tasks("--split", "NAME", inputs["split"]).items():  # of the labelled data, here
                 overrides["tasks"] = overrides["tasks"] or {}
                 overrides["tasks"].setdefault(task, {})["evaluate"] = {"split": name}
             draft = read_draft(file, overrides)
-            evaluation = run(
-                draft, given, limit=limit, device=device, batch_size=batch_size, allow_pickle=allow_pickle,
-                trust_remote_code=trust_remote_code, allow_code=allow_code_execution, listener=log,
-            )  # fmt: skip
-        if json:
-            typer.echo(write_json(evaluation.to_dict(), indent=2))
-        else:
-            show_evaluation(evaluation, screen.seconds)
+            evaluation = run(draft, given, limit=limit, **running, allow_code=allow_code, listener=log)
+        _print_json(evaluation.to_dict()) if json else show_evaluation(evaluation, screen.seconds)
 
 
-app.command(cls=options.Command)(doctor)
+@app.command(cls=options.Command)
+def doctor(json: options.Json = False) -> None:
+    """Check this machine: versions, device, memory, caches, the Hub and your token, with a fix for whatever is wrong.
+
+    Exit code 1 means that something would stop a run. No secret is printed: add the output to a bug report.
+
+    **Examples**
+
+        featcal doctor
+
+        featcal doctor --json
+    """
+    from featcal_cli.cli.results import show_findings
+    from featcal_cli.workflows.doctor import examine
+
+    findings = list(examine())
+    is_well = all(finding.state != "problem" for finding in findings)
+    if json:
+        _print_json({"ok": is_well, "findings": [asdict(item) for item in findings]})
+    else:
+        show_findings(findings)
+    if not is_well:
+        raise typer.Exit(1)
 
 
 @app.command(cls=options.Command)
@@ -316,7 +298,8 @@ def recipes(name: options.RecipeName = None) -> None:
 
         featcal recipes ci/featcal.yml > featcal.yml
     """
-    from featcal_cli.cli.result_view import show_recipes
+    from featcal_cli.cli.results import show_recipes
+    from featcal_cli.recipe.reading import print_shipped, shipped_recipes
 
     if name:
         typer.echo(print_shipped(name), nl=False)
@@ -324,7 +307,31 @@ def recipes(name: options.RecipeName = None) -> None:
         show_recipes(shipped_recipes())
 
 
-app.command(cls=options.Command)(modules)
+@app.command(cls=options.Command)
+def modules(model: options.Model, json: options.Json = False) -> None:
+    """Show what would be calibrated in a model, block by block; only its config is read.
+
+    **Examples**
+
+        featcal modules openai/clip-vit-base-patch32
+
+        featcal modules ./my-merge --json
+    """
+    from featcal_cli.cli.console import Screen
+    from featcal_cli.cli.results import show_inventory
+    from featcal_cli.hub.snapshot import resolve_config
+    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.runtime.process import MEASURING, interruptible
+
+    screen = Screen(quiet=json)
+    with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
+        log.stage("reading the config")
+        snapshot = resolve_config(model)
+        log.stage("loading libraries")
+        from featcal_cli.models.inventory import take_inventory
+
+        inventory = take_inventory(snapshot)
+    _print_json(inventory.to_dict()) if json else show_inventory(inventory)
 
 
 @app.command(cls=options.Command)
@@ -342,18 +349,26 @@ def demo(
 
         featcal demo -o my-demo --json
     """
-    from featcal_cli.cli import result_view
+    from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
+    from featcal_cli.recipe.reading import find_recipe
+    from featcal_cli.runtime.logfile import recorded
+    from featcal_cli.runtime.process import interruptible
 
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
-        result_view.show_demo(find_recipe("demo"))
+        results.show_demo(find_recipe("demo"))
     with recorded(screen, None) as log, interruptible(), screen.live():
         from featcal_cli.workflows.verbs import run_demo
 
-        result = run_demo(output, device, log)
-    if json:
-        typer.echo(write_json(result.to_dict(), indent=2))
+        done = run_demo(output, device, log)
+    if not json:
+        hint = None if quiet else results.OWN_MODEL
+        results.show_calibration(done.report, done.output, None, screen.seconds, hint)
         return
-    report = replace(result.report, accuracy=dict(result.scores))
-    result_view.show_calibration(report, result.output, None, screen.seconds, None if quiet else result_view.OWN_MODEL)
+    accuracy = [
+        {"task": task, **{role: score.value for role, score in scores.scores.items()}}
+        for task, scores in done.report.accuracy.items()
+    ]
+    drift = {task: asdict(figures) for task, figures in done.report.drift.items()}
+    _print_json({"output": str(done.output), "accuracy": accuracy, "drift": drift})

@@ -9,15 +9,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from math import ceil, isfinite
+from math import isfinite
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold, shorten_commits
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import peak_resident_bytes, read_start
@@ -25,8 +25,6 @@ from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.sanitise import for_terminal
 
-NARROWEST = 60
-"""Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
 ROOMY = 100
 """Columns from which on the bar also shows how much memory the run takes, and longer names."""
 LONGEST_SILENCE = 8.0
@@ -34,67 +32,15 @@ LONGEST_SILENCE = 8.0
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """Tasks whose drift is shown as it falls, the blocks of each, and columns of a name."""
 MOST_LINES = 6
-"""Characters of a message."""
+"""Lines of a message."""
 LONGEST_WORD, FITTED = 60, 40
 """Columns of a word in what a message says is wrong, such as a path; longer ones are cut in the middle to FITTED, where
 the message would not fit else."""
-LEVELS = "▁▂▃▄▅▆▇█"
-ROUNDING = 1e-6
-"""Characters of a level."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
     OUT.width = NARROWEST
-_COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
-_QUOTED = re.compile(r"`[^`]*`")
-_BLANK = "\0"
-"""The stand-in for a blank at which no line may end."""
-
-
-def escape(text: str) -> str:
-    """`text` for the terminal, which shows it and obeys nothing in it."""
-    return escape_markup(for_terminal(text))
-
-
-def shorten_commits(text: str) -> str:
-    """`text` with seven digits of every commit; for what is read, and not for what is typed again."""
-    return _COMMIT.sub(r"@\1", text)
-
-
-def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str]:
-    """Lines of at most `width` columns, which begin with `first` and then `rest`. No word is broken, nor what stands
-    between backticks, which is meant to be copied; what is longer than a line is left to the terminal."""
-    width, lines, line, is_empty = max(width, NARROWEST), [], first, True
-    shown = for_terminal(text).replace("\n", " ")
-    for word in _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), shown).split(" "):
-        joined = f"{line}{'' if is_empty else ' '}{word}"
-        if is_empty or cell_len(joined) <= width or cell_len(f"{rest}{word}") > width:
-            line, is_empty = joined, False
-        else:
-            lines.append(line)
-            line = f"{rest}{word}"
-    return [kept.replace(_BLANK, " ").rstrip() for kept in [*lines, line]]
-
-
-def fit(text: str, room: int) -> str:
-    """Cut in the middle to `room` columns: long names differ at their ends."""
-    if cell_len(text) <= room:
-        return text
-    start, end = text[: room // 2], text[-(room // 2) :]
-    while cell_len(start) + cell_len(end) + 1 > room:
-        start, end = (start[:-1], end) if cell_len(start) >= cell_len(end) else (start, end[1:])
-    return f"{start}…{end}"
-
-
-def draw_levels(values: Iterable[float], high: float) -> str:
-    """A sign for each value on a scale from 0 to `high`."""
-    return "".join(LEVELS[find_level(value, high)] for value in values)
-
-
-def find_level(value: float, high: float) -> int:
-    """Which of LEVELS a value has on a scale from 0 to `high`: equal parts of it, each with its upper end."""
-    share = value / high if high and isfinite(value) else 1.0
-    return min(len(LEVELS) - 1, max(0, ceil(share * len(LEVELS) - ROUNDING) - 1))
+_COMMAND = re.compile(r"(?P<text>.*): (?P<command>(?:featcal|pip|torchrun) [^;]+)", re.DOTALL)
 
 
 class _Bar(Progress):
@@ -153,6 +99,15 @@ class Screen(Listener):
             over.set()
         if self._has_noted:
             ERR.print()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which the bar is away, for what is printed meanwhile."""
+        if not self._bar.disable:
+            self._bar.stop()
+        yield
+        if not self._bar.disable:
+            self._bar.start()
 
     def _speak_up(self, over: threading.Event) -> None:
         """Say what the run is at, whenever nothing else was said for a while."""

@@ -57,26 +57,28 @@ def describe_key(section: type[Section], key: str) -> Any:
     return Annotated[kind | None, _option(PANELS[mark.group], *mark.names, metavar=metavar, help=help_text)]
 
 
-def with_keys(**sections: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options that sections of a recipe have. A parameter of the command that is named here gets a
-    dict of its section's: None for those that are not given."""
-    options = {
-        name: {key: describe_key(section, key) for key, field in section.model_fields.items() if AsOption.of(field)}
-        for name, section in sections.items()
-    }
+def list_keys(section: type[Section]) -> dict[str, Any]:
+    """The options that a section of a recipe has, by their keys."""
+    return {key: describe_key(section, key) for key, field in section.model_fields.items() if AsOption.of(field)}
+
+
+def with_groups(**options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command groups of options. A parameter of the command that is named here gets a dict of its group's
+    values: False for flags and None for others that are not given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            of_sections = {name: {key: given.pop(key) for key in keys} for name, keys in options.items()}
-            command(**given, **of_sections)
+            groups = {name: {key: given.pop(key) for key in keys} for name, keys in options.items()}
+            command(**given, **groups)
 
         parameters: list[Parameter] = []
         for parameter in signature(command, eval_str=True).parameters.values():
             listed = {parameter.name: parameter}
             for key, option in options.get(parameter.name, {}).items():
                 listed.pop(parameter.name, None)
-                listed[key] = parameter.replace(name=key, annotation=option, default=None)
+                default = {bool: False, str: "auto"}.get(get_args(option)[0])
+                listed[key] = parameter.replace(name=key, annotation=option, default=default)
             parameters += listed.values()
         vars(run)["__signature__"] = Signature(parameters)
         return run
@@ -119,131 +121,106 @@ class Group(_WithExamples, TyperGroup):
     """All verbs."""
 
 
+def _given(
+    kind: Any,
+    group: str,
+    names: str,
+    metavar: str,
+    help: str,  # noqa: A002 - typer's word
+    **settings: Any,
+) -> Any:
+    """An option with a value, None where it is not given."""
+    return Annotated[kind | None, _option(group, *names.split(), metavar=metavar, help=help, **settings)]
+
+
+def _flag(
+    group: str,
+    names: str,
+    help: str,  # noqa: A002 - typer's word
+) -> Any:
+    """An option that is given or not."""
+    return Annotated[bool, _option(group, *names.split(), help=help)]
+
+
+Texts = list[str]
 Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")]
-Base = Annotated[str | None, _option(MODELS, metavar="REPO", help="The model that the experts were fine-tuned from.")]
-Experts = Annotated[
-    list[str] | None, _option(MODELS, "--expert", metavar="TASK=REPO", help="An expert; repeat for each task.")
-]
-Sources = Annotated[
-    list[str] | None,
-    _option(
-        MODELS, "--data", metavar="TASK=SOURCE",
-        help="Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or "
-        ".parquet file, .safetensors of model-ready inputs, or self (the expert writes them).",
-    ),
-]  # fmt: skip
-SkipExperts = Annotated[
-    list[str] | None,
-    _option(MODELS, "--skip-expert", metavar="TASK", help="Leave this expert out, e.g. a deleted one; repeat."),
-]
-Columns = Annotated[
-    list[str] | None,
-    _option(
-        MODELS, "--columns", metavar="TASK=ROLE:COLUMN,…",
-        help="Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
-    ),
-]  # fmt: skip
-Splits = Annotated[
-    list[str] | None,
-    _option(MODELS, "--split", metavar="TASK=NAME", help="The split of a task's data."),
-]
-MergeMethod = Annotated[
-    str | None,
-    _option(
-        MODELS,
-        "--merge",
-        metavar="METHOD",
-        help="Build the merged model: average, task_arithmetic:0.3, ties:0.3:0.2 (scale, density) or "
-        "dare_ties:0.3:0.2:42 (seed).",
-    ),
-]
-Recipe = Annotated[
-    str | None, _option(MODELS, "--recipe", "-r", metavar="FILE", help="A recipe or its name; options override it.")
-]
-AllowPickle = Annotated[
-    bool, _option(MODELS, "--allow-pickle", help="Read pickled .bin weights (tensors only, no code).")
-]
-TrustRemoteCode = Annotated[
-    bool, _option(MODELS, "--trust-remote-code", help="Run the model code of a repo. Read it first.")
-]
-Measured = Annotated[
-    int | None, _option(METHOD, "--examples", "-n", metavar="N", help="Examples measured per task [64].")
-]
-MeasuredSeed = Annotated[
-    int | None, _option(METHOD, "--seed", metavar="N", help="Seed for sampling examples [43; calibrate uses 42].")
-]
+Evaluated = Annotated[Texts | None, typer.Argument(metavar="MODEL", help="Hub ids[@revision] or folders to compare.")]
+RecipeName = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe.")]
+
+MergeMethod = _given(
+    str, MODELS, "--merge", "METHOD",
+    "Build the merged model: average, task_arithmetic:0.3, ties:0.3:0.2 (scale, density) or dare_ties:0.3:0.2:42 "
+    "(seed).",
+)  # fmt: skip
+Recipe = _given(str, MODELS, "--recipe -r", "FILE", "A recipe or its name; options override it.")
+Compare = _given(str, MODELS, "--compare", "MODEL2", "Show a second model against the same experts.")
+Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [64].")
+MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [43; calibrate uses 42].")
+Limit = _given(int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all].", min=1)
 Device = Annotated[
-    str,
-    _option(MACHINE, metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False),
+    str, _option(MACHINE, "--device", metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False)
 ]
 Dtype = describe_key(Calibration, "dtype")
-BatchSize = Annotated[
-    int | None,
-    _option(MACHINE, metavar="N", min=1, help="Examples per forward pass [chosen by their length and the memory]."),
-]
-Compare = Annotated[str | None, _option(MODELS, metavar="MODEL2", help="Show a second model against the same experts.")]
-Evaluated = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="MODEL", help="Hub ids[@revision] or folders to compare."),
-]
-Limit = Annotated[
-    int | None,
-    _option(METHOD, metavar="N", min=1, help="Examples per task, randomly chosen (lm-eval: the first N) [all]."),
-]
-AllowCode = Annotated[
-    bool, _option(MACHINE, "--allow-code-execution", help="Let lm-eval tasks run code that a model wrote.")
-]
-EvaluateToo = Annotated[
-    bool, _option(OUTPUT, "--evaluate", help="Also measure the accuracy of experts, merged and calibrated model.")
-]
-RecipeName = Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe.")]
-Plot = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Draw the drift as .png or .svg.")]
-Html = Annotated[Path | None, _option(OUTPUT, metavar="FILE", help="Write a page that needs no network.")]
-Markdown = Annotated[
-    Path | None, _option(OUTPUT, metavar="FILE", help="Write verdict and table as Markdown, for a pipeline.")
-]
-MaxDrift = Annotated[
-    float | None,
-    _option(
-        OUTPUT, metavar="F", min=0.0,
-        help="Exit with 3 if a task's drift is above F; with --compare, if MODEL2's answers (features, where there are "
-        "none) are farther from the expert's than MODEL's by more.",
+AllowCode = _flag(MACHINE, "--allow-code-execution", "Let lm-eval tasks run code that a model wrote.")
+Save = _given(Path, OUTPUT, "--save", "FILE", "With --dry-run, write the whole job as a recipe.")
+DemoFolder = _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./featcal-demo].")
+Plot = _given(Path, OUTPUT, "--plot", "FILE", "Draw the drift as .png or .svg.")
+Html = _given(Path, OUTPUT, "--html", "FILE", "Write a page that needs no network.")
+Markdown = _given(Path, OUTPUT, "--markdown", "FILE", "Write verdict and table as Markdown, for a pipeline.")
+MaxDrift = _given(
+    float, OUTPUT, "--max-drift", "F",
+    "Exit with 3 if a task's drift is above F; with --compare, if MODEL2's answers (features, where there are none) "
+    "are farther from the expert's than MODEL's by more.",
+    min=0.0,
+)  # fmt: skip
+Json = _flag(OUTPUT, "--json", "Print the result as JSON on stdout.")
+Quiet = _flag(OUTPUT, "--quiet -q", "Show only the result.")
+LogFile = _given(Path, OUTPUT, "--log-file", "FILE", "Append a log to this file, one JSON object per line.")
+
+INPUTS = {
+    "base": _given(str, MODELS, "--base", "REPO", "The model that the experts were fine-tuned from."),
+    "expert": _given(Texts, MODELS, "--expert", "TASK=REPO", "An expert; repeat for each task."),
+    "data": _given(
+        Texts, MODELS, "--data", "TASK=SOURCE",
+        "Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or .parquet "
+        "file, .safetensors of model-ready inputs, or self (the expert writes them).",
     ),
-]  # fmt: skip
-Folder = Annotated[
-    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./NAME-featcal].")
-]
-DemoFolder = Annotated[
-    Path | None, _option(OUTPUT, "--output", "-o", metavar="DIR", help="Output folder [./featcal-demo].")
-]
-Strict = Annotated[
-    bool, _option(OUTPUT, "--strict", help="Exit with 3, and do not push, if a task got farther from its expert.")
-]
-AsAdapter = Annotated[
-    int | None,
-    _option(OUTPUT, "--as-adapter", metavar="RANK", min=1, help="Also write the updates as a PEFT adapter (LoRA)."),
-]
-Overwrite = Annotated[bool, _option(OUTPUT, "--overwrite", help="Replace the output folder, or the file of --save.")]
-Restart = Annotated[
-    bool, _option(OUTPUT, "--restart", help="Start over, even if an interrupted run finished some blocks.")
-]
-LogFile = Annotated[
-    Path | None,
-    _option(OUTPUT, "--log-file", metavar="FILE", help="Append a log to this file, one JSON object per line."),
-]
-DryRun = Annotated[bool, _option(OUTPUT, "--dry-run", help="Check and estimate everything; download no weights.")]
-Save = Annotated[
-    Path | None,
-    _option(OUTPUT, "--save", metavar="FILE", help="With --dry-run, write the whole job as a recipe."),
-]
-Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as JSON on stdout.")]
-Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Show only the result.")]
-CreatePr = Annotated[bool, _option(HUB, "--create-pr", help="Open a pull request instead of committing.")]
-OverwriteRepo = Annotated[bool, _option(HUB, "--overwrite-repo", help="Commit to a repo that already holds a model.")]
-PushAnyway = Annotated[
-    bool, _option(HUB, "--push-anyway", help="Push even if, on average, tasks got farther from their experts.")
-]
+    "skip_expert": _given(Texts, MODELS, "--skip-expert", "TASK", "Leave this expert out, e.g. a deleted one; repeat."),
+    "columns": _given(
+        Texts, MODELS, "--columns", "TASK=ROLE:COLUMN,…",
+        "Columns of a task's data by role: image, text, text_pair, messages, prompt, response, label.",
+    ),
+    "split": _given(Texts, MODELS, "--split", "TASK=NAME", "The split of a task's data."),
+}  # fmt: skip
+"""Parts of a job that are looked up where they are not given."""
+RUNNING = {
+    "allow_pickle": _flag(MODELS, "--allow-pickle", "Read pickled .bin weights (tensors only, no code)."),
+    "trust_remote_code": _flag(MODELS, "--trust-remote-code", "Run the model code of a repo. Read it first."),
+    "device": Device,
+    "batch_size": _given(
+        int, MACHINE, "--batch-size", "N", "Examples per forward pass [chosen by their length and the memory].", min=1
+    ),
+}
+"""How models are read and run."""
+WRITING = {
+    "output": _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./NAME-featcal]."),
+    "overwrite": _flag(OUTPUT, "--overwrite", "Replace the output folder, or the file of --save."),
+    "restart": _flag(OUTPUT, "--restart", "Start over, even if an interrupted run finished some blocks."),
+    "as_adapter": _given(
+        int, OUTPUT, "--as-adapter", "RANK", "Also write the updates as a PEFT adapter (LoRA).", min=1
+    ),
+    "strict": _flag(OUTPUT, "--strict", "Exit with 3, and do not push, if a task got farther from its expert."),
+    "evaluate": _flag(OUTPUT, "--evaluate", "Also measure the accuracy of experts, merged and calibrated model."),
+    "allow_code": AllowCode,
+    "dry_run": _flag(OUTPUT, "--dry-run", "Check and estimate everything; download no weights."),
+}
+PUSHING = {
+    "create_pr": _flag(HUB, "--create-pr", "Open a pull request instead of committing."),
+    "overwrite_repo": _flag(HUB, "--overwrite-repo", "Commit to a repo that already holds a model."),
+    "push_anyway": _flag(HUB, "--push-anyway", "Push even if, on average, tasks got farther from their experts."),
+}
+"""How a calibration is written and pushed; with RUNNING, these are the fields of RunOptions."""
 
 
 def check_words(words: Sequence[str]) -> None:

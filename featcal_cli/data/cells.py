@@ -26,7 +26,6 @@ class Table:
     """The rows at these positions, which ascend."""
 
 
-IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 AUDIO_FILES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au")
 KEPT_CHARACTERS = 2**16
 """Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.data.cells import AUDIO_FILES
 from featcal_cli.data.messages import answer_of, is_conversation, is_text
+from featcal_cli.data.splits import IMAGE_FILES
 from featcal_cli.recipe.schema import ROLES, Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted

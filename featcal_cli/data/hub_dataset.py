@@ -160,6 +160,15 @@ def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
 
 
 @contextmanager
+def naming_task(task: str) -> Iterator[None]:
+    """Let errors about data name the task that the data are for, and what to type for it."""
+    try:
+        yield
+    except (DataError, HubError) as error:
+        raise error.of_task(task) from error
+
+
+@contextmanager
 def explaining_hub(data: Data) -> Iterator[None]:
     """Turn whatever reading a Hub dataset raises into a HubError (refusals, the network), an OutputError (a
     cache without room) or a DataError (its files)."""

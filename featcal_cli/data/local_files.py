@@ -16,9 +16,10 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from featcal_cli.data.cells import AUDIO_FILES, IMAGE_FILES, Row, Table
+from featcal_cli.data.cells import AUDIO_FILES, Row, Table
 from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
 from featcal_cli.data.splits import (
+    IMAGE_FILES,
     SPLIT_WORDS,
     TABLE_FILES,
     Note,

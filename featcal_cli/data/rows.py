@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import accumulate, groupby
 from random import Random
 
 from featcal_cli.data.cells import Row, Table, shorten_row
-from featcal_cli.data.hub_dataset import explaining_hub, find_split
+from featcal_cli.data.hub_dataset import explaining_hub, find_split, naming_task
 from featcal_cli.data.hub_rows import in_parallel, open_row_groups, read_hub_classes, read_hub_rows, stream_hub_rows
 from featcal_cli.data.local_files import explaining, list_files, open_local
 from featcal_cli.data.parquet import classes_in_footer, open_parquet
 from featcal_cli.data.splits import Note, ignore
 from featcal_cli.recipe.schema import Data
-from featcal_cli.runtime.errors import DataError, HubError
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
@@ -63,15 +62,6 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
         return folders or None
     with explaining(files[0]):
         return classes_in_footer(open_parquet(files[0]), column)
-
-
-@contextmanager
-def naming_task(task: str) -> Iterator[None]:
-    """Let errors about data name the task that the data are for, and what to type for it."""
-    try:
-        yield
-    except (DataError, HubError) as error:
-        raise error.of_task(task) from error
 
 
 def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:

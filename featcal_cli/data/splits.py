@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
-from featcal_cli.data.cells import IMAGE_FILES
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some
@@ -14,6 +13,7 @@ from featcal_cli.runtime.sanitise import list_some
 Note = Callable[[str], None]
 """A listener that is told what was chosen without being asked for."""
 
+IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 TABLE_FILES = {
     ".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv",
     ".tsv": "csv",

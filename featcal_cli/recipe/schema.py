@@ -69,7 +69,7 @@ class AsOption:
 class Section(BaseModel):
     """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class Evaluate(Section):

@@ -251,6 +251,10 @@ class Report:
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     adapter: AdapterReport | None = None
     """The report on the adapter, where one was written."""
+    files: list[str] = field(default_factory=list)
+    """The files of the output, by their paths in it."""
+    loading: dict[str, Any] = field(default_factory=dict)
+    """The classes of transformers that load the output, and its task, as `write_card` takes them."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content of featcal_report.json."""

@@ -30,7 +30,7 @@ from featcal_cli.reporting.report import (
 )
 from featcal_cli.runtime.hardware import describe_environment
 from featcal_cli.runtime.process import peak_resident_bytes
-from featcal_cli.workflows.preflight import Preflight
+from featcal_cli.workflows.plan import Plan
 from featcal_cli.workflows.session import Session
 
 
@@ -47,7 +47,7 @@ class Outcome:
     """Why it is less than 1, in a sentence."""
 
 
-def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
+def summarise(session: Session, plan: Plan, outcome: Outcome) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
     chosen."""
     calibration, job, step = plan.recipe.calibration, outcome.job, outcome.step
@@ -63,6 +63,7 @@ def summarise(session: Session, plan: Preflight, outcome: Outcome) -> Report:
         environment=describe_environment(session.device),
         settings={
             "method": calibration.method,
+            "asked": plan.inputs.recipe.calibration.model_dump(mode="json", exclude_none=True),
             **asdict(outcome.hyperparameters),
             "chosen_by": outcome.chosen_by,
             "guard": bool(job.checked),
@@ -100,9 +101,9 @@ def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
     return cost | ({"expert_bytes_by_rank": list(by_rank)} if len(by_rank) > 1 else {})
 
 
-def _describe_sources(plan: Preflight) -> Iterator[Source]:
+def _describe_sources(plan: Plan) -> Iterator[Source]:
     """Every model and dataset that a run read, with the licence that its card names."""
-    found_in = {finding.role: finding.source for finding in plan.findings}
+    found_in = {finding.role: finding.source for finding in plan.inputs.findings}
     for role, origin in plan.origins.items():
         licenses = {read_license(repo.find_card()) for repo in origin.repos()}
         agreed = licenses.pop() if len(licenses) == 1 else None

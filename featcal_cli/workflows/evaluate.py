@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,13 @@ from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, identify
+from featcal_cli.workflows.inputs import check_evaluable, find_inputs, identify, name_models, pin
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from transformers import PreTrainedModel
 
-    from featcal_cli.evaluation.protocols import Comparison, LabelledTask
+    from featcal_cli.evaluation.protocols import LabelledTask
     from featcal_cli.models.loading import Model
 
 BASE = "base"
@@ -55,8 +55,9 @@ def evaluate(
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     others = dict(zip(name_roles(models), models, strict=True))
-    whole, _ = session.find_models()
-    return evaluate_models(session, whole, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
+    inputs = find_inputs(session)
+    session.load_libraries()
+    return evaluate_models(session, inputs.recipe, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
 
 
 def evaluate_models(
@@ -76,14 +77,13 @@ def evaluate_models(
     cache = ScoreCache()
     with closing(LazyModels(session, recipe, others)) as models:
         recipe = models.recipe
-        wanted = {task: spec for task, spec in recipe.tasks.items() if spec.evaluate is not None}
-        if left_out := [task for task in recipe.tasks if task not in wanted]:
+        if left_out := [task for task, spec in recipe.tasks.items() if spec.evaluate is None]:
             session.note(f"not evaluated, as the recipe does not say how: {list_some(left_out)}")
-        size = batch_size or BATCH[session.device.type]
-        scores = {
-            task: _TaskMeasurement(session, models, task, spec, limit, size, allow_code).measure(cache)
-            for task, spec in wanted.items()
-        }
+        size, scores = batch_size or BATCH[session.device.type], {}
+        for task, spec in recipe.tasks.items():
+            if spec.evaluate is not None:
+                parts = task, spec, spec.evaluate, limit, size, allow_code
+                scores[task] = _TaskMeasurement(session, models, *parts).measure(cache)
     if reused := cache.reused:
         figures = len(scores) * len(models.roles)
         session.note(f"{reused} of {figures} figures were taken over from an earlier evaluation")
@@ -108,23 +108,6 @@ def find_own_recipe(models: Sequence[str]) -> Path | None:
     return repo.fetch_text(RECIPE) if RECIPE in repo.files else None
 
 
-def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
-    """Raise RecipeError where nothing says how to evaluate, or what is needed for it is not there."""
-    if session.ranks.size > 1:
-        raise RecipeError("evaluation is made for one process", where="torchrun", fix="type featcal evaluate alone")
-    known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
-    if not known:
-        raise RecipeError(
-            "no task says how it is evaluated",
-            where="tasks",
-            fix="add to a task of the recipe: evaluate: {split: test} (docs/evaluate.md shows the other keys)",
-        )
-    if any(how.protocol == "lm-eval" for how in known.values()):
-        from featcal_cli.evaluation.lm_eval_tasks import check_harness
-
-        check_harness(known, allow_code=allow_code)
-
-
 def name_roles(models: Sequence[str]) -> list[str]:
     """A short name for each model: the last part of its path or id, as much of it as tells it from the others."""
     roles: list[str] = []
@@ -144,13 +127,14 @@ class _TaskMeasurement:
     models: LazyModels
     task: str
     spec: Task
+    how: Evaluate
     limit: int | None
     batch_size: int
     allow_code: bool
 
     def measure(self, cache: ScoreCache) -> TaskScores:
         """The figures of all models; what is known is not measured again. Raises FeatCalError."""
-        roles, how, data = self.models.roles, self._how, self.spec.data
+        roles, how = self.models.roles, self.how
         common = self._describe()
         abouts = {role: {**common, "model": self.models.identify(role, self.task)} for role in roles}
         known = {role: score for role, about in abouts.items() if (score := cache.read(about)) is not None}
@@ -161,60 +145,55 @@ class _TaskMeasurement:
         if how.lm_eval:
             metric = ", ".join(f"{name} {kind}" for name, kind in how.lm_eval.items())
             return TaskScores(how.protocol, metric, "", "", scores)
-        return TaskScores(how.protocol, how.metric, str(data.model_copy(update={"split": None})), how.split, scores)
-
-    @property
-    def _how(self) -> Evaluate:
-        assert self.spec.evaluate is not None
-        return self.spec.evaluate
+        data = str(self.spec.data.model_copy(update={"split": None}))
+        return TaskScores(how.protocol, how.metric, data, how.split, scores)
 
     def _measure_models(self, roles: Sequence[str]) -> Iterator[tuple[str, Score]]:
         import torch
 
+        from featcal_cli.evaluation import protocols
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
 
         task, models, stage = self.task, self.models, self.session.stage
-        if self._how.protocol == "lm-eval":
+        if self.how.protocol == "lm-eval":
             for role in roles:
                 stage(f"evaluating {task}: {role}")
                 model = models.model(role, task)
                 yield role, measure_tasks(self._open_task([role]), role, model, allow_code=self.allow_code)
         elif roles:
-            comparison = self._compare(roles)
+            opened = self._open_task(roles)
+            if self.how.protocol == "zero-shot":
+                towers = {role: models.tower(role, task) for role in roles}
+                comparison = protocols.compare_zero_shot(opened, models.base, towers)
+            elif self.how.protocol == "generation":
+                comparison = protocols.compare_generation(opened, {role: models.model(role, task) for role in roles})
+            else:
+                bodies = {role: None if role == EXPERT else models.model(role, task) for role in roles}
+                comparison = protocols.compare_heads(opened, models.model(EXPERT, task), bodies)
             stage(f"evaluating {task}")
             yield from comparison.score(lambda count: stage(f"evaluating {task}: {count:,} examples")).items()
         if self.session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()
 
     def _open_task(self, roles: Sequence[str]) -> LabelledTask:
-        """The task, read with the preprocessors of its expert, else of the first of these roles' models."""
+        """The task, read with the preprocessors of its expert, else of the first role's model, else base's."""
         from featcal_cli.data.vocabulary import TextModels, Vocabularies
         from featcal_cli.evaluation.protocols import LabelledTask
 
-        role = roles[0] if self._how.protocol == "lm-eval" else EXPERT
-        folders, device = self.models.folders(role, self.task), self.session.device
-        own = {other: [self.models.snapshot(other, self.task).folder] for other in dict.fromkeys((EXPERT, *roles))}
-        text_models = TextModels(Vocabularies(own), EXPERT, [other for other in own if other != EXPERT])
-        parts = self.task, self.spec.data, self._how, folders, device, self.batch_size, self.limit
+        models, task = self.models, self.task
+        holders = dict.fromkeys((EXPERT, roles[0] if self.how.protocol == "lm-eval" else EXPERT, BASE))
+        folders = [models.snapshot(holder, task).folder for holder in holders]
+        own = {role: [models.snapshot(role, task).folder] for role in dict.fromkeys((EXPERT, *roles))}
+        text_models = TextModels(Vocabularies(own), EXPERT, [role for role in own if role != EXPERT])
+        parts = task, self.spec.data, self.how, folders, self.session.device, self.batch_size, self.limit
         return LabelledTask(*parts, text_models)
-
-    def _compare(self, roles: Sequence[str]) -> Comparison:
-        from featcal_cli.evaluation.protocols import compare_generation, compare_heads, compare_zero_shot
-
-        task, models = self._open_task(roles), self.models
-        if self._how.protocol == "zero-shot":
-            return compare_zero_shot(task, models.base, {role: models.tower(role, self.task) for role in roles})
-        if self._how.protocol == "generation":
-            return compare_generation(task, {role: models.model(role, self.task) for role in roles})
-        bodies = {role: None if role == EXPERT else models.model(role, self.task) for role in roles}
-        return compare_heads(task, models.model(EXPERT, self.task), bodies)
 
     def _describe(self) -> dict[str, Any]:
         """Everything that the figures of the task depend on besides the model."""
         from featcal_cli.data.local_files import local_path
         from featcal_cli.evaluation.lm_eval_tasks import read_version
 
-        how, data = self._how, self.spec.data
+        how, data = self.how, self.spec.data
         about = {"how": how.model_dump(mode="json"), "limit": self.limit}
         if how.lm_eval:
             return {**about, "lm-eval": read_version()}
@@ -231,8 +210,6 @@ class LazyModels:
 
     def __init__(self, session: Session, recipe: Recipe, others: Mapping[str, str]) -> None:
         """others: further models by role. Raises HubError for a model that there is not."""
-        from featcal_cli.workflows.preflight import name_models, pin
-
         self._session = session
         named = {**name_models(recipe), **others}
         self._origins = {role: session.find_origin(name) for role, name in named.items()}
@@ -250,20 +227,15 @@ class LazyModels:
 
     def name(self, role: str) -> str:
         """Describe a role's model: a repo with its commit, a folder, or how it is built."""
-        if role in self._origins:
-            return self._origins[role].pinned
-        merged = self.recipe.merged
-        return str(merged)
+        return self._origins[role].pinned if role in self._origins else str(self.recipe.merged)
 
     def identify(self, role: str, task: str) -> list[Any]:
         """Return a value that changes when the model does: repos with commits, folders with their files' stamps."""
-        if role == EXPERT:
-            role = f"expert {task}"
-        if role in self._origins:
-            return identify(self._origins[role])
-        experts = [origin for role, origin in self._origins.items() if role.startswith("expert ")]
-        parts = [identify(origin) for origin in (self._origins[BASE], *experts)]
-        return [self.name(MERGED), *parts]
+        key = f"expert {task}" if role == EXPERT else role
+        if key in self._origins:
+            return identify(self._origins[key])
+        parts = [self._origins[BASE], *(self._origins[f"expert {task}"] for task in self.recipe.tasks)]
+        return [self.name(MERGED), *map(identify, parts)]
 
     def snapshot(self, role: str, task: str = "") -> Snapshot:
         """The model's files on this machine. Raises HubError, and CheckpointError for what cannot be merged."""
@@ -297,27 +269,19 @@ class LazyModels:
             self._towers[role] = load_tower(role, self.snapshot(role), self.base)
         return self._towers[role]
 
-    @cached_property
+    @property
     def base(self) -> Model:
         return self.model(BASE)
 
-    def folders(self, role: str, task: str) -> list[Path]:
-        """List the folders that may hold the task's processor or tokenizer: the expert's, the model's, or base's."""
-        return [self.snapshot(holder, task).folder for holder in dict.fromkeys((EXPERT, role, BASE))]
-
     def _build(self) -> Snapshot:
         """The merged model, built of all experts in a temporary folder."""
-        from featcal_cli.workflows.setup import load_models
+        from featcal_cli.workflows.load import load_models
 
         merge = self.recipe.merged
-        if not isinstance(merge, Merge):
-            raise ValueError("merged is named, not built")
-        parts = {BASE: self.snapshot(BASE)} | {
-            f"expert {task}": self.snapshot(EXPERT, task) for task in self.recipe.tasks
-        }
+        assert isinstance(merge, Merge)  # else it has an origin
+        parts = {BASE: self.snapshot(BASE)}
+        parts |= {f"expert {task}": self.snapshot(EXPERT, task) for task in self.recipe.tasks}
         self._session.stage("building the merged model")
         scratch = self._scratch.enter_context(TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True))
-        folder = Path(scratch) / MERGED
-        name = self.name(MERGED)
-        load_models(parts, merge, folder, name)
-        return Snapshot(name, folder, None)
+        load_models(parts, merge, Path(scratch) / MERGED, str(merge))
+        return Snapshot(str(merge), Path(scratch) / MERGED, None)

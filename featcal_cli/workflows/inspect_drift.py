@@ -18,11 +18,12 @@ from featcal_cli.reporting.report import Inspection
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
+from featcal_cli.workflows.inputs import Inputs, find_inputs
 from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.engine.job import Job
-    from featcal_cli.workflows.preflight import Preflight
+    from featcal_cli.workflows.plan import Plan
 
 MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
@@ -64,8 +65,9 @@ def inspect_drift(
     session = Session(draft, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
-    session.find_models()
-    plan, job = _measure(session, compare)
+    inputs = find_inputs(session, {OTHER: compare} if compare else None)
+    session.load_libraries()
+    plan, job = _measure(session, inputs)
     inspection = _describe(plan, session, job)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
@@ -83,37 +85,37 @@ def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
         write_requested(Path(file), make(Path(file).suffix[1:]), where=str(file))
 
 
-def _measure(session: Session, compare: str | None) -> tuple[Preflight, Job]:
+def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     """Run the job; return it with all that it has measured. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
-    from featcal_cli.workflows.output_files import is_calibrated
-    from featcal_cli.workflows.preflight import prepare
-    from featcal_cli.workflows.setup import fetch_models, load_models, set_up
+    from featcal_cli.workflows.load import fetch_models, load_models
+    from featcal_cli.workflows.plan import make_plan
+    from featcal_cli.workflows.setup import set_up
 
-    plan = prepare(session, others={OTHER: compare} if compare else None)
+    plan = make_plan(session, inputs)
     for task, examples in plan.examples.items():
         if examples.is_whole:
             session.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
     snapshots = fetch_models(session, plan, session.ranks.own(plan.recipe.tasks))
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
-    other = load_fitting(OTHER, snapshots[OTHER], models.merged) if compare else None
+    other = load_fitting(OTHER, snapshots[OTHER], models.merged) if OTHER in snapshots else None
     setup = set_up(session, plan, models, others=[other] if other else [])
-    session.note(*setup.describe_merge(plan.recipe, is_calibrated=is_calibrated(plan.origins[MERGED].repo)))
+    session.note(*setup.describe_merge(plan.recipe, plan.origins[MERGED]))
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
     job = setup.make_job({}, watchers)
     session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
-        session.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
+        session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))
     session.share_notes()
     job.share_readings()
     return plan, job
 
 
-def _describe(plan: Preflight, session: Session, job: Job) -> Inspection:
+def _describe(plan: Plan, session: Session, job: Job) -> Inspection:
     from featcal_cli.runtime.hardware import describe_environment
     from featcal_cli.workflows.build_report import add_up_cost, describe_tasks
 

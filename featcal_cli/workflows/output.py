@@ -3,10 +3,8 @@ back before it takes its place; and a merged model that is built."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -20,15 +18,13 @@ from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.model_config import UNPACKED
-from featcal_cli.hub.repo import Repo
 from featcal_cli.hub.second_copies import Files, divide_files
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import Entry, find_second_copies, read_header, weight_files
+from featcal_cli.hub.weight_files import Entry, read_header
 from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
-from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
-from featcal_cli.runtime.files import check_links, copy_files, name_reason, tell_fix, visible_files
+from featcal_cli.runtime.files import copy_files, name_reason, tell_fix
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.workspace import Workspace
 
@@ -116,25 +112,6 @@ def _match_names(
         # parameters it mostly has one.
         candidates = (n for own in names_of.get(name, [name]) for n in (own, own.removeprefix(prefix), prefix + own))
         yield name, tensor, next((n for n in candidates if n in stored), None)
-
-
-def check_copyable(repo: Repo) -> None:
-    """Raise CheckpointError where the files of a model cannot lie in an output: a folder among them has the name of a
-    file of ours, one cannot be read, or is a link that would lead other files of this machine into the output."""
-    for name in (CARD, REPORT, RECIPE, PICTURE):
-        if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
-            what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"
-            raise CheckpointError(what, where=repo.name, fix="give a copy of the model in which it has another name")
-    if repo.folder is None:
-        return
-    copies = find_second_copies({path: file.size for path, file in repo.files.items()})
-    with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
-        copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
-    check_links(repo.folder, skip=copies)
-    for name in visible_files(repo.folder):
-        if name not in copies and not os.access(repo.folder / name, os.R_OK):
-            what = f"{name} cannot be read by this user, and would be missing from the output"
-            raise CheckpointError(what, where=str(repo.folder), fix="make it readable, or give a copy without it")
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:

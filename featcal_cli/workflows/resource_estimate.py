@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, product
-from typing import NamedTuple
+from itertools import product
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime.hardware import LARGEST_REUSED, rooms_for_features
 from featcal_cli.runtime.process import resident_bytes
-from featcal_cli.workflows.batch_size import COMPUTE, BatchNeeds, probe_batch
+from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
 """Passes that are paused for one example: where it is fitted those of expert and student; where drift is measured on it
@@ -63,40 +62,6 @@ class Estimate:
     """The output, finished blocks, a merged model that is built, and features that do not fit in memory, together."""
 
 
-class Weights(NamedTuple):
-    """Bytes of one model's largest block and of its stem, in the dtype of its files and in the one that it runs in."""
-
-    block: int
-    block_in_use: int
-    stem: int
-    stem_in_use: int
-
-    @property
-    def is_converted(self) -> bool:
-        return self.block != self.block_in_use or self.stem != self.stem_in_use
-
-
-class Load(NamedTuple):
-    """Bytes that the examples of a task take."""
-
-    unread: float
-    """Examples that a run reads beyond those that are in memory already."""
-    placed: float
-    """All of them, in the dtype that models run in."""
-    filed: float
-    """Examples that a CPU keeps in files once the passes have begun."""
-    paused: float
-    """Bytes that paused passes hold."""
-    paused_in_files: float
-    """Bytes that they hold and do not ask for, which a CPU keeps in files where they are many."""
-    batch: float
-    """Bytes of one batch's features at the widest block."""
-    shown: float
-    """Bytes of one block's inputs for all calibration examples, in one pass."""
-    logits: float
-    """The logits of one batch, in float32, of a model that has as many as its vocabulary has tokens."""
-
-
 def estimate(
     recipe: Recipe,
     merged: Model,
@@ -115,92 +80,72 @@ def estimate(
        one batch.
     4. Gradients of one expert's outputs at all its modules.
     """
-    calibration, model, has_device = recipe.calibration, merged.module, device.type != "cpu"
+    calibration, model, on_device = recipe.calibration, merged.module, device.type != "cpu"
     computing = choose_dtype(calibration, model)
     guarded = writes and calibration.must_not_get_worse
     # 1. features
-    needs = {
-        task: probe_batch(model, architecture, architecture.entries[task], rows.fitted[0])
-        for task, rows in examples.items()
-    }
+    unread = features = filed = aside = batch = shown = logits = 0.0
     passes = DRIFT_PASSES + HEAD_PASSES * has_small_head(merged, architecture) + CHECK_PASSES * guarded
-    choices = len(getattr(model.get_output_embeddings(), "weight", ()))
-    loads = [
-        _load(rows, calibration, needs[task], computing, passes, choices, writes) for task, rows in examples.items()
-    ]
-    all_loads = Load(*map(sum, zip(*loads, strict=True)))
-    filed, in_files = (0.0, 0.0) if has_device else (all_loads.filed, all_loads.paused_in_files)
-    features = all_loads.paused - in_files + all_loads.placed * has_device
+    for task, rows in examples.items():
+        # fewer than asked for where the source has no more; beyond what is read, a run reads the rest
+        wanted = rows.fitted_count if rows.is_whole else calibration.examples
+        scale = wanted / rows.fitted_count
+        watched = rows.measured_count if writes else wanted
+        if writes and not rows.is_whole:  # what was read holds out more of its few rows
+            watched = most_held_out(wanted) // 2
+        fitted_too = FITTED_PASSES if writes and not rows.held_out_count else 0
+        paused = FITTED_PASSES * wanted + (passes - fitted_too) * watched
+        need = probe_batch(model, architecture, architecture.entries[task], rows.fitted[0])
+        size = min(rows.batch_size, wanted)
+        state, begun = (x / need.examples * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
+        tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
+        floats = [x for x in tensors if x.is_floating_point()]
+        unread += sum(x.nbytes for x in tensors) * (scale - 1)
+        if on_device:
+            features += scale * sum(x.nbytes for x in tensors)
+            features += scale * sum(x.numel() * (computing.itemsize - x.itemsize) for x in floats)
+            features += (state + begun) * paused
+        else:  # large inputs, and what passes have begun with, lie in files once passes have begun
+            large = scale * sum(x.nbytes for x in floats if x.nbytes >= LARGE)
+            filed += large
+            begun_in_files = begun * paused if begun * size >= LARGE else 0.0
+            aside += large + begun_in_files
+            features += (state + begun) * paused - begun_in_files
+        batch = max(batch, BATCH_COPIES * need.feature_bytes / need.examples * size)
+        shown = max(shown, state * wanted)
+        ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
+        tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
+        logits = max(logits, len(getattr(model.get_output_embeddings(), "weight", ())) * tokens * size * COMPUTE)
     room, further_room = rooms_for_features(device)
-    here = min(features, room if has_device else further_room)
-    elsewhere = min(features - here, further_room) if has_device else 0.0
+    here = min(features, room if on_device else further_room)
+    elsewhere = min(features - here, further_room) if on_device else 0.0
+    aside += features - here - elsewhere
     # 2. weights
-    weights = _weigh(merged, architecture, computing)
-    block, stem = (weights.block_in_use, weights.stem_in_use) if has_device else (weights.block, weights.stem)
-    at_work: float = (BLOCKS_ON_DEVICE if has_device else BLOCKS_ON_HOST) * block
-    if weights.is_converted and not has_device:
-        at_work += MODELS_CONVERTED * weights.block_in_use + (len(loads) + MODELS_CONVERTED - 1) * weights.stem_in_use
+    block, block_in_use, stem, stem_in_use = _weigh(merged, architecture, computing)
+    at_work: float = BLOCKS_ON_DEVICE * block_in_use if on_device else BLOCKS_ON_HOST * block
+    if not on_device and (block, stem) != (block_in_use, stem_in_use):
+        at_work += MODELS_CONVERTED * block_in_use + (len(examples) + MODELS_CONVERTED - 1) * stem_in_use
     # 3. sums
-    batch = max(load.batch for load in loads)
-    at_work += _count_sums(model, architecture, calibration, guarded, len(loads), batch)
+    at_work += _count_sums(model, architecture, calibration, guarded, len(examples), batch)
     # 4. gradients
     gradients, kept = 0.0, 0
     if calibration.uses_output_metric:
         summed, kept = _count_gradients(model, architecture)
-        shown = min(KEPT_BYTES, len(architecture.blocks) * max(load.shown for load in loads))
-        gradients = summed + shown + BLOCKS_ON_HOST * block + LOGIT_COPIES * max(load.logits for load in loads)
-    at_work = max(at_work, STEMS * stem, BLOCKS_WRITTEN * block, gradients)
+        blocks_read = BLOCKS_ON_HOST * (block_in_use if on_device else block)
+        gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * shown) + blocks_read + LOGIT_COPIES * logits
+    at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients)
+    at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
-    on_host = resident_bytes() + all_loads.unread - filed + HEAP_GAPS
-    if has_device:
-        on_host += max(STEMS * weights.stem, BLOCKS_WRITTEN * weights.block) + elsewhere
-    else:
-        on_host += max(filed, here + at_work)
+    on_host = resident_bytes() + unread - filed + HEAP_GAPS
+    on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere if on_device else max(filed, here + at_work)
     fused = count_fused(model)  # of one model at a time in memory, of all in files
     whole = sum(x.nbytes for x in model.parameters())
     in_blocks = sum(x.nbytes for block in architecture.blocks for x in model.get_submodule(block.name).parameters())
     output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + SMALL_FILES
-    aside = features - here - elsewhere + filed + in_files
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
-        device_bytes=round(here + at_work) if has_device else 0,
-        disk_bytes=round(output + aside + kept * len(loads) + fused * (2 + len(loads))),
-    )
-
-
-def _load(
-    rows: TaskExamples,
-    calibration: Calibration,
-    need: BatchNeeds,
-    computing: torch.dtype,
-    passes: int,
-    choices: int,
-    writes: bool,
-) -> Load:
-    """Estimate the memory of all examples of a task from those that were read; fewer than asked for where the
-    source has no more.
-    passes: those that are paused for each example that drift is measured on. choices: logits of each token."""
-    tensors = [x for batch in (*rows.fitted, *rows.selection, *rows.held_out) for x in batch.values()]
-    wanted = rows.fitted_count if rows.is_whole else calibration.examples
-    scale = wanted / rows.fitted_count
-    watched = rows.measured_count if writes else wanted
-    if writes and not rows.is_whole:  # what was read holds out more of its few rows
-        watched = most_held_out(wanted) // 2
-    if writes and not rows.held_out_count:  # these are fitted too
-        passes -= FITTED_PASSES
-    paused, size = FITTED_PASSES * wanted + passes * watched, min(rows.batch_size, wanted)
-    ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
-    tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
-    state, begun = (x / need.examples * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
-    return Load(
-        unread=sum(x.nbytes for x in tensors) * (scale - 1),
-        placed=sum(x.numel() * (computing if x.is_floating_point() else x.dtype).itemsize for x in tensors) * scale,
-        filed=sum(x.nbytes for x in tensors if x.is_floating_point() and x.nbytes >= LARGE) * scale,
-        paused=(state + begun) * paused,
-        paused_in_files=begun * paused if begun * size >= LARGE else 0.0,
-        batch=BATCH_COPIES * need.feature_bytes / need.examples * size,
-        shown=state * wanted,
-        logits=choices * tokens * size * COMPUTE,
+        device_bytes=round(here + at_work) if on_device else 0,
+        disk_bytes=round(output + aside + kept * len(examples) + fused * (2 + len(examples))),
     )
 
 
@@ -225,16 +170,17 @@ def read_bytes(model: Model, architecture: Architecture) -> int:
     return sum(value.nbytes for value in model.parameters_of(architecture.reached))
 
 
-def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) -> Weights:
+def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) -> tuple[int, int, int, int]:
+    """Bytes of the largest block and of the stem, each in the dtype of its files and in the one that it runs in."""
     model = merged.module
     blocks = [list(model.get_submodule(block.name).parameters()) for block in architecture.blocks]
     inside = {id(x) for block in blocks for x in block}
     stem = [x for x in merged.parameters_of(architecture.reached) if id(x) not in inside]
     largest = max(blocks, key=lambda block: sum(x.nbytes for x in block), default=[])
-    parts = (
+    (block, block_in_use), (rest, rest_in_use) = (
         (sum(x.nbytes for x in part), sum(x.numel() for x in part) * computing.itemsize) for part in (largest, stem)
     )
-    return Weights(*chain.from_iterable(parts))
+    return block, block_in_use, rest, rest_in_use
 
 
 def _find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:

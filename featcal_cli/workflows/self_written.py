@@ -33,8 +33,9 @@ from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text
+from featcal_cli.workflows.inputs import identify
 from featcal_cli.workflows.resource_estimate import Estimate
-from featcal_cli.workflows.session import EXPERT, Session, identify
+from featcal_cli.workflows.session import EXPERT, Session
 
 VERSION = 1
 """Version of the way to write: rows that were written in another one are not read again."""

@@ -1,4 +1,4 @@
-"""The beginning of every verb: the recipe made whole, the processes, the repos; and notes on the way."""
+"""The beginning of every verb: the recipe, the processes, how the job is run; and notes on the way."""
 
 from __future__ import annotations
 
@@ -9,40 +9,26 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
-from featcal_cli.lineage.questions import FROM_USER, Finding
-from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import as_draft
-from featcal_cli.recipe.schema import Draft, Recipe
+from featcal_cli.recipe.schema import Draft
 from featcal_cli.reporting.markdown import join_notes
-from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.libraries import load_libraries
 from featcal_cli.runtime.process import check_device
-from featcal_cli.runtime.progress import Listener, PhaseClock, Progress
+from featcal_cli.runtime.progress import Listener, PhaseClock
 from featcal_cli.runtime.sanitise import for_terminal
 
-if TYPE_CHECKING:  # it is not waited for before it is needed
+if TYPE_CHECKING:
     import torch
 
 RecipeSource = Draft | Mapping[str, Any] | str | Path
 """A Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe."""
 EXPERT = "expert "
 """The prefix of an expert's role; its task follows."""
-
-
-DESCRIPTIONS = (CARD, REPORT, RECIPE, PICTURE)
-"""Files that say something of a model and are no part of it."""
-
-
-def identify(origin: Origin) -> list[Any]:
-    """Return a value that changes when a model does: its repo with the commit, and the stamps of local files."""
-    stamps = [stamp(repo.folder, skip=DESCRIPTIONS) for repo in origin.repos() if repo.folder]
-    return [origin.pinned, *stamps]
 
 
 @dataclass(frozen=True)
@@ -54,12 +40,8 @@ class RunOptions:
     """None for what suits models, examples and machine."""
     allow_pickle: bool = False
     trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """Options of `calibrate` beside the recipe: what of earlier runs counts, and when the result is pushed."""
-
+    output: str | Path | None = None
+    """The folder of a calibration, by default ./NAME-featcal."""
     overwrite: bool = False
     restart: bool = False
     create_pr: bool = False
@@ -70,6 +52,8 @@ class CalibrateOptions:
     allow_code: bool = False
     as_adapter: int | None = None
     """The rank of an adapter that is written beside the model."""
+    dry_run: bool = False
+    """Only plan, from a few examples, and collect all that would stop the run."""
 
 
 class Session:
@@ -84,13 +68,12 @@ class Session:
         self.listener = listener if listener and self.ranks.is_first else Listener()
         check_device(options.device)
         self.options = options
-        self.obstacles = Obstacles()
+        self.obstacles = Obstacles(collect=options.dry_run)
         """Errors that stop the run; a dry run collects them."""
         self.notes: list[str] = []
         """Notes on all that was found and chosen without being told, for the report."""
         self.open_repo: Opener = cache(open_repo)
         """Opens every repo once, so that all parts of the run see one commit."""
-        self._lineage: tuple[Recipe, Sequence[Finding]] | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -99,32 +82,11 @@ class Session:
 
         return choose_device(self.options.device)
 
-    def find_models(self, *, note_findings: bool = True) -> tuple[Recipe, Sequence[Finding]]:
-        """The whole recipe, and where each part of it was read: found by the first rank, once; then torch is imported.
-
-        note_findings: say each as it is found; else the caller shows them. Raises FeatCalError.
-        """
-        if self._lineage is None:
-            self.stage("finding models")
-            lineage = self._find_lineage(note_findings) if self.ranks.is_first else (Recipe.model_construct(), [])
-            self.stage("loading libraries")
-            load_libraries()
-            self._lineage = lineage
-        return self._lineage
-
-    def _find_lineage(self, note_findings: bool) -> tuple[Recipe, Sequence[Finding]]:
-        noted: set[Finding] = set()
-
-        def note_finding(finding: Finding) -> None:
-            if note_findings and finding.source != FROM_USER and finding not in noted:
-                noted.add(finding)
-                self.note(f"{finding.role}: {finding.value} (from {finding.source})")
-
-        lineage = find_lineage(self.draft, self.open_repo, note_finding)
-        for finding in lineage.findings:
-            note_finding(finding)
-        self.note(*lineage.notes)
-        return lineage.recipe, lineage.findings
+    def load_libraries(self) -> None:
+        """Import torch and what goes with it, which takes seconds: only after all that can be found and said without
+        it. Whatever imports it is imported by a verb after this call."""
+        self.stage("loading libraries")
+        load_libraries()
 
     def find_origin(self, name: str) -> Origin:
         """Find the source of a model's weights. Raises HubError."""
@@ -146,10 +108,6 @@ class Session:
         """Say that a new part of the work begins, from which on its time counts."""
         self.phases.begin(text)
         self.listener.stage(text)
-
-    def progress(self, progress: Progress) -> None:
-        """Say how far a calibration is."""
-        self.listener.progress(progress)
 
     def note(self, *texts: str) -> None:
         """Remember sentences for the report, and show them."""

@@ -1,9 +1,9 @@
-"""The models of a job, loaded; and the job itself, ready to run."""
+"""Models and examples put together: the blocks that are found, and the job that is ready to run."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,97 +22,34 @@ from featcal_cli.engine.output_gradients import measure_output_gradients
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import TaskVectorMeter, check_no_huge_weight, describe_merge_fit
-from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.alignment import check_alignment, describe_differences, load_fitting
+from featcal_cli.hub.model_source import Origin
+from featcal_cli.models.alignment import check_alignment, describe_differences
 from featcal_cli.models.architecture import Architecture, find_architecture
-from featcal_cli.models.loading import Model, find_class, load_model, share_model
-from featcal_cli.models.merging import merge_weights
-from featcal_cli.recipe.schema import Calibration, Merge, Recipe
+from featcal_cli.models.loading import Model, share_model
+from featcal_cli.recipe.schema import Calibration, Recipe
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
-from featcal_cli.runtime.process import read_launch
+from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
-from featcal_cli.workflows.preflight import Preflight, check_stems
+from featcal_cli.workflows.load import Models
+from featcal_cli.workflows.plan import Plan, check_stems
+from featcal_cli.workflows.recipe_files import is_calibrated
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
-from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
 
 
-@dataclass(frozen=True)
-class Models:
-    """All models of a job, memory-mapped."""
-
-    merged: Model
-    student: Model
-    """The merged model again, with the same tensors: it is the one that changes."""
-    base: Model
-    experts: Mapping[str, Model]
-    """Experts by task; of several ranks each has those of its own tasks."""
-
-
-def fetch_models(session: Session, plan: Preflight, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
-    """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs. Raises HubError."""
-    snapshots = {}
-    for role, origin in plan.origins.items():
-        if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
-            continue
-        session.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
-        snapshots[role] = session.fetch(origin)
-    return snapshots
-
-
-def load_models(
-    snapshots: Mapping[str, Snapshot],
-    merge: Merge | None,
-    built: Path,
-    name: str,
-    ranks: Ranks | None = None,
-    scratch: Path | None = None,
-) -> Models:
-    """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
-    `built` and called `name`, by one rank on each machine. scratch: a folder for weights that run in another form than
-    the files have them in (a mixture's experts in one); without it they stay in memory. Raises CheckpointError for what
-    cannot be loaded, OutputError where the disk is full."""
-
-    def keep(model: Model) -> Model:
-        if scratch is not None:
-            map_to_files(model.module.parameters(), scratch)
-        return model
-
-    tasks = {role.removeprefix(EXPERT): snapshot for role, snapshot in snapshots.items() if role.startswith(EXPERT)}
-    if merge is None:
-        merged = keep(load_model("merged", snapshots["merged"], find_class(snapshots["merged"])))
-        base = keep(load_fitting("base", snapshots["base"], merged))
-        experts = {task: keep(load_fitting(f"expert {task}", expert, merged)) for task, expert in tasks.items()}
-    else:
-        model_class = find_class(next(iter(tasks.values())))
-        base = keep(load_model("base", snapshots["base"], model_class))
-        experts = {task: keep(load_model(f"expert {task}", expert, model_class)) for task, expert in tasks.items()}
-        if read_launch().local_rank == 0:
-            first = next(iter(experts.values()))
-            slots = read_slots(first.snapshot)
-            groups = merge_weights(merge, base, list(experts.values()))
-            on_disk = (names_on_disk(first, group, slots) for group in groups)
-            build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
-        if ranks is not None:
-            ranks.gather(None)  # now it is there
-        merged = keep(load_model("merged", Snapshot(name, built, None), model_class))
-    return Models(merged, share_model(merged), base, experts)
-
-
 def set_up(
-    session: Session, plan: Preflight, models: Models, scratch: Path | None = None, others: Iterable[Model] = ()
+    session: Session, plan: Plan, models: Models, scratch: Path | None = None, others: Iterable[Model] = ()
 ) -> Setup:
     """The models and the examples together: the blocks that the examples reach are found in merged. others: further
     models that read the examples. Raises CheckpointError for a model that has not all blocks, or other tokens."""
     calibration, note, merged = plan.recipe.calibration, session.note, models.merged
     session.stage("finding blocks")
+    first = {task: rows.fitted[0] for task, rows in plan.examples.items()}
+    kinds = {"routers": calibration.routers, "stems": calibration.stems}
     with _layers_given_back(merged.module):  # the probes go through all of it
-        first = {task: examples.fitted[0] for task, examples in plan.examples.items()}
-        kinds = {"routers": calibration.routers, "stems": calibration.stems}
         architecture = find_architecture(merged.module, first, calibration.norms, **kinds)
     if architecture.needs_full_batches:
         for examples in plan.examples.values():
@@ -210,37 +147,37 @@ class Setup:
         judged: the last drift of the students, and of merged, is measured on these examples too.
         """
         models, examples, architecture = self.models, self.examples, self.architecture
-        own = self.ranks.own(examples)
         dtype = choose_dtype(self.calibration, models.merged.module)
+        own = self.ranks.own(examples)
+        rows_of = {task: rows for task, rows in examples.items() if task in own}
 
-        def runner(model: Model) -> BlockRunner:
-            return self._make_runner(model, dtype)
+        def choose(read: Callable[[TaskExamples], Sequence[Batch]]) -> dict[str, list[Batch]]:
+            return {task: list(read(rows_of[task])) if task in rows_of else [] for task in examples}
 
         left_out = self.token_ids.left_out
         roles = {role: model for role, model in {**students, **watchers}.items() if model.role not in left_out}
         distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
-        runners = {key: runner(model) for key, model in distinct.items()}  # never two of one model
+        runners = {key: self._make_runner(model, dtype) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
-        experts = {task: runner(models.experts[task]) for task in own}
-        fitted = {task: list(rows.fitted) if task in own else [] for task, rows in examples.items()}
-        selection = {task: list(rows.selection) if task in own else [] for task, rows in examples.items()}
-        measured = {
-            task: (rows.measured if students else rows.fitted) if task in own else [] for task, rows in examples.items()
-        }
+        experts = {task: self._make_runner(models.experts[task], dtype) for task in own}
         by_role = {role: runners[id(model)] for role, model in roles.items()}
+        measured = choose(lambda rows: rows.measured if students else rows.fitted)
         drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
-        second = {role: drift.runners[role] for role in (*students, MERGED)} if judged else {}
-        outputs = OutputMeter() if self.gradients else None  # what errors are measured by judges the result, too
+        selection, second = choose(lambda rows: rows.selection), None
+        if judged:  # what errors are measured by judges the result, too
+            last = {role: by_role[role] for role in (*students, MERGED)}
+            outputs = OutputMeter() if self.gradients else None
+            second = Measurement(last, selection, outputs=outputs, last_block_only=True)
         return Job(
             architecture=architecture,
             students={role: runners[id(model)] for role, model in students.items()},
             merged=merged,
             base=runners[id(models.base)],
             experts=experts,
-            fitted=fitted if students else {},
+            fitted=choose(lambda rows: rows.fitted) if students else {},
             drift=drift,
             checked=selection if guarded else {},
-            second=Measurement(second, selection, outputs=outputs, last_block_only=True) if judged else None,
+            second=second,
             cls_blocks=self._choose_cls_blocks(merged),
             offloader=Offloader(self.device, *rooms_for_features(self.device), self.scratch),
             ranks=self.ranks,
@@ -260,35 +197,32 @@ class Setup:
     ) -> Measurement:
         """Prepare the measurement of the models, by role: drift, or everything where they are inspected;
         answering: the models whose answers limit the size of a batch."""
-        blocks = self.architecture.blocks
         heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
         # for gradients of answers heads were read anyway
         are_answers_read = all(self.ranks.gather(heads_here or bool(self.gradients)))
-        base = self.models.base
-        split = frozenset(role for role, runner in runners.items() if is_inspected and runner.model is not base)
         drift = Measurement(
             runners,
             limit_batches(measured, answering),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if are_answers_read or is_inspected else None,
-            vectors=TaskVectorMeter()
-            if is_inspected
-            else None,  # a calibrated block is there when its experts' are gone
-            split=split,
         )
         if is_inspected:
-            drift.shares, counts = ShareMeter(), (len(blocks), len(runners), len(split))
+            drift.vectors = TaskVectorMeter()  # a calibrated block is there when its experts' are gone
+            drift.split = frozenset(role for role, one in runners.items() if one.model is not self.models.base)
+            drift.shares = ShareMeter()
+            counts = len(self.architecture.blocks), len(runners), len(drift.split)
             drift.switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
         return drift
 
-    def describe_merge(self, recipe: Recipe, *, is_calibrated: bool) -> list[str]:
+    def describe_merge(self, recipe: Recipe, merged: Origin | None) -> list[str]:
         """Describe what is odd about the models as a merge, in sentences; none where not all experts are here.
-        is_calibrated: merged is itself what featcal made of another model."""
-        models, built = self.models, isinstance(recipe.merged, Merge)
+        merged: None where it was built for the run."""
+        models = self.models
         if models.experts.keys() != recipe.tasks.keys():
             return []
         loaded = models.merged, models.base, models.experts, self.architecture
-        return describe_merge_fit(*loaded, built=built, is_calibrated=is_calibrated)
+        calibrated = merged is not None and is_calibrated(merged.repo)
+        return describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:
         """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""

@@ -1,37 +1,46 @@
-"""The verbs: what the command line and Python users both call."""
+"""The verbs that write: calibrate, its dry run, and the demo. What the command line and Python users both call.
+
+A job goes this way: its models and data are found (`inputs`), planned (`plan`), loaded (`load`, `setup`), calibrated
+(`calibrate`), checked and written (`output`), and pushed. What imports torch is imported after `load_libraries`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.calibration.journal import drop_journal
 from featcal_cli.calibration.results import ADAPTER
-from featcal_cli.evaluation.results import CALIBRATED, TaskScores
+from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
-from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.gates import check_measured
 from featcal_cli.reporting.report import Report
-from featcal_cli.runtime.errors import FeatCalError, Obstacles, OutputError, RecipeError, join_errors
+from featcal_cli.runtime.errors import FeatCalError, RecipeError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.workflows.output_files import FinishedOutput, Note
-from featcal_cli.workflows.session import CalibrateOptions, RecipeSource, RunOptions, Session
-from featcal_cli.workflows.workspace import Workspace, check_apart, check_name, check_replaceable, default_output
+from featcal_cli.workflows.inputs import Inputs, find_inputs
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
+from featcal_cli.workflows.workspace import (
+    Workspace,
+    check_apart,
+    check_name,
+    check_replaceable,
+    default_output,
+    describe_output,
+    read_finished,
+)
 
-if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
+if TYPE_CHECKING:
     from featcal_cli.models.loading import Model
-    from featcal_cli.workflows.preflight import Preflight
-    from featcal_cli.workflows.setup import Models
-
+    from featcal_cli.workflows.load import Models
+    from featcal_cli.workflows.plan import Plan
 
 ALREADY_DONE = "already done: {} was finished by an earlier run; nothing is computed again"
-NO_MODELS = "an earlier run had finished the output; no models were loaded"
+DEMO_OUTPUT = Path("featcal-demo")
 
 
 @dataclass(frozen=True)
@@ -51,16 +60,18 @@ class Result:
     @property
     def merged(self) -> Model:
         """The merged model. Raises ValueError where nothing was computed."""
-        if self.models is None:
-            raise ValueError(NO_MODELS)
-        return self.models.merged
+        return self._loaded.merged
 
     @property
     def experts(self) -> Mapping[str, Model]:
         """The experts by task. Raises ValueError where nothing was computed."""
+        return self._loaded.experts
+
+    @property
+    def _loaded(self) -> Models:
         if self.models is None:
-            raise ValueError(NO_MODELS)
-        return self.models.experts
+            raise ValueError("an earlier run had finished the output; no models were loaded")
+        return self.models
 
 
 def calibrate(
@@ -103,40 +114,17 @@ def calibrate(
     Raises FeatCalError, with what is wrong, where, and how to fix it. Then there is no output, except where the
     evaluation or the push failed: run the same job again to do only what is missing.
     """
-    session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
-    options = CalibrateOptions(
-        overwrite=overwrite,
-        restart=restart,
-        create_pr=create_pr,
-        overwrite_repo=overwrite_repo,
-        strict=strict,
-        push_anyway=push_anyway,
-        evaluate=evaluate,
-        allow_code=allow_code,
-        as_adapter=as_adapter,
-    )
-    return CalibrationRun(session, output, options).calibrate()
+    options = RunOptions(
+        device, batch_size, allow_pickle, trust_remote_code, output, overwrite, restart, create_pr, overwrite_repo,
+        strict, push_anyway, evaluate, allow_code, as_adapter,
+    )  # fmt: skip
+    session = Session(recipe, options, listener)
+    return run(session, find_inputs(session, copied=True))
 
 
 def dry_run(
-    recipe: RecipeSource,
-    *,
-    output: str | Path | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    create_pr: bool = False,
-    overwrite_repo: bool = False,
-    strict: bool = False,
-    evaluate: bool = False,
-    allow_code: bool = False,
-    as_adapter: int | None = None,
-    device: str = "auto",
-    batch_size: int | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-    listener: Listener | None = None,
-    raise_stops: bool = True,
-) -> Preflight:
+    recipe: RecipeSource, *, listener: Listener | None = None, raise_stops: bool = True, **options: Any
+) -> Plan:
     """Find, compare and estimate what `calibrate` would, and download only small files. Takes the same arguments.
 
     raise_stops: raise what would stop the job before it computes anything (no token, an output that exists, too little
@@ -144,22 +132,20 @@ def dry_run(
     Raises FeatCalError for whatever would stop the job, and in any case where there is no plan: a model that is not
     found, data that cannot be read.
     """
-    session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
-    session.obstacles = Obstacles(collect=True)
-    options = CalibrateOptions(
-        overwrite=overwrite,
-        restart=restart,
-        create_pr=create_pr,
-        overwrite_repo=overwrite_repo,
-        strict=strict,
-        evaluate=evaluate,
-        allow_code=allow_code,
-        as_adapter=as_adapter,
-    )
-    plan = CalibrationRun(session, output, options).plan()
+    session = Session(recipe, RunOptions(**options, dry_run=True), listener)
+    plan = plan_only(session, find_inputs(session, copied=True))
     if raise_stops and plan.stops:
         raise join_stops(plan.stops)
     return plan
+
+
+def run_demo(output: Path | None, device: str, listener: Listener) -> Result:
+    """Calibrate by the demo's recipe, and evaluate on test images that calibration never saw. Raises RecipeError in one
+    of several processes."""
+    if read_launch().size > 1:
+        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
+    place = output or DEMO_OUTPUT
+    return calibrate("demo", output=place, overwrite=True, evaluate=True, device=device, listener=listener)
 
 
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
@@ -168,180 +154,111 @@ def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
     return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 
-class CalibrationRun:
-    """One job under way."""
+def plan_only(session: Session, inputs: Inputs) -> Plan:
+    """The plan of a run, and all that would stop it. Raises FeatCalError where that cannot be told."""
+    options, found = session.options, session.obstacles.found
+    workspace = _open_workspace(session)
+    finished = _look_at_output(session, inputs, workspace)
+    _look_at_hub(session, workspace, finished)
+    session.load_libraries()
+    from featcal_cli.workflows.calibrate import check_unfinished_run
+    from featcal_cli.workflows.plan import make_plan
 
-    def __init__(self, session: Session, output: str | Path | None, options: CalibrateOptions) -> None:
-        self._session, self._options, self._ranks = session, options, session.ranks
-        self.target = Path(output) if output else default_output(session.draft.name)
-        check_name(self.target)
-        self._workspace = Workspace(self.target, overwrite=options.overwrite)
-        self._output = FinishedOutput(session.draft, self._workspace)
-        self._note: Note | None = None
-        """The report of the output, where an earlier run of this very job has written it."""
+    try:
+        plan = make_plan(session, inputs, workspace.target)
+    except FeatCalError as error:
+        raise join_stops([*found, error]) from error
+    if options.as_adapter and not any("--as-adapter" in error.where for error in found):
+        what = f"an adapter of rank {options.as_adapter} will be in {workspace.target}/{ADAPTER}, beside the model"
+        session.note(what)
+    if session.ranks.is_first and finished is None:
+        with session.obstacles.look():
+            check_holdable(workspace.folder, workspace.target)
+        with session.obstacles.look():
+            check_unfinished_run(session, inputs, workspace)
+    return replace(plan, stops=tuple(found))
 
-    def check_output_and_hub(self) -> Target | None:
-        """Find the result's place on the Hub, which the first rank alone knows. Raises FeatCalError when it cannot go
-        there, or not to the output."""
-        if not self._ranks.is_first:
-            return None
-        options, wanted = self._options, self._session.draft.output
-        note = None if options.overwrite or options.restart else self._output.read()
-        if note is not None and options.as_adapter and (other := self._describe_adapter(options.as_adapter)):
-            with self._session.obstacles.look():
-                raise self._refuse(other)
-        if note is not None:
-            if not note.push:
-                self._output.check_current()
-            self._note = note
-            self._session.note(ALREADY_DONE.format(self.target))
-        else:
-            with self._session.obstacles.look():
-                check_apart(self.target, self._session.draft.local_paths)
-                if not options.overwrite and (other := self._output.describe_other_job()):
-                    raise self._refuse(other)
-                check_replaceable(self.target, overwrite=options.overwrite)
-            self._output.remember_files()
-        if wanted.push_to is None:
-            return None
-        self._session.stage("checking the Hub")
-        with self._session.obstacles.look():
-            return check_target(
-                wanted.push_to,
-                private=wanted.private,
-                create_pr=options.create_pr,
-                overwrite_repo=options.overwrite_repo,
-                finished=None if self._note is None else self.target,
-            )
-        return None
 
-    def plan(self) -> Preflight:
-        """Return the plan of the run and all that would stop it. Raises FeatCalError where that cannot be told."""
-        session, options, found = self._session, self._options, self._session.obstacles.found
-        session.find_models(note_findings=False)
-        self.check_output_and_hub()
-        from featcal_cli.workflows.preflight import prepare
-        from featcal_cli.workflows.run_checks import check_blocks_of_others, check_run
+def run(session: Session, inputs: Inputs) -> Result:
+    """Calibrate, write, evaluate and push. What is wrong with the inputs leaves nothing behind; finished blocks outlive
+    everything else."""
+    options, ranks, models = session.options, session.ranks, None
+    workspace = _open_workspace(session)
+    with workspace.held() if ranks.is_first else nullcontext():
+        finished = _look_at_output(session, inputs, workspace)
+        target = _look_at_hub(session, workspace, finished)
+        report = ranks.broadcast(finished)
+        if report is None:
+            session.load_libraries()
+            from featcal_cli.workflows.calibrate import compute
 
-        try:
-            plan = prepare(session, self.target, sample=True, all_rows=options.strict, hold_out=True)
-        except FeatCalError as error:
-            raise join_stops([*found, error]) from error
-        check_run(session, plan, self.target, options)
-        if options.as_adapter and not any("--as-adapter" in error.where for error in found):
-            what = f"an adapter of rank {options.as_adapter} will be in {self.target}/{ADAPTER}, beside the model"
-            session.note(what)
-        if session.ranks.is_first and self._note is None:
-            with session.obstacles.look():
-                check_holdable(self._workspace.folder, self.target)
-            check_blocks_of_others(session, plan, self._workspace, options)
-        return replace(plan, stops=tuple(found))
-
-    def calibrate(self) -> Result:
-        """Do it all. What is wrong with the inputs leaves nothing behind; finished blocks outlive everything else."""
-        session, models = self._session, None
-        with self._workspace.held() if self._ranks.is_first else nullcontext():
-            target = self.check_output_and_hub()
-            if self._ranks.broadcast(self._note is not None):
-                report = self._read_finished()
-            else:
-                session.find_models()
-                from featcal_cli.workflows.calibrate import Computation
-
-                with explain_losses(session.draft.local_paths):
-                    computation = Computation(session, self._workspace, self._output, self._options)
-                    report, models = computation.compute(target)
-            before = report
-            if self._options.evaluate and not report.accuracy:
-                from featcal_cli.workflows.evaluate import evaluate_models
-
-                recipe, others = Recipe.model_validate(report.recipe), {CALIBRATED: str(self.target)}
-                measured = evaluate_models(session, recipe, others, allow_code=self._options.allow_code)
-                report = replace(report, accuracy=dict(measured.tasks))
-            pushed = None
-            if self._ranks.is_first:
-                self._output.update_report_and_card(before, report, target.repo_id if target else None)
-                pushed = self._push(target, report) if target else None
-                was_due = self._note is not None and self._note.push
-                self._output.mark_pushed(report, due=pushed is None and (target is not None or was_due))
-            report, pushed = self._ranks.broadcast((report, pushed))
-        return Result(self.target, report, pushed, models)
-
-    def _describe_adapter(self, rank: int) -> str:
-        """Describe what stands in the place of an adapter of this rank; empty where the output has just that."""
-        adapter = self._output.read_report().adapter
-        if adapter is not None and adapter.rank == rank:
-            return ""
-        return f"--as-adapter was {adapter.rank if adapter else 'not given'}, and is {rank}"
-
-    def _refuse(self, other: str) -> OutputError:
-        what = f"this is the output of another job: {other}"
-        return OutputError(what, where=str(self.target), fix="give --overwrite to replace it, or another --output")
-
-    def _read_finished(self) -> Report:
-        """The report of an earlier run, on every rank."""
-        report = self._ranks.broadcast(self._output.read_report() if self._ranks.is_first else None)
-        assert report is not None
-        if self._options.strict:
+            with explain_losses(session.draft.local_paths):
+                report, models = compute(session, inputs, workspace, target)
+        elif options.strict:
             check_measured(report)
-        if self._note is not None:
-            drop_journal(self._workspace.journal, self._note.run)
-        return report
+        if options.evaluate and not report.accuracy:
+            session.load_libraries()
+            from featcal_cli.workflows.evaluate import evaluate_models
 
-    def _push(self, target: Target, report: Report) -> Pushed | None:
-        """Push the output, unless its drift speaks against that. Raises HubError."""
-        options, listener = self._options, self._session.listener
-        if (options.strict and report.worse) or (report.has_grown and not options.push_anyway):
-            return None
-        listener.stage(f"pushing to {target.repo_id}")
-        message = self._session.draft.output.commit_message or f"Calibrate {self._session.draft.name} with featcal"
-        return push(self.target, target, message=message, watch=partial(listener.transfer, sent=True))
-
-
-DEMO_OUTPUT = Path("featcal-demo")
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Share of test examples that are classified right, 0 … 1, of one task."""
-
-    task: str
-    expert: float
-    merged: float
-    calibrated: float
+            others = {CALIBRATED: str(workspace.target)}
+            measured = evaluate_models(session, inputs.recipe, others, allow_code=options.allow_code)
+            report = replace(report, accuracy=dict(measured.tasks))
+        pushed = None
+        if ranks.is_first:
+            repo_id = target.repo_id if target else None
+            workspace.rewrite(describe_output(report, workspace.target.name, repo_id, inputs.merged_card))
+            if target:
+                pushed = _push(session, report, workspace.target, target)
+        report, pushed = ranks.broadcast((report, pushed))
+    return Result(workspace.target, report, pushed, models)
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    output: Path
-    report: Report
-    scores: Mapping[str, TaskScores]
-    """Scores of expert, merged and calibrated model, by task."""
-
-    @property
-    def accuracy(self) -> list[Accuracy]:
-        """Scores without intervals, likewise."""
-        return [
-            Accuracy(task, **{role: score.value for role, score in scores.scores.items()})
-            for task, scores in self.scores.items()
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        drift = {task: asdict(drift) for task, drift in self.report.drift.items()}
-        return {"output": str(self.output), "accuracy": [asdict(row) for row in self.accuracy], "drift": drift}
+def _open_workspace(session: Session) -> Workspace:
+    output = session.options.output
+    target = Path(output) if output else default_output(session.draft.name)
+    check_name(target)
+    return Workspace(target, overwrite=session.options.overwrite)
 
 
-def run_demo(output: Path | None, device: str, listener: Listener) -> DemoResult:
-    """Calibrate by the demo's recipe, then evaluate on test images that calibration never saw.
+def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> Report | None:
+    """The report of this very job's output, where an earlier run has finished it; the first rank alone looks. Raises
+    OutputError where the output cannot go to its place."""
+    options, target, report = session.options, workspace.target, None
+    if not session.ranks.is_first:
+        return None
+    with session.obstacles.look():
+        check_apart(target, session.draft.local_paths)
+        if not (options.overwrite or options.restart):
+            report = read_finished(target, inputs.recipe, options.as_adapter, session.draft.local_paths)
+        if report is None:
+            check_replaceable(target, overwrite=options.overwrite)
+        else:
+            session.note(ALREADY_DONE.format(target))
+    return report
 
-    Raises RecipeError in one of several processes.
-    """
-    if read_launch().size > 1:
-        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
-    done = calibrate("demo", output=output or DEMO_OUTPUT, overwrite=True, device=device, listener=listener)
-    from featcal_cli.workflows.evaluate import evaluate_models
 
-    listener.stage("measuring accuracy")
-    session = Session("demo", RunOptions(device))
-    measured = evaluate_models(session, session.find_models()[0], {CALIBRATED: str(done.output)})
-    return DemoResult(done.output, done.report, measured.tasks)
+def _look_at_hub(session: Session, workspace: Workspace, finished: Report | None) -> Target | None:
+    """The output's place on the Hub, if it is to be pushed; the first rank alone knows it. Raises HubError."""
+    options, wanted = session.options, session.draft.output
+    if wanted.push_to is None or not session.ranks.is_first:
+        return None
+    session.stage("checking the Hub")
+    with session.obstacles.look():
+        return check_target(
+            wanted.push_to,
+            private=wanted.private,
+            create_pr=options.create_pr,
+            overwrite_repo=options.overwrite_repo,
+            finished=None if finished is None else workspace.target,
+        )
+    return None
+
+
+def _push(session: Session, report: Report, output: Path, target: Target) -> Pushed | None:
+    """Push the output, unless its drift speaks against that. Raises HubError."""
+    options, listener = session.options, session.listener
+    if (options.strict and report.worse) or (report.has_grown and not options.push_anyway):
+        return None
+    listener.stage(f"pushing to {target.repo_id}")
+    message = session.draft.output.commit_message or f"Calibrate {session.draft.name} with featcal"
+    return push(output, target, message=message, watch=partial(listener.transfer, sent=True))

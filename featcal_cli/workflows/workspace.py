@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from featcal_cli.calibration.journal import drop_journal, list_blocks
-from featcal_cli.hub.download import DESCRIBING, PREPROCESSOR_FILES
-from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
+from featcal_cli.calibration.journal import describe_differences, drop_journal, list_blocks
+from featcal_cli.recipe.schema import Recipe
+from featcal_cli.reporting.model_card import write_card
+from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import LOCK, flush, hold, name_reason, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
-from featcal_cli.runtime.sanitise import list_some
+from featcal_cli.runtime.sanitise import list_some, without_tokens
 
-NOTE = ".featcal.json"
-"""Hidden in an output, and never pushed: which job made it, and of which files."""
-WROTE = "wrote"
-"""The key of the note that lists them."""
-UNLISTED = (NOTE, REPORT, RECIPE, PICTURE, CARD, "*.safetensors", "*.safetensors.index.json", "LICENSE*")
-"""Our files in an output without a note, which is never pushed, beside those that describe a model."""
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
 
@@ -68,52 +64,73 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
     where, elsewhere = str(target), "choose another folder with --output"
     if not overwrite:
         raise OutputError("the output folder exists", where=where, fix="give --overwrite, or another --output")
-    empty = target.is_dir() and not any(target.iterdir())
-    if not (empty or (target / REPORT).is_file()):
-        what = f"the folder is not one that featcal made (it has no {REPORT}); it is not replaced"
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    ours, others = _split_files(target)
+    if not ours:
+        what = f"the folder is not one that featcal made (it has no {REPORT} with its files); it is not replaced"
         raise OutputError(what, where=where, fix=elsewhere)
-    if others := find_others_files(target):
-        what = f"the folder holds files that featcal did not write, and is not replaced{_name_some(others)}"
+    if others:
+        what = f"the folder holds files that featcal did not write, and is not replaced: {list_some(others)}"
         raise OutputError(what, where=where, fix=f"move them elsewhere, or {elsewhere}")
 
 
-def find_others_files(folder: Path) -> list[str]:
-    """The files of an output folder that featcal did not write, by their paths in it."""
-    listed, kinds = _read_names(folder / NOTE), (*UNLISTED, *DESCRIBING, *PREPROCESSOR_FILES)
-    names = [name for name in _list_files(folder) if Path(name).name not in LEFT_BY_SYSTEMS]
-    if listed is not None:
-        return [name for name in names if name not in listed]
-    return [name for name in names if "/" in name or not any(map(Path(name).match, kinds))]
-
-
-def _list_files(folder: Path) -> list[str]:
-    """Files and links in a folder, by their paths in it."""
-    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(path.relative_to(folder).as_posix() for path in files)
-
-
-def _read_names(note: Path) -> frozenset[str] | None:
-    """The names that the note of an output lists; None where there is none, or a broken one."""
+def _split_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Files and links in an output by their paths in it: those that its report lists, or a system has left there, the
+    report last; and all others."""
     try:
-        names = json.loads(note.read_text(encoding="utf-8"))[WROTE]
-        return frozenset(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+        listed = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, LookupError, TypeError):
+        listed = []
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = sorted((path.relative_to(folder).as_posix() for path in files), key=lambda name: (name == REPORT, name))
+    ours = [name for name in names if name in listed or (listed and Path(name).name in LEFT_BY_SYSTEMS)]
+    return ours, [name for name in names if name not in ours]
+
+
+def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, inputs: Iterable[Path]) -> Report | None:
+    """The report of an output that this very job has made; None where there is none, or a broken one.
+
+    inputs: what the job reads of this machine. Raises OutputError for the output of another job, and says what differs.
+    """
+    try:
+        report = Report.from_json((target / REPORT).read_text(encoding="utf-8"))
+        known, asked = dict(report.recipe), dict(report.settings["asked"])
+        wanted: dict[str, Any] = json.loads(without_tokens(recipe.model_dump_json(exclude_none=True)))
+        # the numbers that a run has chosen may be given when it is typed again
+        chosen = known["calibration"].items()
+        asked |= {key: value for key, value in chosen if wanted["calibration"].get(key) == value}
+        known["calibration"] = asked
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+    for job in (known, wanted):  # it may be pushed to another place than was planned
+        job.pop("output", None)
+    clauses = describe_differences({"recipe": known}, {"recipe": wanted})
+    clauses += [f"{file} has changed" for file in _list_newer(inputs, target / RECIPE)]
+    rank = report.adapter.rank if report.adapter else None
+    if as_adapter and as_adapter != rank:
+        clauses.append(f"--as-adapter was {rank or 'not given'}, and is {as_adapter}")
+    if clauses:
+        what = f"this is the output of another job: {list_some(clauses, between='; ', write=str)}"
+        raise OutputError(what, where=str(target), fix="give --overwrite to replace it, or another --output")
+    return report
 
 
-def _name_some(names: Collection[str]) -> str:
-    """`: a, b, c and 2 more`; nothing for none."""
-    return f": {list_some(sorted(names))}" if names else ""
+def _list_newer(inputs: Iterable[Path], made: Path) -> Iterator[Path]:
+    """Files among the inputs, and directly in their folders, that were changed after an output was made."""
+    with suppress(FileNotFoundError):  # the output has no recipe, or an input is just being replaced
+        then = made.stat().st_mtime_ns
+        for path in dict.fromkeys(inputs):
+            for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                if file.is_file() and max(file.stat().st_mtime_ns, file.stat().st_ctime_ns) > then:
+                    yield file
 
 
-def _remove_files(folder: Path, names: Iterable[str | Path]) -> None:
-    """Delete files of a folder, and then the folder and those in it, where nothing else is left. Raises OSError."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    folders = [path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()]
-    for path in (*sorted(folders, reverse=True), folder):
-        with suppress(OSError):  # something is left in it
-            path.rmdir()
+def describe_output(report: Report, name: str, repo_id: str | None, merged_card: str | None) -> dict[str, str]:
+    """Report and card of an output by their file names. repo_id: where it is pushed to; merged_card: the text of the
+    merged model's card."""
+    card = write_card(report, name=name, target=repo_id, merged_readme=merged_card, **report.loading)
+    return {REPORT: report.to_json(), CARD: card}
 
 
 class Workspace:
@@ -133,6 +150,8 @@ class Workspace:
         """The merged model, where it is built."""
         self._replaced = self.folder / "replaced"
         """The older output, while the new one takes its place."""
+        self._publishing = self.folder / "publishing"
+        """An empty file, while the output takes its place: once it has, the finished blocks are of no more use."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -148,6 +167,7 @@ class Workspace:
                     self._remove_replaced()
                 elif self._replaced.exists():
                     self._replaced.replace(self.target.resolve())
+                self._settle_blocks()
             try:
                 yield
             finally:
@@ -165,24 +185,29 @@ class Workspace:
             yield Path(folder)
 
     def publish(self) -> None:
-        """Move what was built to its place, once it is on the disk; what stood there is removed only then. Raises
-        OutputError, also for what has come to stand there during the run and may not be replaced."""
+        """Move what was built to its place, once it is on the disk; what stood there is removed only then, and so are
+        the finished blocks. Raises OutputError, also for what has come to stand there during the run and may not be
+        replaced."""
         with self.writing():
             for path in (*self.built.rglob("*"), self.built):
                 flush(path)
             check_replaceable(self.target, overwrite=self._overwrite)
             if self.target.exists():
                 self.target.resolve().replace(self._replaced)
+            self._publishing.touch()
             self.built.replace(self.target.resolve())
             flush(self.folder)
             flush(self.folder.parent)
         with suppress(OSError):
+            self._settle_blocks()
             self._remove_replaced()
 
-    def rewrite(self, name: str, text: str) -> None:
-        """Let a file of the finished output say something else, whole at any time. Raises OutputError."""
+    def rewrite(self, contents: Mapping[str, str]) -> None:
+        """Let files of the finished output say something else, whole at any time. Raises OutputError."""
         with self.writing():
-            write_file(self.target / name, text, draft=self.folder / name)
+            for name, text in contents.items():
+                if (self.target / name).read_text(encoding="utf-8") != text:
+                    write_file(self.target / name, text, draft=self.folder / name)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -196,17 +221,29 @@ class Workspace:
                 fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
             ) from None
 
+    def _settle_blocks(self) -> None:
+        """Drop blocks whose output has taken its place; keep them where it has not. Raises OSError."""
+        if self._publishing.exists() and not self.built.exists():
+            drop_journal(self.journal)
+        self._publishing.unlink(missing_ok=True)
+
     def _remove_replaced(self) -> None:
         """Delete the output that was replaced, but for what is not ours in it. Raises OSError."""
-        if self._replaced.is_dir():
-            _remove_files(self._replaced, set(_list_files(self._replaced)) - set(find_others_files(self._replaced)))
+        ours, _ = _split_files(self._replaced)
+        for name in ours:
+            (self._replaced / name).unlink(missing_ok=True)
+        folders = [path for path in self._replaced.rglob("*") if path.is_dir() and not path.is_symlink()]
+        for folder in (*sorted(folders, reverse=True), self._replaced):
+            with suppress(OSError):  # something is left in it
+                folder.rmdir()
 
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and folders that were made for nothing; never what is not ours."""
         with suppress(OSError):  # the disk may be for reading only by now
+            self._settle_blocks()
             for folder in (self.built, self._merged):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in (NOTE, REPORT, CARD):  # of one that was being rewritten
+            for name in (REPORT, CARD):  # of one that was being rewritten
                 (self.folder / name).unlink(missing_ok=True)
             if not list_blocks(self.journal):
                 drop_journal(self.journal)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from featcal_cli.engine import offload
 from featcal_cli.workflows import calibrate as workflow
-from featcal_cli.workflows import preflight, resource_estimate, setup
+from featcal_cli.workflows import plan, resource_estimate, setup
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -92,13 +92,13 @@ def test_the_estimate_is_near_the_peak(
         monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
         monkeypatch.setattr(resource_estimate, "rooms_for_features", lambda _: rooms)
         monkeypatch.setattr(offload, "SMALLEST_MOVED", 1)
-    plans: list[preflight.Preflight] = []
+    plans: list[plan.Plan] = []
 
-    def remember(*args: Any, **options: Any) -> preflight.Preflight:
-        plans.append(preflight.prepare(*args, **options))
+    def remember(*args: Any, **options: Any) -> plan.Plan:
+        plans.append(plan.make_plan(*args, **options))
         return plans[-1]
 
-    monkeypatch.setattr(workflow, "prepare", remember)
+    monkeypatch.setattr(workflow, "make_plan", remember)
     before = device.taken()
     device.reset()
     calibrate(recipe, output=tmp_path / "out", device="cuda", batch_size=8)

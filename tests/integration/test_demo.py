@@ -11,7 +11,7 @@ from command_line import featcal
 from transformers import AutoModelForImageClassification
 
 from featcal_cli.cli.console import OUT
-from featcal_cli.cli.result_view import OWN_MODEL, show_calibration
+from featcal_cli.cli.results import OWN_MODEL, show_calibration
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, TaskScores
 from featcal_cli.reporting.report import REPORT, Report
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Run, featcal, featcal_inside
+from command_line import Run, featcal_inside
 from inspections import make_inspection, set_last
 from PIL import Image
 
-from featcal_cli.recipe.reading import read_draft
+from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.reporting.gates import check_gate, find_excess
 from featcal_cli.reporting.report import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 from featcal_cli.runtime.errors import GateError
@@ -53,7 +53,8 @@ class Demo:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
-    done = calibrate(ROOT / "recipes" / "demo.yaml", output=folder / "calibrated")
+    quick = collect_overrides(method="paper", examples=EXAMPLES)
+    done = calibrate(read_draft(ROOT / "recipes" / "demo.yaml", quick), output=folder / "calibrated")
     done.merged.module.save_pretrained(folder / "merged")
     return Demo(folder / "merged", folder / "calibrated", write_recipe(folder / "recipe.yaml"))
 
@@ -131,10 +132,9 @@ def test_an_expert_does_not_drift_from_itself(tmp_path: Path, capsys: Capture) -
     assert base["blocks"][-1]["drift"]["relative"] > 0.5
 
 
-def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, compared: Any) -> None:
-    arguments = ("merged", "--compare", "calibrated", "-r", demo.recipe)
-    run = featcal("inspect-drift", *arguments, folder=demo.merged.parent)
-    assert run.returncode == 0, run.stderr
+def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, compared: Any, capsys: Capture) -> None:
+    run = inspect(capsys, demo.merged, demo.recipe, compare=demo.calibrated)
+    assert run.code == 0, run.stderr
     assert "\x1b" not in run.stdout + run.stderr
     assert max(map(len, run.stdout.splitlines())) <= 80
     verdict, _, rest = run.stdout.partition("\n\n")

@@ -41,9 +41,9 @@ class Imports:
 
     environment: dict[str, str]
 
-    def all(self) -> set[str]:
-        """Names of modules."""
-        return {line.split(" ")[1] for line in self._read()}
+    def in_order(self) -> list[str]:
+        """Names of modules, the first one first."""
+        return [line.split(" ")[1] for line in self._read()]
 
     def at_once(self) -> list[str]:
         """Module and thread of every import that began while the main thread and another one were both importing."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.workflows.workspace import NOTE
 
 TIMES = ("seconds", "phases", "peak_rss_bytes", "expert_bytes_read")
 """What a report says of the run and not of the result."""
@@ -21,11 +20,9 @@ OF_THE_RUN = re.compile("taken over|earlier run|computed again")
 
 
 def result(folder: Path) -> dict[str, object]:
-    """Every file of an output but its note; of the report and the card, what the result is."""
+    """Every file of an output; of the report and the card, what the result is."""
     files: dict[str, object] = {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != NOTE  # it holds hashes of reports, which say how long it took
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }
     report = json.loads((folder / "featcal_report.json").read_text())
     report["notes"] = [note for note in report["notes"] if not OF_THE_RUN.search(note)]

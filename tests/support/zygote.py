@@ -110,7 +110,7 @@ def import_everything() -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401
 
     import featcal_cli.cli.console
-    import featcal_cli.cli.result_view
+    import featcal_cli.cli.results
     import featcal_cli.reporting.model_card
     import featcal_cli.runtime.logfile
     import featcal_cli.workflows.verbs  # noqa: F401

@@ -13,7 +13,6 @@ from outcome import result
 from zygote import Started, Zygote, wait_for
 
 from featcal_cli.runtime.files import LOCK
-from featcal_cli.workflows.workspace import NOTE
 
 SCENARIOS, KILLS = 7, 4
 """Jobs, and how often each is killed before it may end: at every moment that the log tells of at least once."""
@@ -98,7 +97,6 @@ def test_what_is_left_of_a_run_that_is_killed_at_its_very_end_is_taken_away_by_t
 ) -> None:
     run = start(zygote, job, tmp_path, account)
     assert run.wait() == 0, run.stderr.read_text()
-    assert not json.loads((tmp_path / "out" / NOTE).read_text())["push"]
     (tmp_path / ".out.featcal").mkdir()
     (tmp_path / ".out.featcal" / LOCK).write_text('{"process": 1, "machine": "another"}')
     run = start(zygote, job, tmp_path, account)

@@ -72,7 +72,7 @@ MOMENTS = {
     "features": Moment("given", "featcal_cli.engine.offload.write_mapped", 9, leave=PAGE),
     "first block": Moment("given", "featcal_cli.calibration.journal.Journal.write", leave=3 * PAGE),
     "last block": Moment("given", "featcal_cli.calibration.journal.Journal.write", 2, blocks=1),
-    "note": Moment("given", "featcal_cli.workflows.output_files.FinishedOutput.write_note", blocks=2),
+    "card": Moment("given", "featcal_cli.workflows.calibrate.describe_output", blocks=2),
     "copy": Moment("given", "featcal_cli.workflows.output.copy_checkpoint", leave=3 * PAGE, blocks=2),
     "report": Moment("given", "featcal_cli.workflows.output.write_tensors", 2, blocks=2),
 }
@@ -126,9 +126,9 @@ def test_a_disk_that_is_full_loses_nothing(
 
 
 def stop_before_the_end(disk: SmallDisk, work: Work) -> None:
-    """All blocks are computed, and there is no room for the note."""
+    """All blocks are computed, and there is no room for the card."""
     with pytest.MonkeyPatch.context() as patch:
-        act_before(patch, MOMENTS["note"].call, 1, disk.fill)
+        act_before(patch, MOMENTS["card"].call, 1, disk.fill)
         check_refusal(work("given"), FULL)
 
 

@@ -3,7 +3,6 @@ message, and the same command goes on from there."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from outcome import result
 from published import publish
 
 from featcal_cli import calibrate
-from featcal_cli.workflows.workspace import NOTE
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -140,8 +138,7 @@ def check_finished(here: Path, hub: HubServer, expected: dict[str, object]) -> N
     assert len(repo.log) == 1
     pushed = {path: blob.path.read_bytes() for path, blob in repo.commits[repo.log[0].sha].items()}
     written = {path.name: path.read_bytes() for path in (here / "out").iterdir()}
-    assert json.loads(written.pop(NOTE))["push"] is False
-    assert pushed.items() >= written.items() and NOTE not in pushed
+    assert pushed.items() >= written.items()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -184,7 +181,7 @@ def test_a_result_that_cannot_be_pushed_waits_for_the_same_command(
     check_refusal(done)
     assert "the same command again" in done.stderr
     assert result(here / "out") == expected
-    assert {path.name for path in here.rglob("*")} - expected.keys() == {"out", NOTE}
+    assert {path.name for path in here.rglob("*")} - expected.keys() == {"out"}
     hub.requests.clear()
     assert work().code == 0
     check_finished(here, hub, expected)

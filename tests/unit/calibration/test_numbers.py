@@ -18,7 +18,7 @@ from featcal_cli.calibration.linear_algebra import EPSILON, SMALL_SYSTEM, factor
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_ridges
 from featcal_cli.calibration.solver import LinearEquations
-from featcal_cli.cli.drift_view import show_inspection
+from featcal_cli.cli.drift import show_inspection
 from featcal_cli.engine.drift_metrics import Drift
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.reporting.gates import find_excess

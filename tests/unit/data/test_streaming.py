@@ -29,7 +29,7 @@ from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
-from featcal_cli.workflows.preflight import pin_data
+from featcal_cli.workflows.inputs import pin_data
 
 arrow: Any = pyarrow  # has no types
 parquet: Any = pyarrow.parquet

@@ -38,7 +38,6 @@ from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.references import bare_id
 from featcal_cli.workflows.output import write_output
-from featcal_cli.workflows.workspace import NOTE
 
 FIRST_BYTES = 100_000
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -132,8 +131,6 @@ def test_one_argument_is_enough(user: User) -> None:
     assert [commit.sha for commit in out.log] == [out.refs["main"]]
     files = {path: blob.path.read_bytes() for path, blob in out.commits[out.refs["main"]].items()}
     written = {path.name: path.read_bytes() for path in (user.here / "merged-featcal").iterdir()}
-    note = written.pop(NOTE)
-    assert token.encode() not in note and NOTE not in files
     assert {path: files[path] for path in written} == written
     assert {"README.md", "featcal.yaml", "featcal_report.json", "drift.png", "tokenizer.json"} <= files.keys()
     assert not any(token.encode() in content for content in files.values())
@@ -306,24 +303,23 @@ def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
     assert run.code == 2
     assert "the same command again pushes it" in one_line(run.stderr)
     user.hub.faults.clear()
-    # a note of the push that was cut short is none
-    note = user.here / "merged-featcal" / NOTE
-    whole = note.read_bytes()
-    for length in (0, len(whole) // 2, len(whole) - 1):
-        note.write_bytes(whole[:length])
+    # a report that was cut short is none
+    report = user.here / "merged-featcal" / "featcal_report.json"
+    whole = report.read_bytes()
+    for length in (0, len(whole) // 2, len(whole) - 3):
+        report.write_bytes(whole[:length])
         run = user.calibrate("again/merged", push_to="again/out")
         assert run.code == 2 and "exists" in run.stderr and "Traceback" not in run.stderr
-    note.write_bytes(whole)
+    report.write_bytes(whole)
     written = {path.name: path.stat().st_mtime_ns for path in (user.here / "merged-featcal").iterdir()}
     user.hub.requests.clear()
     user.finish_push("again/merged", "again/out")
     assert user.hub.file_bytes() == 0
     now = {path.name: path.stat().st_mtime_ns for path in (user.here / "merged-featcal").iterdir()}
-    assert now.pop(NOTE) > written.pop(NOTE) and now == written
+    assert now == written
     run = user.calibrate("again/merged", push_to="again/out")
     assert run.code == 0, run.stderr
     assert len(user.hub.repos["model", "again/out"].log) == 1
-    assert NOTE not in files_of(user.hub, "again/out")
     run = user.calibrate("again/merged")
     assert run.code == 0 and "already done" in run.stderr
 
@@ -335,12 +331,8 @@ def test_a_run_that_does_not_push_leaves_the_push_to_a_later_one(user: User) -> 
     user.hub.fail("create", "500", times=None)
     assert user.calibrate("later/merged", push_to="later/out").code == 2
     user.hub.faults.clear()
-    work = user.here / ".merged-featcal.featcal"
-    (work / "journal").mkdir(parents=True)
-    (work / "journal" / "block-0000.safetensors").touch()
     run = user.calibrate("later/merged")
     assert run.code == 0 and "nothing is computed again" in one_line(run.stderr)
-    assert not work.exists()
     user.finish_push("later/merged", "later/out")
 
 
@@ -358,7 +350,7 @@ def test_an_output_that_is_good_enough_is_pushed_later_unless_the_merged_repo_ha
     (published.folder / "merged" / "notes.txt").write_text("a new version")
     user.hub.add_repo("gate/merged", published.folder / "merged")
     run = user.calibrate("gate/merged", push_to="gate/later")
-    assert run.code == 2 and "which is at" in run.stderr and "--overwrite" in run.stderr
+    assert run.code == 2 and "merged was gate/merged@" in run.stderr and "--overwrite" in run.stderr
     assert ("model", "gate/later") not in user.hub.repos
     assert (user.here / "merged-featcal" / "model.safetensors").is_file()
 

@@ -16,7 +16,8 @@ from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.runtime.hardware import find_memory_limits, memory_of
 from featcal_cli.workflows.batch_size import CPU_ROWS, DEVICE_ROWS, MOST_BYTES, PLAIN, choose_batch_sizes, limit_batch
-from featcal_cli.workflows.preflight import Preflight, prepare
+from featcal_cli.workflows.inputs import find_inputs
+from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.session import RunOptions, Session
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -41,9 +42,10 @@ def sizes_of(
     return choose_batch_sizes(model, architecture, longest, device, memory)
 
 
-def plan(recipe: dict[str, object], batch_size: int | None = None) -> Preflight:
+def plan(recipe: dict[str, object], batch_size: int | None = None) -> Plan:
     """A job up to where it could start."""
-    return prepare(Session(recipe, RunOptions("cpu", batch_size)))
+    session = Session(recipe, RunOptions("cpu", batch_size))
+    return make_plan(session, find_inputs(session))
 
 
 def counts(batches: list[Batch]) -> list[int]:

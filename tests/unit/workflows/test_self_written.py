@@ -116,11 +116,12 @@ def tensors_of(result: Result) -> bytes:
 
 
 def test_a_dry_run_says_who_is_to_write_and_counts_the_whole_expert(world: Path) -> None:
-    from featcal_cli.workflows.preflight import prepare
+    from featcal_cli.workflows.inputs import find_inputs
+    from featcal_cli.workflows.plan import make_plan
     from featcal_cli.workflows.session import RunOptions, Session
 
-    session = Session(recipe(world, data="self"), RunOptions("cpu"))
-    prepare(session, sample=True)
+    session = Session(recipe(world, data="self"), RunOptions("cpu", dry_run=True))
+    make_plan(session, find_inputs(session))
     assert "math: its expert is to write 20 examples of at most 16 tokens itself" in session.notes
     assert not (world / "cache").exists()
 

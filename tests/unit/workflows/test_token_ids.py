@@ -26,8 +26,9 @@ from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, s
 
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.workflows.evaluate import evaluate
+from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.inspect_drift import inspect_drift
-from featcal_cli.workflows.preflight import prepare
+from featcal_cli.workflows.plan import make_plan
 from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.verbs import calibrate
 
@@ -82,10 +83,10 @@ def blocks_of(folder: Path) -> dict[str, Tensor]:
     return {name: x for name, x in load_file(folder / "model.safetensors").items() if ".layers." in name}
 
 
-def find_notes(job: Mapping[str, Any], **options: Any) -> str:
+def find_notes(job: Mapping[str, Any], others: Mapping[str, str] | None = None) -> str:
     """What is said before the models are downloaded."""
-    session = Session(dict(job), RunOptions("cpu"))
-    prepare(session, sample=True, **options)
+    session = Session(dict(job), RunOptions("cpu", dry_run=True))
+    make_plan(session, find_inputs(session, others))
     return "\n".join(session.notes)
 
 

@@ -1,4 +1,4 @@
-"""The view of an inspection on the terminal."""
+"""The view of an inspection on the terminal: a verdict, one table, bars over depth."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from itertools import islice
 from math import isfinite
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from featcal_cli.cli.console import LEVELS, find_level, fit, shorten_commits
+from featcal_cli.cli.tables import LEVELS, find_level, fit, make_tables, shorten_commits
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
     Column,
@@ -34,12 +32,8 @@ ABOUT = {
     "agree": "same first choice",
 }
 """The meaning of each column of the table, by its head."""
-SMALLER = ("drift", "output")
-"""Measures of which the smallest figure is the best; of the others it is the largest."""
 LONGEST_PATH = 400
 """Characters of a path that are shown."""
-GAP = 2
-"""Between two columns."""
 COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
 """Colours of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
 ROLE = 6
@@ -58,68 +52,33 @@ def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, 
     for role in names:
         name = shorten_commits(one_line(inspection.names.get(role, "")))
         out.print(Text.assemble((f"{role:<7}", "bold"), name), soft_wrap=True)
-    _print_table(list_columns(inspection), list(tasks.values()), out)
+    columns = list_columns(inspection)
+    rows = [*tasks.values(), *(["mean"] if len(tasks) > 1 else [])]
+    shown = [(f"{column.measure}\n{column.role}", _write_figures(column, columns)[: len(rows)]) for column in columns]
+    for table in make_tables(rows, shown, out.width):
+        out.print()
+        out.print(table)
+    measures = {column.measure for column in columns}
+    out.print(Text(". ".join(f"{head}: {text}" for head, text in ABOUT.items() if head in measures) + ".", "dim"))
     _show_bars(inspection, tasks, out)
     files = [f"{one_line(str(file), LONGEST_PATH)} ({option})" for option, file in (written or {}).items() if file]
     if files:
         out.print(Text(f"\nwritten: {', '.join(files)}"), soft_wrap=True)
 
 
-def _print_table(columns: Sequence[Column], tasks: Sequence[str], out: Console) -> None:
-    """The table, in several parts where the terminal is too narrow for all columns: a figure must not be cut."""
-    names = max(map(cell_len, [*tasks, "mean"]))
-    left, best = list(columns), _find_best(columns)
-    while left:
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
-        table.add_column("\ntask", no_wrap=True)
-        shown: list[list[Text]] = []
-        room = out.width - names
-        while left:
-            column = left[0]
-            cells = [
-                _write_figure(column, value, first)
-                for value, first in zip(_list_figures(column), best[column.measure], strict=True)
-            ]
-            width = max(len(column.measure), len(column.role), *map(len, cells)) + GAP
-            if shown and width > room:
-                break
-            table.add_column(f"{column.measure}\n{column.role}", justify="right", no_wrap=True)
-            room -= width
-            shown.append(cells)
-            del left[0]
-        for name, *row in zip([*tasks, *(["mean"] if len(tasks) > 1 else [])], *shown, strict=False):
-            table.add_row(Text(name), *row)
-        out.print()
-        out.print(table)
-    shown_heads = {column.measure for column in columns}
-    out.print(Text(". ".join(f"{head}: {text}" for head, text in ABOUT.items() if head in shown_heads) + ".", "dim"))
-
-
-def _list_figures(column: Column) -> list[float | None]:
-    return [*column.values, column.mean]
-
-
-def _find_best(columns: Sequence[Column]) -> dict[str, list[float | None]]:
-    """Return the best figure on every task and in the mean, by measure; None where only one model is measured."""
-    rivals: dict[str, list[list[float | None]]] = {}
-    for column in columns:
-        rivals.setdefault(column.measure, []).append(_list_figures(column))
-
-    def choose(measure: str, figures: Sequence[float | None]) -> float | None:
-        known = [figure for figure in figures if figure is not None]
-        if len(known) < 2:
-            return None
-        return (min if measure in SMALLER else max)(known)
-
-    return {name: [choose(name, row) for row in zip(*figures, strict=True)] for name, figures in rivals.items()}
-
-
-def _write_figure(column: Column, value: float | None, best: float | None) -> Text:
-    """A figure, bold where it is the best of several; of a difference, green where it is better."""
-    style = "bold" if value is not None and value == best else ""
-    if column.kind == "difference":
-        style = "red" if (value or 0) > 0 else "green"
-    return Text(column.write(value), style)
+def _write_figures(column: Column, columns: Sequence[Column]) -> list[Text]:
+    """A column's figures and their mean: bold where it is the best of several models; of a difference, green where it
+    is better."""
+    rivals = [[*other.values, other.mean] for other in columns if other.measure == column.measure]
+    cells = []
+    for value, *others in zip([*column.values, column.mean], *rivals, strict=True):
+        known = [other for other in others if other is not None]
+        best = max(known, default=None) if column.kind == "share" else min(known, default=None)
+        style = "bold" if len(known) > 1 and value is not None and value == best else ""
+        if column.kind == "difference":
+            style = "red" if (value or 0) > 0 else "green"
+        cells.append(Text(column.write(value), style))
+    return cells
 
 
 def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:
@@ -129,17 +88,16 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
     """
     order, roles = order_blocks(inspection), list_roles(inspection)
     lists, width = split_lists(order), max(map(cell_len, tasks.values())) + 1
-    longest, room = max(map(len, lists)), out.width - width - ROLE
-    widths = {size: sum(-(-len(names) // size) + 1 for names in lists) - 1 for size in range(1, longest)}
-    size = next((size for size, needed in widths.items() if needed <= room), longest)
+    size, longest = 1, max(map(len, lists))
+    while size < longest and sum(-(-len(names) // size) + 1 for names in lists) - 1 > out.width - width - ROLE:
+        size += 1
     bars = {
         (task, role): _group(follow_drift(drifts.models[role], order), lists, size)
         for task, drifts in inspection.tasks.items()
         for role in roles
     }
     values = [value for bar in bars.values() for part in bar for value in part]
-    finite = [value for value in values if value is not None and isfinite(value)]
-    high = max(finite, default=0.0)
+    high = max((value for value in values if value is not None and isfinite(value)), default=0.0)
     grouped = f"; each sign is the mean of {size} neighbouring blocks" if size > 1 else ""
     out.print(f"\nDrift after every block, 0 {LEVELS[0]} to {high:.3g} {LEVELS[-1]}{grouped}:")
     for (task, role), bar in bars.items():
@@ -173,8 +131,8 @@ def _draw_ruler(lists: Sequence[Sequence[str]], size: int) -> str:
     for names in lists:
         room = -(-len(names) // size)
         first, last = (name.rpartition(".")[2] for name in (names[0], names[-1]))
-        whole = f"{first:<{max(0, room - len(last))}}{last}"
-        parts.append(
-            whole if len(whole) == room > len(last) else f"{first:<{room}}" if len(first) <= room else " " * room
-        )
+        text = first if len(first) <= room else ""
+        if len(first) + len(last) <= room:
+            text = f"{first}{last:>{room - len(first)}}"
+        parts.append(f"{text:<{room}}")
     return " ".join(parts)

@@ -1,0 +1,170 @@
+"""The models and data of a job by name and commit, and where each name was read: all that is found without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
+from featcal_cli.evaluation.results import stamp
+from featcal_cli.hub.model_source import Origin
+from featcal_cli.hub.repo import Opener, Repo
+from featcal_cli.hub.second_copies import divide_files
+from featcal_cli.hub.weight_files import find_second_copies, weight_files
+from featcal_cli.lineage.questions import FROM_USER, Finding
+from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.recipe.schema import Data, Merge, Recipe
+from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError
+from featcal_cli.runtime.files import check_links, visible_files
+from featcal_cli.runtime.sanitise import list_some
+from featcal_cli.workflows.session import EXPERT, Session
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A complete job, without its weights."""
+
+    recipe: Recipe
+    """Every Hub repo and dataset at the commit that it has now."""
+    findings: Sequence[Finding]
+    """Places where merged and base, and the expert and the data of each task, were read."""
+    origins: Mapping[str, Origin]
+    """Origins by role: merged (unless it is built), base, expert TASK, and further models."""
+
+    @property
+    def merged_card(self) -> str | None:
+        """The text of the merged model's card, where it has one. Raises HubError."""
+        return self.origins["merged"].repo.find_card() if "merged" in self.origins else None
+
+    @property
+    def commits(self) -> list[str | None]:
+        """The commit of each finding, None for what is no Hub repo."""
+        data = {f"data {task}": spec.data.revision for task, spec in self.recipe.tasks.items()}
+        known = data | {role: origin.repo.commit for role, origin in self.origins.items()}
+        return [known.get(finding.role) for finding in self.findings]
+
+
+def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, copied: bool = False) -> Inputs:
+    """Complete the recipe from what repos state, and pin every repo. The first rank does it for all of them.
+
+    others: further models, by role. copied: merged's files will lie in an output.
+    Raises OpenQuestionsError for what nothing says, LineageError, HubError and DataError.
+    """
+    session.stage("finding models")
+    ranks, further = session.ranks, dict(others or {})
+    recipe, findings = _complete(session) if ranks.is_first else (Recipe.model_construct(), [])
+    if not ranks.is_first:
+        recipe, findings, further = ranks.broadcast((recipe, findings, further))
+    origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **further}.items()}
+    if copied:
+        copies = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
+        for repo in (repo for role in copies for repo in origins[role].repos()):
+            with session.obstacles.look():
+                check_copyable(repo)
+    recipe = pin(recipe, origins, session)
+    if ranks.is_first:
+        ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in further}))
+    return Inputs(recipe, findings, origins)
+
+
+def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
+    """The whole recipe, and where each part of it was read; what was looked up is noted as it is found, unless it is a
+    dry run, of which it is the result."""
+    noted: set[Finding] = set()
+
+    def note(finding: Finding) -> None:
+        if finding.source != FROM_USER and finding not in noted and not session.options.dry_run:
+            noted.add(finding)
+            session.note(f"{finding.role}: {finding.value} (from {finding.source})")
+
+    lineage = find_lineage(session.draft, session.open_repo, note)
+    for finding in lineage.findings:
+        note(finding)
+    given = [finding for finding in lineage.findings if finding.source == FROM_USER]
+    if given and not session.options.dry_run:
+        session.listener.note(f"given: {_list_given(given)}")
+    session.note(*lineage.notes)
+    return lineage.recipe, lineage.findings
+
+
+def _list_given(findings: Sequence[Finding]) -> str:
+    """Merged and base by name, experts and data by their tasks."""
+    texts = [f"{finding.role} {finding.value}" for finding in findings if " " not in finding.role]
+    for kind, name in (("expert", "experts"), ("data", "data")):
+        tasks = [
+            task for role, _, task in (finding.role.partition(" ") for finding in findings) if task and role == kind
+        ]
+        texts += [f"{name} of {list_some(tasks)}"] if tasks else []
+    return "; ".join(texts)
+
+
+def name_models(recipe: Recipe) -> dict[str, str]:
+    """Every model that a job reads, as the user would type it, by its role."""
+    merged = {} if isinstance(recipe.merged, Merge) else {"merged": recipe.merged}
+    return merged | {"base": recipe.base} | {f"{EXPERT}{task}": spec.expert for task, spec in recipe.tasks.items()}
+
+
+def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Recipe:
+    """The recipe with every model and dataset at the commit that it has now."""
+    tasks = {}
+    for task, spec in recipe.tasks.items():
+        data = pin_data(task, spec.data, session.open_repo, session.note)
+        tasks[task] = spec.model_copy(update={"expert": origins[f"{EXPERT}{task}"].pinned, "data": data})
+    merged = recipe.merged if isinstance(recipe.merged, Merge) else origins["merged"].pinned
+    return recipe.model_copy(update={"merged": merged, "base": origins["base"].pinned, "tasks": tasks})
+
+
+def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
+    """The source with a dataset at the commit that it has now, or the Hub's parquet copy of it, which `note` is told.
+    Raises HubError, and DataError where there is nothing to read."""
+    if data.dataset is None or data.is_self_written:
+        return data
+    repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
+    with naming_task(task), explaining_hub(data):
+        return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}")).pin(data)
+
+
+def identify(origin: Origin) -> list[Any]:
+    """Return a value that changes when a model does: its repo with the commit, and the stamps of local files."""
+    descriptions = (CARD, REPORT, RECIPE, PICTURE)  # they say something of a model and are no part of it
+    return [origin.pinned, *(stamp(repo.folder, skip=descriptions) for repo in origin.repos() if repo.folder)]
+
+
+def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
+    """Raise RecipeError where nothing says how to evaluate, or what is needed for it is not there."""
+    if session.ranks.size > 1:
+        raise RecipeError("evaluation is made for one process", where="torchrun", fix="type featcal evaluate alone")
+    known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
+    if not known:
+        raise RecipeError(
+            "no task says how it is evaluated",
+            where="tasks",
+            fix="add to a task of the recipe: evaluate: {split: test} (docs/evaluate.md shows the other keys)",
+        )
+    if any(how.protocol == "lm-eval" for how in known.values()):
+        from featcal_cli.evaluation.lm_eval_tasks import check_harness
+
+        check_harness(known, allow_code=allow_code)
+
+
+def check_copyable(repo: Repo) -> None:
+    """Raise CheckpointError where the files of a model cannot lie in an output: a folder among them has the name of a
+    file of ours, one cannot be read, or is a link that would lead other files of this machine into the output."""
+    for name in (CARD, REPORT, RECIPE, PICTURE):
+        if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
+            what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"
+            raise CheckpointError(what, where=repo.name, fix="give a copy of the model in which it has another name")
+    if repo.folder is None:
+        return
+    copies = find_second_copies({path: file.size for path, file in repo.files.items()})
+    with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
+        copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
+    check_links(repo.folder, skip=copies)
+    for name in visible_files(repo.folder):
+        if name not in copies and not os.access(repo.folder / name, os.R_OK):
+            what = f"{name} cannot be read by this user, and would be missing from the output"
+            raise CheckpointError(what, where=str(repo.folder), fix="make it readable, or give a copy without it")

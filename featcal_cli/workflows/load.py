@@ -1,0 +1,81 @@
+"""The models of a job on this machine: downloaded, loaded, and the merged one built where it is not named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.models.alignment import load_fitting
+from featcal_cli.models.loading import Model, find_class, load_model, share_model
+from featcal_cli.models.merging import merge_weights
+from featcal_cli.recipe.schema import Merge
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.hardware import map_to_files
+from featcal_cli.runtime.process import read_launch
+from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
+from featcal_cli.workflows.plan import Plan
+from featcal_cli.workflows.session import EXPERT, Session
+
+
+@dataclass(frozen=True)
+class Models:
+    """All models of a job, memory-mapped."""
+
+    merged: Model
+    student: Model
+    """The merged model again, with the same tensors: it is the one that changes."""
+    base: Model
+    experts: Mapping[str, Model]
+    """Experts by task; of several ranks each has those of its own tasks."""
+
+
+def fetch_models(session: Session, plan: Plan, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
+    """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs. Raises HubError."""
+    snapshots = {}
+    for role, origin in plan.origins.items():
+        if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
+            continue
+        session.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
+        snapshots[role] = session.fetch(origin)
+    return snapshots
+
+
+def load_models(
+    snapshots: Mapping[str, Snapshot],
+    merge: Merge | None,
+    built: Path,
+    name: str,
+    ranks: Ranks | None = None,
+    scratch: Path | None = None,
+) -> Models:
+    """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
+    `built` and called `name`, by one rank on each machine. scratch: a folder for weights that run in another form than
+    the files have them in (a mixture's experts in one); without it they stay in memory. Raises CheckpointError for what
+    cannot be loaded, OutputError where the disk is full."""
+
+    def keep(model: Model) -> Model:
+        if scratch is not None:
+            map_to_files(model.module.parameters(), scratch)
+        return model
+
+    tasks = {role.removeprefix(EXPERT): snapshot for role, snapshot in snapshots.items() if role.startswith(EXPERT)}
+    if merge is None:
+        merged = keep(load_model("merged", snapshots["merged"], find_class(snapshots["merged"])))
+        base = keep(load_fitting("base", snapshots["base"], merged))
+        experts = {task: keep(load_fitting(f"expert {task}", expert, merged)) for task, expert in tasks.items()}
+    else:
+        model_class = find_class(next(iter(tasks.values())))
+        base = keep(load_model("base", snapshots["base"], model_class))
+        experts = {task: keep(load_model(f"expert {task}", expert, model_class)) for task, expert in tasks.items()}
+        if read_launch().local_rank == 0:
+            first = next(iter(experts.values()))
+            slots = read_slots(first.snapshot)
+            groups = merge_weights(merge, base, list(experts.values()))
+            on_disk = (names_on_disk(first, group, slots) for group in groups)
+            build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
+        if ranks is not None:
+            ranks.gather(None)  # now it is there
+        merged = keep(load_model("merged", Snapshot(name, built, None), model_class))
+    return Models(merged, share_model(merged), base, experts)

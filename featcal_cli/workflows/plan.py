@@ -1,0 +1,358 @@
+"""Everything that can be found out about a job before its weights are downloaded, and every reason not to start it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from featcal_cli.calibration.journal import list_blocks
+from featcal_cli.calibration.results import ADAPTER
+from featcal_cli.data.batches import Batch
+from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
+from featcal_cli.data.vocabulary import TextModels, Vocabularies
+from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files, other_weights
+from featcal_cli.hub.model_config import UNPACKED, check_unquantised
+from featcal_cli.hub.model_source import Origin
+from featcal_cli.hub.repo import Repo, read_headers
+from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.weight_files import Entry
+from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
+from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.inventory import list_registered, run_without_values
+from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
+from featcal_cli.models.low_rank import find_largest_rank
+from featcal_cli.models.tracing import CONTAINERS
+from featcal_cli.recipe.schema import Calibration, Merge, Recipe
+from featcal_cli.reporting.gates import check_judged
+from featcal_cli.reporting.report import REPORT
+from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
+from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
+from featcal_cli.runtime.sanitise import list_some
+from featcal_cli.workflows.batch_size import choose_batch_sizes
+from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
+from featcal_cli.workflows.output import check_readable, check_writable
+from featcal_cli.workflows.resource_estimate import Estimate, estimate
+from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
+from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
+from featcal_cli.workflows.workspace import Workspace
+
+SAMPLED = 8
+"""Examples of a task that a dry run reads."""
+Headers = Mapping[str, Entry] | None
+"""The tensors of a model's files, by name; None where they are not known before its weights are here."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes of one model's files."""
+
+    missing: int
+    """To be downloaded."""
+    here: int
+    """Bytes that are in the cache or in a local folder already."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that may start."""
+
+    inputs: Inputs
+    recipe: Recipe
+    """The recipe of the inputs; once it has run, with the numbers that were chosen."""
+    transfers: Mapping[str, Transfer]
+    examples: Mapping[str, TaskExamples]
+    token_ids: TokenIds
+    model_class: str
+    dtype: str
+    """The dtype of the merged model's files."""
+    parameters: int
+    blocks: int
+    modules: int
+    """Number of calibrated parameters."""
+    estimate: Estimate
+    device: str
+    stops: Sequence[FeatCalError] = ()
+    """Errors that would stop a run, where this is the plan of a dry run."""
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        return self.inputs.origins
+
+    def to_dict(self) -> dict[str, Any]:
+        names = "model_class", "dtype", "parameters", "blocks", "modules", "device"
+        return {
+            "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
+            "findings": [asdict(finding) for finding in self.inputs.findings],
+            "transfers": {role: asdict(transfer) for role, transfer in self.transfers.items()},
+            **{name: getattr(self, name) for name in names},
+            "estimate": asdict(self.estimate),
+            "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],
+        }
+
+
+def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> Plan:
+    """Compare the models by their files' headers, read the examples, and work out what the job needs.
+
+    target: the folder that a calibration will write; None where models are only measured. Nothing is written but small
+    files to the Hub's cache, and, at the end, the examples that experts write themselves. A dry run reads a few
+    examples. Raises FeatCalError for whatever would stop the job later, as far as the session does not collect that.
+    """
+    options, device, look = session.options, session.device, session.obstacles.look
+    recipe, origins = inputs.recipe, inputs.origins
+    calibration = recipe.calibration
+
+    session.stage("comparing models")
+    outlines, headers = _outline_models(origins, options.trust_remote_code)
+    merged = outlines["merged"]
+    vocabularies = _find_vocabularies(origins)
+    if isinstance(recipe.merged, Merge):
+        check_mergeable(outlines, vocabularies)
+
+    session.stage("reading examples")
+    known = name_models(recipe)
+    readers = [role for role in vocabularies.folders if role == MERGED or role not in known]
+    text_models = {task: TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED) for task in recipe.tasks}
+    drawn = _draw_examples(session, inputs, outlines, text_models, held_out=target is not None)
+    longest = {task: rows.longest() for task, rows in drawn.items()}
+
+    session.stage("finding blocks")
+    architecture = _find_blocks(merged, longest, calibration)
+    sizes = dict.fromkeys(drawn, options.batch_size or 0)
+    if not options.batch_size:
+        sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
+    # a task's encoded images are let go when its batches are made
+    examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
+    with look():  # the first one says it all: the others mostly differ in the same way
+        _check_models(session, architecture, outlines, headers)
+    transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
+    needs = estimate(recipe, merged, architecture, examples, device, writes=target is not None)
+    self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
+    if self_written:
+        needs = add_writing(needs, merged.module, device)
+    if target is not None:
+        with look():
+            check_writable(merged, architecture, headers["merged"])
+        with look():
+            _check_adapter(origins, options.as_adapter, find_largest_rank(merged.module, architecture))
+        with look():
+            if options.evaluate:
+                check_evaluable(session, recipe, allow_code=options.allow_code)
+        with look():
+            if options.strict:
+                check_judged(examples)
+    with look():
+        _check_disk(needs, transfers, target if session.ranks.is_first else None)
+
+    if self_written and not options.dry_run:
+        folders = {task: _find_folders(task, origins) for task in self_written}
+        written = write_examples(session, recipe, origins, merged.module, folders, text_models)
+        examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
+    token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
+    if not session.ranks.is_first:
+        session.notes.clear()  # the first one has them all
+    return Plan(
+        inputs=inputs,
+        recipe=recipe,
+        transfers=transfers,
+        examples=examples,
+        token_ids=token_ids,
+        model_class=type(merged.module).__name__,
+        dtype=str(merged.module.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
+        blocks=len(architecture.blocks),
+        modules=sum(len(block.modules) for block in architecture.blocks),
+        estimate=session.ranks.broadcast(needs),
+        device=str(device),
+    )
+
+
+def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:
+    """Every model without values, and what its files hold, by its role."""
+    snapshots: dict[str, Snapshot] = {}
+    headers: dict[str, Headers] = {}
+    for role, origin in origins.items():
+        folder = describing_folder(origin.body.repo, ("*.py",) if trusted else ())
+        snapshots[role] = Snapshot(origin.name, folder, origin.repo.commit, trusted=trusted)
+        _check_packing(role, origin, snapshots[role], {})
+        headers[role] = read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
+        _check_packing(role, origin, snapshots[role], headers[role] or {})
+
+    def outline(role: str, snapshot: Snapshot, model_class: Any) -> Model:
+        return load_outline(role, snapshot, model_class, headers[role])
+
+    def describe(role: str) -> tuple[object, ...]:
+        entries = {name: (entry.shape, entry.dtype) for name, entry in (headers[role] or {}).items()}
+        return entries, snapshots[role].config.get("model_type")
+
+    first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
+    merged = outline(first, snapshots[first], find_class(snapshots[first]))
+    others = {}
+    for role in (role for role in origins if role != first):
+        if headers[role] and describe(role) == describe(first):
+            others[role] = replace(merged, role=role, snapshot=snapshots[role])  # the same outline: no need for another
+        else:
+            others[role] = load_fitting(role, snapshots[role], merged, outline)
+    return {"merged": merged, first: merged, **others}, {"merged": headers[first], **headers}
+
+
+def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError for a quantised model, or an adapter on one."""
+    what = f"the base of {role}, {origin.body.name}," if origin.base else role
+    fix = f"name the base in full precision: BASE+{origin.name}" if origin.base else ""
+    check_unquantised(snapshot.config, what, origin.body.name, tensors, fix)
+    kinds = sorted({entry.dtype for entry in tensors.values()})
+    if kinds and DTYPES.keys().isdisjoint(kinds):
+        what = f"{what} holds its tensors as {list_some(kinds)}, and none as numbers that could be calibrated"
+        raise CheckpointError(what, where=origin.body.name, fix=fix or UNPACKED)
+
+
+def describing_folder(repo: Repo, further: Sequence[str] = ()) -> Path:
+    """A folder with what says how to build and feed one model, without its weights."""
+    return repo.folder or download_describing(repo, (*DESCRIBING, *further))
+
+
+def _find_vocabularies(origins: Mapping[str, Origin]) -> Vocabularies:
+    """The models' vocabularies by role; a merged model that is yet to be built gets the first expert's files, and of
+    base's those that it lacks."""
+    folders = {role: [describing_folder(repo) for repo in origin.repos()] for role, origin in origins.items()}
+    first = next(role for role in folders if role.startswith(EXPERT))
+    return Vocabularies({MERGED: [*folders[first], *folders["base"]], **folders})
+
+
+def _find_folders(task: str, origins: Mapping[str, Origin]) -> dict[Path, str]:
+    """List the folders that may hold the task's preprocessors, with their owners: its expert's (an adapter may
+    bring its own), merged's or base's."""
+    folders: dict[Path, str] = {}
+    for role in (role for role in (f"{EXPERT}{task}", "merged", "base") if role in origins):
+        whose = "its expert" if role.startswith(EXPERT) else f"{role} ({origins[role].name})"
+        for repo in origins[role].repos():
+            folders.setdefault(describing_folder(repo), whose)
+    return folders
+
+
+def _draw_examples(
+    session: Session,
+    inputs: Inputs,
+    outlines: Mapping[str, Model],
+    text_models: Mapping[str, TextModels],
+    *,
+    held_out: bool,
+) -> dict[str, DrawnExamples]:
+    """The examples by task; in the place of those that an expert is yet to write, as many without a meaning. held_out:
+    where a source has no further rows, some are held out of those that would be fitted, if the method checks updates.
+    """
+    drawn, merged, calibration = {}, outlines["merged"].module, inputs.recipe.calibration
+    sampled = SAMPLED if session.options.dry_run and not session.options.strict else None
+    for task, spec in inputs.recipe.tasks.items():
+        folders = _find_folders(task, inputs.origins)
+        if spec.data.is_self_written:
+            expert = find_class(outlines[f"{EXPERT}{task}"].snapshot)
+            reader = open_self_written(task, expert, merged, folders, text_models[task])
+            drawn[task] = reserve_examples(task, reader, calibration.examples, sampled)
+            continue
+        drawn[task] = draw_examples(
+            task,
+            spec.data,
+            merged,
+            folders,
+            count=calibration.examples,
+            seed=calibration.seed,
+            hold_out=held_out and calibration.must_not_get_worse,
+            sampled=sampled,
+            text_models=text_models[task],
+        )
+    session.note_of_tasks(list(drawn), [note for rows in drawn.values() for note in rows.notes])
+    return drawn
+
+
+def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calibration) -> Architecture:
+    """The blocks of an outline. Raises ArchitectureError where there are none."""
+    # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
+    kinds = {"routers": calibration.routers, "stems": calibration.stems}
+    architecture = run_without_values(merged.module, calibration.norms, longest, **kinds)
+    if architecture is not None:
+        check_stems(architecture, calibration, merged)
+    architecture = architecture or list_registered(merged.module, longest, calibration.norms)
+    if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, CONTAINERS)):
+        what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
+        fix = "give a transformer checkpoint whose layers hold Linear modules"
+        raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
+    return architecture
+
+
+def check_stems(architecture: Architecture, calibration: Calibration, merged: Model) -> None:
+    """Raise RecipeError where stems are to be calibrated and there is none."""
+    if calibration.stems and not architecture.stems:
+        what = f"{type(merged.module).__name__} has no stem: no module that holds convolutions runs before its blocks"
+        raise RecipeError(what, where=merged.snapshot.name, fix="take stems: true out of the recipe")
+
+
+def _check_models(
+    session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
+) -> None:
+    """Raise CheckpointError for a model that does not go with merged; note what differs and what is not read."""
+    merged = outlines["merged"]
+    for role, outline in outlines.items():
+        if role == "merged" or outline.module is not merged.module:  # else its files are alike
+            check_alignment(architecture, merged, outline)
+            check_readable(outline, architecture, headers[role])
+        if outline is not merged:
+            session.note(*compare_configs(merged, outline))
+    session.note(*describe_unread(merged))
+
+
+def _count_transfer(origin: Origin) -> Transfer:
+    """Bytes of a model's own files and, for an adapter, of its base's."""
+    repo = origin.repo
+    missing = set() if repo.folder else set(missing_files(repo))
+    sizes = {True: 0, False: 0}
+    for path in chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo)):
+        sizes[path in missing] += repo.files[path].size
+    below = _count_transfer(origin.base) if origin.base else Transfer(0, 0)
+    return Transfer(sizes[True] + below.missing, sizes[False] + below.here)
+
+
+def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:
+    """Raise OutputError when the output or the downloads would not fit."""
+    downloads = sum(transfer.missing for transfer in transfers.values())
+    places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
+    if target is not None:
+        there = sum(file.stat().st_size for file in list_blocks(Workspace(target).journal))  # of an interrupted run
+        places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
+    for place, _, fix in places:
+        wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
+        free = free_bytes(place)
+        if free < wanted:
+            what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
+            raise OutputError(what, where=str(place), fix=fix)
+
+
+def _check_adapter(origins: Mapping[str, Origin], rank: int | None, largest: int) -> None:
+    """Raise RecipeError where no adapter of this rank can be written of the updates; nothing is checked for None.
+    largest: the most that the model's matrices allow; 0 where it is not known."""
+    if rank is None:
+        return
+    where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
+    if rank < 1:
+        raise RecipeError("the rank of an adapter is at least 1", where=where, fix="give 16, for example")
+    if "merged" not in origins:
+        what = "an adapter goes on a merged model that others can load, and this one is built only for the run"
+        raise RecipeError(what, where=where, fix=f"push the merged model and name it, {leave}")
+    merged = origins["merged"]
+    if merged.base:
+        what = "an adapter goes on a full model, and the merged model is itself an adapter on another"
+        raise RecipeError(what, where=where, fix=f"fold it into its base and save that, {leave}")
+    taken = [path for path in merged.repo.files if path.partition("/")[0] == ADAPTER]
+    if taken and REPORT not in merged.repo.files:
+        what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
+        fix = f"rename {ADAPTER} in a copy of the merged model, {leave}"
+        raise RecipeError(what, where=merged.name, fix=fix)
+    if 0 < largest < rank:
+        what = f"no update has a rank above {largest}, the most that the model's matrices allow"
+        raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")

@@ -1,0 +1,92 @@
+"""Recipes that are written: the one in an output, and that of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from featcal_cli import __version__
+from featcal_cli.hub.repo import Repo
+from featcal_cli.lineage.questions import Finding
+from featcal_cli.recipe.schema import Merge, Recipe
+from featcal_cli.reporting.report import RECIPE, REPORT
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.files import write_requested
+from featcal_cli.runtime.references import existing_path
+from featcal_cli.runtime.sanitise import plain, without_tokens
+from featcal_cli.runtime.structured_text import dump_yaml, split_front_matter
+
+_DID = "the job that calibrated"
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML that `as_draft` reads back; without `output`: running a job again need not publish it.
+
+    The same recipe gives the same text: no date, and in the comments no path of this machine.
+    """
+    made = f"# Written by featcal {__version__}: {_DID} {_name_merged(recipe)},"
+    again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
+    return without_tokens(f"{made}\n{again}\n{_dump(recipe)}")
+
+
+def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, overwrite: bool) -> None:
+    """Write what a dry run found to a file that `featcal calibrate -r` takes. Raises OutputError."""
+    check_save(file, overwrite=overwrite)
+    lines = [
+        f"# Written by featcal {__version__}, by a dry run: the job that would calibrate {_name_merged(recipe)},",
+        "# every Hub repo at its commit. Run it: featcal calibrate -r with this file. Where its parts were read:",
+    ]
+    lines += [f"#   {plain(finding.role)}: {plain(finding.source)}" for finding in findings]
+    content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
+    write_requested(file, without_tokens(content), where=f"--save {file}")
+
+
+def check_save(file: Path, *, overwrite: bool, dry_run: bool = True) -> None:
+    """Raise RecipeError or OutputError where a dry run cannot be saved to this file."""
+    where = f"--save {file}"
+    if not dry_run:
+        fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
+        raise RecipeError("--save works only with --dry-run", where=where, fix=fix)
+    if file.suffix not in (".yaml", ".yml"):
+        raise RecipeError(f"{file.name} is no .yaml file", where=where, fix=f"name it {file.stem}.yaml")
+    try:
+        if file.is_symlink() or file.exists():
+            if not file.is_file():
+                raise OutputError("this is there, and is no file", where=where, fix="choose another --save")
+            if not overwrite:
+                raise OutputError("the file exists", where=where, fix="give --overwrite, or another --save")
+        if not file.resolve().parent.is_dir():
+            raise OutputError(f"there is no folder {file.parent}", where=where, fix="create it, or choose another")
+    except (OSError, ValueError) as error:
+        raise OutputError(f"this cannot be a file: {error}", where=where[:80], fix="choose another --save") from None
+
+
+def is_calibrated(repo: Repo) -> bool:
+    """Whether featcal made the model in this repo or folder, by what lies beside its weights. Raises HubError."""
+    if REPORT in repo.files:
+        return True
+    metadata, _, _ = split_front_matter(repo.read_card())
+    tags = (metadata or {}).get("tags")
+    first, _, _ = (repo.read_text(RECIPE) or "").partition("\n")
+    return (isinstance(tags, list) and "featcal" in tags) or (
+        first.startswith("# Written by featcal") and _DID in first
+    )
+
+
+def _dump(recipe: Recipe, *, output: bool = False) -> str:
+    content = recipe.model_dump(exclude_none=True, exclude=None if output else {"output"})
+    for task in content["tasks"].values():
+        if not task["data"]["columns"]:
+            del task["data"]["columns"]
+    return dump_yaml(content, width=120)
+
+
+def _name_merged(recipe: Recipe) -> str:
+    """The merged model, in words where it has no name that others know."""
+    if isinstance(recipe.merged, Merge):
+        named = {"ties": "TIES merge", "dare_ties": "DARE-TIES merge"}
+        method = recipe.merged.method
+        return f"the {named.get(method, method.replace('_', ' '))} of {len(recipe.tasks)} experts"
+    if existing_path(recipe.merged) or "+" in recipe.merged:
+        return "a merged model"
+    return plain(recipe.merged.partition("@")[0])
