@@ -483,8 +483,8 @@ def token_weights(
     weights = torch.ones(x.shape[:-1], dtype=torch.float64)
     mask = family.mask(path, call, dict(batch))
     if re.search(family.distances, path):
-        tokens = (max(x.shape[0], x.shape[1]) + 1) // 2  # where one example is alone
-        return weights * _count_distances(torch.ones(1, tokens) if mask is None else mask, x)
+        length = (max(x.shape[0], x.shape[1]) + 1) // 2  # where one example is alone
+        return weights * _count_distances(torch.ones(1, length) if mask is None else mask, x)
     if mask is not None:
         weights = weights * _spread(mask, x)
     if first and path.rpartition(".")[2] not in ("k_proj", "v_proj", "key", "value", "qkv"):

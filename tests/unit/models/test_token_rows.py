@@ -132,7 +132,8 @@ class Layer(nn.Module):
         self.tokens, self.windows = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.windows(self.tokens(x).view(-1, 4, 8)).view_as(x)
+        windows: Tensor = self.windows(self.tokens(x).view(-1, 4, 8))
+        return x + windows.view_as(x)
 
 
 class Windowed(nn.Module):
