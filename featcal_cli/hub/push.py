@@ -294,7 +294,7 @@ def _commit(target: Target, head: _Head, additions: Mapping[str, CommitOperation
             is_refused = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
             if is_refused and not passes and not client.is_conflict(error):
                 raise
-            if not client.is_conflict(error):
+            if passes and number < client.TRIES:
                 client.pause_after(error, number)
             # its answer may have been lost, or may come late
             pushed, now = _look(target, additions)
