@@ -34,7 +34,7 @@ class BadRowError(Exception):
 
 @dataclass(frozen=True)
 class Example:
-    """What one row of any kind of data becomes: the forward arguments of a batch of one."""
+    """The forward arguments of a batch of one, which a row of any kind of data becomes."""
 
     inputs: Batch
     is_cut: bool = False
@@ -132,8 +132,8 @@ def forward_names(model: nn.Module) -> set[str]:
 
 
 def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
-    """What a decoder is given to write the tokens of a target, shifted to the right, and the mask of those that it is
-    to predict; without a target the token that it starts from, for a decoder that does not make its input itself."""
+    """The input of a decoder that is to write the tokens of a target: these shifted to the right, and their mask;
+    without a target the token that it starts from, for a decoder that does not make its input itself."""
     names, config = forward_names(model), model.config
     if not config.is_encoder_decoder or "decoder_input_ids" not in names:
         return {}

@@ -76,7 +76,7 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
 
 
 def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What is read for each item, in order, READERS at a time."""
+    """The results for all items, in order, READERS at a time."""
     left = iter(items)
     with ThreadPoolExecutor(READERS) as pool:
         while part := list(islice(left, READERS)):

@@ -188,7 +188,7 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 Scan = Iterator[Callable[[], Row]]
-"""What parses each row of a text file in turn: most rows of a large file are passed over."""
+"""A parser for each row of a text file in turn: most rows of a large file are passed over."""
 
 
 def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:

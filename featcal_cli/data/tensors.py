@@ -92,7 +92,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
 
 
 Faults = Iterator[tuple[str, str]]
-"""What is wrong with tensors, and how to fix it; a later one relies on there being no earlier one."""
+"""Faults of tensors, each with a way to fix it; a later one relies on there being no earlier one."""
 
 
 def _find_odd_shapes(tensors: Batch) -> Faults:

@@ -47,7 +47,7 @@ OTHER_CONVERSATIONS = (
 
 @dataclass(frozen=True)
 class TokenizerInput:
-    """What a tokenizer is given of a row."""
+    """The texts of a row that a tokenizer is given."""
 
     text: str
     pair: str | None = None

@@ -178,14 +178,14 @@ def test_code_beside_a_model_is_carried_and_not_run(
 
 
 def test_large_images_are_decoded_one_at_a_time(stage: Stage) -> None:
-    side = 5_000
+    side, count = 4_000, 12
     (stage.folder / "images").mkdir()
-    for number in range(6):
+    for number in range(count):
         Image.new("1", (side, side)).save(stage.folder / "images" / f"{number}.png")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    drawn = draw(stage, Data(path=str(stage.folder / "images")), images=True, count=6)
-    assert [batch["pixel_values"].shape for batch in drawn.cut(6).fitted] == [(4, 3, 32, 32), (2, 3, 32, 32)]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 * 3 * side**2 / 2**10  # KiB, of 6 · 3
+    drawn = draw(stage, Data(path=str(stage.folder / "images")), images=True, count=count)
+    assert sum(len(batch["pixel_values"]) for batch in drawn.cut(6).fitted) == count
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 2**10  # KiB, of 12 · 47 MB
 
 
 def test_a_text_of_100_mb_costs_seconds_and_is_its_beginning(stage: Stage) -> None:
