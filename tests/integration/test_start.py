@@ -30,7 +30,7 @@ STARTS = {
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "PIL", "pandas"}
 TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
 BASE = "openai/clip-vit-base-patch32"
-STAND_IN = "raise ImportError('this stands in for torch')"
+STANDS_IN = "this stands in for torch"
 README = list(dict.fromkeys(tuple(line) for block in find_blocks(ROOT / "README.md") for line in to_run(block)))
 
 
@@ -92,11 +92,11 @@ def place(tmp_path: Path) -> Path:
 def check_start(place: Path, line: Sequence[str]) -> str:
     """Return what a command says until it imports torch, in whose place something else is, and nothing heavy before."""
     (place / "torch").mkdir()
-    (place / "torch" / "__init__.py").write_text(STAND_IN)
+    (place / "torch" / "__init__.py").write_text(f"raise ImportError({STANDS_IN!r})")
     imports = watch_imports(place)
     run = featcal(*line, folder=None, **imports.environment)
     told = f"{shlex.join(line)}\n{run.stdout[-2000:]}\n{run.stderr}"
-    assert run.returncode == 2 and "error: torch cannot be imported: this stands in for torch" in told, told
+    assert run.returncode == 2 and "error: torch cannot be imported: " in told and STANDS_IN in told, told
     before = [name.partition(".")[0] for name in imports.in_order()]
     assert not HEAVY.intersection(before[: before.index("peft")]), told
     assert imports.at_once() == [], told

@@ -135,7 +135,8 @@ def test_an_error_in_lineage_is_said_without_torch(command: str, tmp_path: Path,
 def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     place = break_torch(tmp_path, "raise ImportError('libtorch_cpu.so: no such file')")
     (tmp_path / "red").mkdir()
-    (tmp_path / "red" / "model.safetensors").write_bytes(b"none are read here")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "red" / name).write_text("{}")
     options = ["--base", "red", "--expert", "red=red", "--data", "red=red"]
     run = featcal("calibrate", "red", *options, folder=tmp_path, PYTHONPATH=place)
     assert run.returncode == 2 and run.stderr.count("error:") == 1, run.stderr

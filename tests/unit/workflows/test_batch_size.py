@@ -139,9 +139,9 @@ def test_a_size_that_is_asked_for_is_the_size(tmp_path: Path) -> None:
 
 
 def test_every_task_has_batches_of_its_own_size(tmp_path: Path) -> None:
-    """Cut by the longest text, padding included, wherever among the rows it is."""
+    """Cut by the longest text of the task."""
     saved = save_family(tmp_path, BY_NAME["llama"], examples=300)
-    longer = {name: torch.nn.functional.pad(value, (0, 27)) for name, value in saved.inputs["red"].items()}
+    longer = {name: torch.nn.functional.pad(value, (0, 27), value=1) for name, value in saved.inputs["red"].items()}
     save_file(longer, tmp_path / "red.safetensors")
     found = plan(saved.recipe(examples=236)).examples
     assert counts(found["red"].fitted) == [CPU_ROWS // 36] * 4 + [12]
