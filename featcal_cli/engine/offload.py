@@ -23,7 +23,7 @@ DEVICE, HOST, DISK = range(3)
 SMALLEST_MOVED = mmap.PAGESIZE
 """Size in bytes below which memory is never moved."""
 LARGE = 1 << 20
-"""Size in bytes from which a file is worth its cost for tensors that nobody asks for any more."""
+"""Size in bytes from which moving is worth its cost for tensors that nobody asks for any more."""
 TRIM_EVERY = 16 << 20
 """Bytes moved out of a CPU's memory between two trims of the heap, which returns the gaps they leave."""
 
@@ -78,8 +78,7 @@ class Offloader:
                 _leave_memory(memory)
 
     def put_aside(self, tensors: Iterable[Tensor]) -> None:
-        """Allow tensors to leave the device that nobody is likely to ask for again. On a CPU large ones go at once, as
-        the machine's memory is all there is."""
+        """Allow tensors to leave the device that nobody is likely to ask for again: large ones go at once."""
         self._put_aside(self._find(tensors))
 
     @contextmanager
@@ -120,7 +119,7 @@ class Offloader:
         for memory in pieces:
             if memory.level == DISK:
                 _leave_memory(memory)
-            elif self._is_cpu and memory.bytes >= LARGE:
+            elif memory.level == DEVICE and memory.bytes >= LARGE:
                 self._sink(memory)
 
     def _sink(self, memory: _Memory) -> None:

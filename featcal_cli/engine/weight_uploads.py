@@ -67,9 +67,10 @@ class DeviceWeights:
     def take(self, wanted: Sequence[Wanted]) -> list[DeviceWeight | None]:
         """Weights on the device, ready for the current stream; None for those that do not fit and those that are there
         already."""
-        held = self.begin(wanted)
+        # held until they are taken, whoever else drops them meanwhile
+        held = [self._known.get(_key(*one)) for one in wanted], self.begin(wanted)
         taken = [self._take(*one) for one in wanted]
-        del held  # copies that nobody has taken
+        del held
         return taken
 
     def _take(self, home: Tensor, dtype: torch.dtype) -> DeviceWeight | None:
