@@ -112,7 +112,6 @@ def calibrate(
     from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.process import interruptible
     from featcal_cli.workflows import verbs
-    from featcal_cli.workflows.inputs import find_inputs
     from featcal_cli.workflows.recipe_files import check_save, save_recipe
     from featcal_cli.workflows.session import RunOptions, Session
     from featcal_cli.workflows.workspace import default_output
@@ -128,7 +127,7 @@ def calibrate(
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
             session = Session(draft, how, log)
-            found = find_inputs(session, copied=True)
+            found = verbs.find(session)
             if how.dry_run and not json:
                 with screen.paused():
                     results.show_inputs(found)

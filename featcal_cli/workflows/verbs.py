@@ -17,7 +17,7 @@ from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.reporting.gates import check_measured
-from featcal_cli.reporting.report import Report
+from featcal_cli.reporting.report import REPORT, Report
 from featcal_cli.runtime.errors import FeatCalError, RecipeError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.process import read_launch
@@ -119,7 +119,7 @@ def calibrate(
         strict, push_anyway, evaluate, allow_code, as_adapter,
     )  # fmt: skip
     session = Session(recipe, options, listener)
-    return run(session, find_inputs(session, copied=True))
+    return run(session, find(session))
 
 
 def dry_run(
@@ -133,7 +133,7 @@ def dry_run(
     found, data that cannot be read.
     """
     session = Session(recipe, RunOptions(**options, dry_run=True), listener)
-    plan = plan_only(session, find_inputs(session, copied=True))
+    plan = plan_only(session, find(session))
     if raise_stops and plan.stops:
         raise join_stops(plan.stops)
     return plan
@@ -154,12 +154,19 @@ def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
     return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 
+def find(session: Session) -> Inputs:
+    """Find the inputs of a calibration, once it is known that its result may go where it is to go on the Hub."""
+    if not session.options.dry_run:
+        _look_at_hub(session, _open_workspace(session))
+    return find_inputs(session, copied=True)
+
+
 def plan_only(session: Session, inputs: Inputs) -> Plan:
     """The plan of a run, and all that would stop it. Raises FeatCalError where that cannot be told."""
     options, found = session.options, session.obstacles.found
     workspace = _open_workspace(session)
     finished = _look_at_output(session, inputs, workspace)
-    _look_at_hub(session, workspace, finished)
+    _look_at_hub(session, workspace)
     session.load_libraries()
     from featcal_cli.workflows.calibrate import check_unfinished_run
     from featcal_cli.workflows.plan import make_plan
@@ -186,7 +193,7 @@ def run(session: Session, inputs: Inputs) -> Result:
     workspace = _open_workspace(session)
     with workspace.held() if ranks.is_first else nullcontext():
         finished = _look_at_output(session, inputs, workspace)
-        target = _look_at_hub(session, workspace, finished)
+        target = _look_at_hub(session, workspace)
         report = ranks.broadcast(finished)
         if report is None:
             session.load_libraries()
@@ -237,19 +244,20 @@ def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> R
     return report
 
 
-def _look_at_hub(session: Session, workspace: Workspace, finished: Report | None) -> Target | None:
+def _look_at_hub(session: Session, workspace: Workspace) -> Target | None:
     """The output's place on the Hub, if it is to be pushed; the first rank alone knows it. Raises HubError."""
     options, wanted = session.options, session.draft.output
     if wanted.push_to is None or not session.ranks.is_first:
         return None
     session.stage("checking the Hub")
+    is_finished = (workspace.target / REPORT).is_file() and not options.overwrite
     with session.obstacles.look():
         return check_target(
             wanted.push_to,
             private=wanted.private,
             create_pr=options.create_pr,
             overwrite_repo=options.overwrite_repo,
-            finished=None if finished is None else workspace.target,
+            finished=workspace.target if is_finished else None,
         )
     return None
 
