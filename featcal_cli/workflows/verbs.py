@@ -158,7 +158,8 @@ def find(session: Session) -> Inputs:
     """Find the inputs of a calibration, once it is known that its result may go where it is to go on the Hub."""
     if not session.options.dry_run:
         _look_at_hub(session, _open_workspace(session))
-    return find_inputs(session, copied=True)
+    with explain_losses(session.draft.local_paths):
+        return find_inputs(session, copied=True)
 
 
 def plan_only(session: Session, inputs: Inputs) -> Plan:
