@@ -277,6 +277,8 @@ class BlockRunner:
             taken: Sequence[DeviceWeight | None] = [None] * len(moving)
         else:
             taken = self._weights.take(wanted)
+            for upload in self._uploads:  # what was taken leaves the device with its last user
+                upload[:] = [weight for weight in upload if weight.upload is not None]
         for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
             if here is None or here.data is None:
