@@ -136,10 +136,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featcal_cli.hub.client.TIMEOUT", PATIENCE)
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no picture, which takes as long as calibrating a tiny model; what is tested is elsewhere in the output."""
-    monkeypatch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
+@pytest.fixture(scope="session", autouse=True)
+def undrawn() -> Iterator[None]:
+    """Calibrations draw no picture, which takes as long as calibrating a tiny model; tests/unit/reporting/ draws it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,6 @@ from featcal_cli.engine import offload
 from featcal_cli.workflows import calibrate as workflow
 from featcal_cli.workflows import plan, resource_estimate, setup
 from featcal_cli.workflows.verbs import calibrate
-
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 TASKS = ("red", "green", "blue")
 NEAR = 0.3
@@ -62,30 +61,30 @@ def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dic
     }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+CASES: dict[str, tuple[tuple[int, int, int], tuple[int, int] | None, dict[str, Any]]] = {
+    "wide": (WIDE, None, {"ridge": 0.05}),
+    "float64": (WIDE, None, {"ridge": 1e-5}),
+    "bfloat16": (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
+    "narrow": (NARROW, None, {"ridge": 0.05}),
+    "guarded": (NARROW, None, {"ridge": 0.05, "method": "featcal"}),
+    "default": (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
+    "host": (NARROW, (0, 1 << 30), {"ridge": 0.05}),
+    "files": (NARROW, (0, 0), {"ridge": 0.05}),
+}
+
+
 @pytest.mark.parametrize(
-    ("size", "rooms", "settings"),
-    [
-        (WIDE, None, {"ridge": 0.05}),
-        (WIDE, None, {"ridge": 1e-5}),
-        (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
-        (NARROW, None, {"ridge": 0.05}),
-        (NARROW, None, {"ridge": 0.05, "method": "featcal"}),
-        (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
-        (NARROW, (0, 1 << 30), {"ridge": 0.05}),
-        (NARROW, (0, 0), {"ridge": 0.05}),
-    ],
-    ids=["wide", "float64", "bfloat16", "narrow", "guarded", "default", "host", "files"],
+    ("name", "case"),
+    [*product(["llama"], CASES), *product(["bert", "vit", "t5"], ["wide", "default"])],
 )
 def test_the_estimate_is_near_the_peak(
     tmp_path: Path,
     device: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    size: tuple[int, int, int],
-    rooms: tuple[int, int] | None,
-    settings: dict[str, Any],
+    case: str,
 ) -> None:
+    size, rooms, settings = CASES[case]
     recipe = save(tmp_path, name, *size)
     recipe["calibration"] = {k: v for k, v in {**recipe["calibration"], **settings}.items() if v is not None}
     if rooms is not None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import unfold
 from families import BY_NAME, TASKS, Saved, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,8 +23,6 @@ from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate
-
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
 PROGRAM = str(Path(__file__).parents[1] / "support" / "rank_jobs.py")
@@ -45,11 +42,9 @@ class Kind:
 
 KINDS = {
     "two tasks": Kind("bert", 2, {}, {}),
-    "three tasks": Kind("clip-vision", 3, {}, {"batch_size": 5}),
     "one task": Kind("deberta", 1, {"norms": "all"}, {"batch_size": 5}),
     "blocks that run again": Kind("albert", 3, {}, {"batch_size": 4}),
     "mixtures": Kind("mixtral", 3, {}, {"batch_size": 5}),
-    "encoder and decoder": Kind("t5", 3, {"norms": "all"}, {}),
     "featcal": Kind("bert", 3, {**OPEN, "method": "featcal", "metric": "features"}, {}),
     "merged on the way": Kind("bert", 2, {}, {}, merge=True),
 }
@@ -181,7 +176,7 @@ def test_an_inspection_is_shared_too(families: dict[str, Saved], folder: Path) -
 
 
 def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Done], tmp_path: Path) -> None:
-    """The second rank's expert is broken in its last block: both end, and the repaired one makes another job, which is
+    """The second rank's expert is broken in its last block: both end. The repaired one makes another job, which is
     begun anew and cannot write its output. The next run computes no block again, gives the very bytes of a whole one,
     and speaks once."""
     saved = save_family(tmp_path / "family", BY_NAME["bert"])
@@ -198,8 +193,6 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     assert "rank 1: error: expert green has NaN or infinity in" in broken.stderr
     assert broken.stderr.count("error:") == 1
     file.write_bytes(sound)
-    refused = torchrun(*command)
-    assert f"{file} has changed" in unfold(refused.stderr) and refused.returncode != 0
     full = torchrun(*command, "--restart", largest=len(sound) - 1)
     assert "File too large" in full.stderr and full.returncode != 0 and not output.exists()
     again = torchrun(*command)

@@ -27,7 +27,6 @@ from featcal_cli.runtime.errors import RecipeError
 ROOT = Path(__file__).parents[2]
 BASE = "openai/clip-vit-base-patch32"
 TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from transformers import BertConfig, BertForSequenceClassification
 from featcal_cli import calibrate
 from featcal_cli.runtime.errors import OutputError
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 PART = re.compile(r"^## (?P<title>[^\n]*)|^\| `(?P<text>[^`]*)` \|", re.MULTILINE)
 BLANK = re.compile("‹(.*?)›")

@@ -15,8 +15,6 @@ from torch import Tensor
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 FULL = (
     "bert", "gpt2", "whisper", "convnext", "wavlm", "gpt-oss", "llama4", "recurrent-gemma", "qwen2-moe", "qwen3-next",
 )  # fmt: skip

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 SETTINGS = {"ridge": 0.1, "rho": None, "alpha": None, "examples": 8}
 """With a ridge under which rounding stays as small as it is: 1e-4 makes it a thousand times as large."""
 PRECISE, PRECISE_TO_ROUNDING = 1e-5, 1e-4

@@ -19,8 +19,6 @@ from torch import Tensor
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Saved:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = featcal("demo", "--json", folder=tmp_path, OMP_NUM_THREADS="2")
+    run = featcal("demo", "--json", folder=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     shown = json.loads(run.stdout)

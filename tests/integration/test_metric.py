@@ -27,8 +27,6 @@ from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 GIVEN = {"method": "paper", "examples": 64, "ridge": 1e-3, "rho": 1.0, "alpha": 0.3}
 
 

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 TASKS = ("red", "green")
 
 

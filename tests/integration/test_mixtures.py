@@ -15,8 +15,6 @@ from featcal_cli.models.module_kinds import EXPERTS_SQUARES, split_systems
 from featcal_cli.reporting.report import Report
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:

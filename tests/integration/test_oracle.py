@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from compatibility import read_rows
-from families import BY_NAME, FAMILIES, Family, save_family
-from family_checks import check_family, check_oracle
+from families import BY_NAME, FAMILIES, Family, few_of, save_family
+from family_checks import check_family, check_nothing_to_learn, check_oracle
 
 from featcal_cli.workflows.verbs import calibrate
 
@@ -16,7 +16,6 @@ DEFAULT = {"bert", "gpt2", "vit", "mixtral", "xlm"}
 FAR_APART = [pytest.param(family, marks=[] if family.name in DEFAULT else pytest.mark.matrix) for family in FAMILIES]
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("family", FAR_APART, ids=lambda family: family.name)
 def test_a_family_is_calibrated_as_the_oracle_does_it(tmp_path: Path, family: Family) -> None:
     check_family(tmp_path, family)
@@ -44,13 +43,17 @@ TURNS = {
 """What is solved at once where it is solved module by module, by the paths inside a block."""
 
 
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("name", few_of(TURNS, {"bert", "mixtral"}))
 def test_modules_are_solved_on_what_those_before_them_give(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
     result = calibrate(saved.recipe(order="module"), output=tmp_path / "out", batch_size=5)
     check_oracle(saved, result, turns=TURNS[name])
     assert result.report.settings["order"] == "module"
+
+
+@pytest.mark.parametrize("name", few_of(["bert", "mixtral", "t5", "swin", "wav2vec2", "xlnet"], {"bert"}))
+def test_where_nothing_is_to_be_learnt_nothing_changes(tmp_path: Path, name: str) -> None:
+    check_nothing_to_learn(tmp_path, BY_NAME[name])
 
 
 def test_the_table_in_the_docs_has_a_row_for_every_family() -> None:

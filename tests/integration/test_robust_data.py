@@ -17,8 +17,6 @@ from featcal_cli.recipe.reading import as_draft, complete_draft
 from featcal_cli.reporting.report import Report
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 DATA = Path(__file__).resolve().parents[2] / "recipes" / "demo" / "data"
 ROWS, FITTED = 160, 128
 MARGIN = 1.01

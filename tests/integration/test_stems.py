@@ -28,7 +28,6 @@ ALL_BLOCKS = {
 FAST = {"vit"}
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.matrix) for name in ALL_BLOCKS]
 )

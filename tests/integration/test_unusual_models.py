@@ -15,8 +15,6 @@ from featcal_cli.hub.model_config import read_config
 from featcal_cli.runtime.errors import DataError, NumericsError
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 LEVIT = {
     "image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1],
     "key_dim": [8, 8, 8],

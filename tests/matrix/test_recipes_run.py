@@ -16,7 +16,6 @@ from featcal_cli.recipe.reading import find_recipe, read_draft
 from featcal_cli.recipe.schema import Draft, Evaluate
 from featcal_cli.workflows.evaluate import evaluate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 LANGUAGE = ("llama-3.1-8b-mergebench", "llama-3.2-3b-mergebench", "two-language-models")
 EXAMPLES = 4
 

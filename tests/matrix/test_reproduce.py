@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from featcal_cli.recipe.reading import find_recipe, read_draft
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # as a script has it
 SCRIPT = run_path(str(Path(__file__).parents[2] / "benchmarks" / "reproduce.py"))
 RECIPE = "clip-vit-b32-8"

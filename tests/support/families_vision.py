@@ -61,7 +61,7 @@ _FOCALNET = {
     "focal_levels": [2, 2], "focal_windows": [3, 3],
 }  # fmt: skip
 _MOBILEVIT = {
-    "image_size": 128, "hidden_sizes": [16, 24, 32], "num_attention_heads": 4,
+    "image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": 4,
     "neck_hidden_sizes": [8, 8, 8, 16, 16, 16, 32],
 }  # fmt: skip
 _SAM = {"output_channels": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48, "num_pos_feats": 8}
@@ -109,7 +109,7 @@ VISION = [
     Family("cvt", "CvtModel", _CVT, images, "encoder.stages.0.layers.0 encoder.stages.1.layers.{}"),
     # it halves the image five times and reads patches of 2 × 2
     Family(
-        "mobilevit", "MobileViTModel", _MOBILEVIT, lambda count: {"pixel_values": torch.randn(count, 3, 128, 128)},
+        "mobilevit", "MobileViTModel", _MOBILEVIT, lambda count: {"pixel_values": torch.randn(count, 3, 64, 64)},
         "encoder.layer.2.transformer.layer.{} encoder.layer.3.transformer.layer.{0,1,2,3} "
         "encoder.layer.4.transformer.layer.{0,1,2}",
     ),

@@ -66,6 +66,8 @@ def calibrate_slowly(
     for model in (student, base, *experts):
         to_float64(model)
     found: dict[str, Tensor] = {}
+    # experts never change, so that one forward shows their features in all blocks
+    targets = [record_all(expert, "", batch, family) for expert, batch in zip(experts, examples, strict=True)]
     for block, turn in itertools.product(family.block_names, (*turns, *EXPERT_TURNS)):
         if turn in EXPERT_TURNS:
             if _find_experts(student, block):
@@ -73,7 +75,6 @@ def calibrate_slowly(
                 _load(student, _calibrate_experts(*given, ridge, rho, alpha), found)
             continue
         features = [record_all(student, block, batch, family) for batch in examples]
-        targets = [record_all(expert, block, batch, family) for expert, batch in zip(experts, examples, strict=True)]
         new: dict[str, Tensor] = {}
         for path in modules_to_calibrate(student, block, family, all_norms=all_norms):
             if path not in features[0] or not re.search(turn, path.removeprefix(block)):

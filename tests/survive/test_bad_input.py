@@ -14,8 +14,6 @@ import pytest
 from bad_input import Arrange, Stage, files_under, good_arguments
 from command_line import featcal, featcal_inside
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 CASES = [
     pytest.param(arrange, words, id=f"{kind.__name__}-{number}")
     for kind in (bad_recipes, bad_options, bad_models, bad_tensors, bad_data, bad_surroundings)

@@ -27,7 +27,7 @@ from featcal_cli.runtime.structured_text import load_documents
 from featcal_cli.workflows.recipe_files import dump_recipe
 
 FUZZ = settings(
-    derandomize=True, database=None, deadline=None, max_examples=600, suppress_health_check=list(HealthCheck)
+    derandomize=True, database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck)
 )
 """The same inputs in every run."""
 

@@ -31,8 +31,6 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.workflows.output import copy_checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 arrow: Any = pyarrow  # has no types
 LONG = 100_000_000
 

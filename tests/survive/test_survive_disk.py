@@ -26,8 +26,6 @@ from small_disk import PAGE, SmallDisk, mounted
 
 from featcal_cli import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 FULL = "No space left on device"
 ENOUGH = 400_000
 """Bytes that the output takes, and not what it would take with its journal."""
@@ -96,7 +94,6 @@ def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """The output by the name of the recipe, made where there is room."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
         for name in ("given", "built"):
             patch.chdir(tmp_path_factory.mktemp(name))
             found[name] = result(calibrate(inputs / f"{name}.yaml", output="out").output)
