@@ -24,6 +24,8 @@ TIMEOUT = 10.0
 """Seconds without a byte of an answer, after which a request has failed: huggingface_hub's own limit for files."""
 TRIES = 5
 """Times that a request is made before its failure counts."""
+CUT = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+"""Errors of a connection that was cut."""
 PAUSE = 1.0
 """Seconds before the second try; they double with every further one, as huggingface_hub's do."""
 
@@ -109,8 +111,10 @@ def may_pass(error: BaseException) -> bool:
         return False
     if isinstance(cause, (HfHubHTTPError, httpx.RequestError)):
         request = _request_of(cause)
-        if request is not None and (request.method == "HEAD" or "/tree/" in request.url.path):
+        if request is not None and "/tree/" in request.url.path:
             return False
+        if request is not None and request.method == "HEAD":
+            return isinstance(cause, CUT)  # it has asked again after everything else
         busy = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (408, 416, 429)
         return busy or is_lapsed(cause) or is_unreachable(cause)
     # another thread had the client made anew; or another number of bytes arrived than was announced
@@ -134,7 +138,7 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{who} stopped answering"
     if isinstance(cause, httpx.TooManyRedirects):
         return f"{who} redirects in circles"
-    if isinstance(cause, (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)):
+    if isinstance(cause, CUT):
         return f"{who} cut the connection ({kind})"
     if isinstance(cause, OSError) and cause.errno is None:
         return f"{who} sent another number of bytes than it announced"

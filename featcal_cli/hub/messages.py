@@ -168,9 +168,10 @@ def _explain(error: Exception, subject: _Subject) -> HubError | None:
     if key is not OSError:
         return subject.fill(key, cause) if key else None
     what = f"the push to {subject.repo} failed" if subject.is_written else f"{subject.name} could not be downloaded"
-    fix = tell_fix(cause, f"point HF_HOME to a folder that can be written, or {LOOK}")
-    where = str(getattr(cause, "filename", None) or constants.HF_HUB_CACHE)
-    return HubError(f"{what}: {name_reason(cause)}", where=where, fix=fix)
+    file = getattr(cause, "filename", None)
+    # without a file it may be about anything, such as certificates that are not where a variable says
+    fix = tell_fix(cause, f"point HF_HOME to a folder that can be written, or {LOOK}" if file else LOOK)
+    return HubError(f"{what}: {name_reason(cause)}", where=str(file or subject.repo), fix=fix)
 
 
 def _find_kind(error: BaseException, cause: BaseException, subject: _Subject) -> object:

@@ -173,8 +173,9 @@ def run_oracle(
 ) -> dict[str, Tensor]:
     """What the oracle makes of these tasks."""
     batches = [{name: tensor[:FITTED] for name, tensor in saved.inputs[task].items()} for task in tasks]
-    given = deepcopy(models["merged"]), models["base"], [models[task] for task in tasks], batches, saved.family
-    return calibrate_slowly(*given, **SETTINGS, **settings)
+    merged, experts = deepcopy(models["merged"]), [models[task] for task in tasks]
+    keywords: dict[str, Any] = {**SETTINGS, **settings}
+    return calibrate_slowly(merged, models["base"], experts, batches, saved.family, **keywords)
 
 
 def check_oracle(
