@@ -23,7 +23,7 @@ from featcal_cli.data.splits import (
     ignore,
     is_hidden,
 )
-from featcal_cli.hub.client import with_retries
+from featcal_cli.hub.client import is_lapsed, with_retries
 from featcal_cli.hub.messages import explained
 from featcal_cli.hub.repo import CARD, COMMIT, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
@@ -70,6 +70,8 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubSplit:
+    dataset: str
+    """The dataset's Hub id."""
     split: str
     format: str
     """parquet, or the builder of `datasets` that reads the files."""
@@ -81,7 +83,16 @@ class HubSplit:
     system: Any
 
     def open(self, file: HubFile, **options: Any) -> Any:
-        return self.system.open(file.url, "rb", size=file.size, **options)
+        opened = self.system.open(file.url, "rb", size=file.size, **options)
+        fetch = opened.cache.fetcher
+
+        def fetch_again(start: int, stop: int) -> Any:
+            with explained(self.dataset, kind="dataset", file=file.path):
+                # the address that the Hub gives out for a large file holds for some time only
+                return with_retries(lambda: fetch(start, stop), is_lapsed)
+
+        opened.cache.fetcher = fetch_again
+        return opened
 
 
 def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
@@ -111,7 +122,7 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
         (info.get("features") for info in infos if str(info.get("config_name", source.config)) == source.config), None
     )
     features = _entries(columns) if isinstance(columns, list) else []
-    return HubSplit(chosen, kind, files[chosen], files, features, system)
+    return HubSplit(repo.name, chosen, kind, files[chosen], files, features, system)
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
@@ -177,6 +188,8 @@ def explaining_hub(data: Data) -> Iterator[None]:
     except FeatCalError:
         raise
     except Exception as error:  # every library below has error kinds of its own, and wraps those of the others
+        if explained_before := next((cause for cause in _causes(error) if isinstance(cause, HubError)), None):
+            raise explained_before from error
         fix = "check that its files are whole, and config and split the right ones"
         unread = DataError(f"the dataset cannot be read: {exception_text(error)}", where=str(data), fix=fix)
         raise (_explain_hub(error, data) or explain_full(error) or unread) from error

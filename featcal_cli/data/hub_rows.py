@@ -23,6 +23,8 @@ READERS = 8
 """Requests at the same time."""
 BUFFER_ROWS = 2**11
 """Rows of a stream among which are those that are drawn."""
+MOST_SHARDS = 16
+"""Files of a stream that take turns."""
 MOST_FILES = 32
 """Parquet files that are opened at most while they hold enough rows: the footer of each is a request, up to a MB."""
 BUDGET_SHARE, FEWEST_BYTES, MOST_BYTES = 0.25, 2**23, 2**26
@@ -37,9 +39,16 @@ PIECE_BYTES = 2**20
 
 def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
     """Up to `count` rows of files that are not parquet and can only be read from their start: `datasets` shuffles the
-    files, and the first rows of several in a buffer. Raises what `datasets` and HfFileSystem raise."""
-    stream = _open_stream(split).shuffle(seed=Random(seed).getrandbits(32), buffer_size=BUFFER_ROWS)
-    return _fetch_all(split, islice(stream, count))
+    files, and the first rows of several, which take turns, in a buffer. Raises what `datasets` and HfFileSystem
+    raise."""
+    import datasets
+
+    seed = Random(seed).getrandbits(32)
+    stream = _open_stream(split).shuffle(seed=seed, buffer_size=1)
+    if (parts := min(stream.num_shards, MOST_SHARDS)) > 1:  # files may hold one class each
+        shards = [stream.shard(parts, number) for number in range(parts)]
+        stream = datasets.interleave_datasets(shards, stopping_strategy="all_exhausted_without_replacement")
+    return _fetch_all(split, islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count))
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
@@ -188,8 +197,8 @@ def _fetch_all(split: HubSplit, rows: Iterable[Row]) -> Iterator[Row]:
             return value
         content = b""
         if file.size <= LARGEST_FILE:
-            with split.open(file, block_size=0) as stream:
-                content = stream.read()
+            with split.open(file, cache_type="none") as stream:
+                content = stream.read(file.size)
             if len(content) != file.size:
                 what = f"{len(content):,} of the {file.size:,} bytes of {file.path} arrived"
                 raise DataError(what, where=file.url, fix="check the connection, and run again")

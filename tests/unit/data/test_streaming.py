@@ -439,7 +439,7 @@ def test_what_cannot_be_told_is_an_error_that_says_what_to_type(
 @pytest.mark.parametrize(
     ("settings", "token", "revision", "message"),
     [
-        ({"gated": True}, None, None, r"is gated\n[^$]*/datasets/streaming/"),
+        ({"gated": True}, None, None, r"is gated[^$]*/datasets/streaming/"),
         ({"gated": True}, "stranger", None, r"is gated[^$]*user who has access"),
         ({"gated": True, "granted": ["reader"]}, "reader", None, None),
         ({"private": True}, None, None, r"no dataset streaming/[^$]*or it is private"),
