@@ -50,7 +50,7 @@ class Module:
     """Path inside the block, for example self_attn.q_proj."""
     kind: Kind
     rows: tuple[Rows, ...]
-    """What the rows of its input are, for each of its calls in one run of the block; empty if it is never called."""
+    """The rows of its input, for each of its calls in one run of the block; empty if it is never called."""
     overwritten: bool
     """Whether the block changes this module's input in place after the module has read it."""
     functional: FunctionalLinear | None = None
@@ -82,13 +82,13 @@ class Block:
     skipped: tuple[tuple[str, str], ...]
     """Parts that are left unchanged, as (path inside the block, reason)."""
     rows: Rows
-    """What the rows of its hidden states are."""
+    """The rows of its hidden states."""
     calls: int
     """Number of calls in one forward pass: more than one if layers share their weights."""
     overwritten: bool
     """Whether the block changes its own input in place."""
     holds: Literal["text", "padded text", "patches"]
-    """What its hidden states hold: patches, or anything else that does not depend on a text's length; the text, perhaps
+    """The content of its hidden states: patches, or anything else that does not depend on a text's length; the text, perhaps
     among other rows; or the text with padding that the model adds behind it."""
     gating_modules: tuple[str, ...]
     """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
@@ -256,7 +256,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
 
 
 def _find_held(rows: Rows, axes: Axes, run: ProbeRun) -> Literal["text", "padded text", "patches"]:
-    """What the hidden states [B, n, d] of a block hold. As many rows for texts of different lengths are patches where a
+    """The content of the hidden states [B, n, d] of a block. As many rows for texts of different lengths are patches where a
     model reads more than text, and else a text that the model pads itself, as attention in windows may want it."""
     lengths = axes.get(OWN_AXIS) if rows.axis == OWN_AXIS else None
     if lengths is None or lengths[0] != lengths[1]:

@@ -37,7 +37,7 @@ class ProbeRun:
     """Whether the model reads more than text, and the text's length differs in the probes."""
 
     def rows_of_block(self, block: str) -> tuple[Rows, Axes]:
-        """What the rows of the block's hidden states are, and all token axes, with the block's own if it has one."""
+        """The rows of the block's hidden states, and all token axes, with the block's own if it has one."""
         axes = dict(self.axes)
         if block not in self.first.shapes:
             return Rows(), axes
@@ -51,7 +51,7 @@ class ProbeRun:
     def rows_of_module(
         self, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None
     ) -> tuple[Rows, ...]:
-        """What the rows are that a module reads in each of its calls in one run of its block."""
+        """The rows that a module reads in each of its calls in one run of its block."""
         first, second = (
             [rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (self.first, self.second)
         )
@@ -62,7 +62,7 @@ class ProbeRun:
         return tuple(learn_rows(a, b, axes, other_inputs=self.other_inputs) for a, b in pairs)
 
     def rows_of_experts(self, paths: Collection[str], axes: Axes) -> tuple[Rows, ...]:
-        """What the rows are that a mixture takes the tokens of these experts' modules from."""
+        """The rows that a mixture takes the tokens of these experts' modules from."""
         routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]
         if not all(routed):
             return (Rows(may_hold_padding=True),)

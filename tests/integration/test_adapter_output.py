@@ -123,7 +123,7 @@ def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
     )
     assert one == other
     with pytest.raises(OutputError, match="--as-adapter was 4, and is 8"):
-        calibrate({**recipe, "output": {"push_to": "alice/model"}}, output=tmp_path / "out", as_adapter=8)
+        calibrate(recipe, output=tmp_path / "out", as_adapter=8)
 
 
 @pytest.mark.parametrize(
