@@ -111,7 +111,9 @@ def test_the_recipe_in_the_output_holds_the_numbers_and_gives_the_same_bytes(
     assert chosen(written) == chosen(read_report(tmp_path / "out").settings) and written["method"] == method
     again = calibrate(tmp_path / "out" / "featcal.yaml", output=tmp_path / "again").report
     assert weights(tmp_path / "again") == weights(tmp_path / "out")
-    assert again.settings == {**read_report(tmp_path / "out").settings, "chosen_by": "given"}
+    settings = read_report(tmp_path / "out").settings
+    assert again.settings == {**settings, "chosen_by": "given", "asked": again.settings["asked"]}
+    assert again.settings["asked"] == {**settings["asked"], **chosen(settings)}
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
