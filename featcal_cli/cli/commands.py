@@ -127,11 +127,11 @@ def calibrate(
     with recorded(screen, log_file) as log:
         with interruptible(), screen.live():
             session = Session(draft, how, log)
-            found = verbs.find(session)
+            found, target = verbs.find(session)
             if how.dry_run and not json:
                 with screen.paused():
                     results.show_inputs(found)
-            done = verbs.plan_only(session, found) if how.dry_run else verbs.run(session, found)
+            done = verbs.plan_only(session, found) if how.dry_run else verbs.run(session, found, target)
         if isinstance(done, verbs.Result):
             if json:
                 pushed = asdict(done.pushed) if done.pushed else None

@@ -88,8 +88,8 @@ class Block:
     overwritten: bool
     """Whether the block changes its own input in place."""
     holds: Literal["text", "padded text", "patches"]
-    """The content of its hidden states: patches, or anything else that does not depend on a text's length; the text, perhaps
-    among other rows; or the text with padding that the model adds behind it."""
+    """The content of its hidden states: patches, or anything else that does not depend on a text's length; the text,
+    perhaps among other rows; or the text with padding that the model adds behind it."""
     gating_modules: tuple[str, ...]
     """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
 
@@ -256,8 +256,9 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
 
 
 def _find_held(rows: Rows, axes: Axes, run: ProbeRun) -> Literal["text", "padded text", "patches"]:
-    """The content of the hidden states [B, n, d] of a block. As many rows for texts of different lengths are patches where a
-    model reads more than text, and else a text that the model pads itself, as attention in windows may want it."""
+    """The content of the hidden states [B, n, d] of a block. As many rows for texts of different lengths are patches
+    where a model reads more than text, and else a text that the model pads itself, as attention in windows may want
+    it."""
     lengths = axes.get(OWN_AXIS) if rows.axis == OWN_AXIS else None
     if lengths is None or lengths[0] != lengths[1]:
         return "text"

@@ -119,7 +119,7 @@ def calibrate(
         strict, push_anyway, evaluate, allow_code, as_adapter,
     )  # fmt: skip
     session = Session(recipe, options, listener)
-    return run(session, find(session))
+    return run(session, *find(session))
 
 
 def dry_run(
@@ -133,7 +133,7 @@ def dry_run(
     found, data that cannot be read.
     """
     session = Session(recipe, RunOptions(**options, dry_run=True), listener)
-    plan = plan_only(session, find(session))
+    plan = plan_only(session, find(session)[0])
     if raise_stops and plan.stops:
         raise join_stops(plan.stops)
     return plan
@@ -154,12 +154,11 @@ def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
     return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 
-def find(session: Session) -> Inputs:
-    """Find the inputs of a calibration, once it is known that its result may go where it is to go on the Hub."""
-    if not session.options.dry_run:
-        _look_at_hub(session, _open_workspace(session))
+def find(session: Session) -> tuple[Inputs, Target | None]:
+    """The inputs of a calibration and, but for a dry run, its result's place on the Hub, which is checked first."""
+    target = None if session.options.dry_run else _look_at_hub(session, _open_workspace(session))
     with explain_losses(session.draft.local_paths):
-        return find_inputs(session, copied=True)
+        return find_inputs(session, copied=True), target
 
 
 def plan_only(session: Session, inputs: Inputs) -> Plan:
@@ -187,14 +186,13 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
     return replace(plan, stops=tuple(found))
 
 
-def run(session: Session, inputs: Inputs) -> Result:
-    """Calibrate, write, evaluate and push. What is wrong with the inputs leaves nothing behind; finished blocks outlive
-    everything else."""
+def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
+    """Calibrate, write, evaluate and push to `target`. What is wrong with the inputs leaves nothing behind; finished
+    blocks outlive everything else."""
     options, ranks, models = session.options, session.ranks, None
     workspace = _open_workspace(session)
     with workspace.held() if ranks.is_first else nullcontext():
         finished = _look_at_output(session, inputs, workspace)
-        target = _look_at_hub(session, workspace)
         report = ranks.broadcast(finished)
         if report is None:
             session.load_libraries()

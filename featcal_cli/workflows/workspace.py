@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,7 +106,7 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, inputs: 
     for job in (known, wanted):  # it may be pushed to another place than was planned
         job.pop("output", None)
     clauses = describe_differences({"recipe": known}, {"recipe": wanted})
-    clauses += [f"{file} has changed" for file in _list_newer(inputs, target / RECIPE)]
+    clauses += [f"{file} has changed" for file in _list_newer(inputs, target / RECIPE, _splits_to_evaluate(recipe))]
     rank = report.adapter.rank if report.adapter else None
     if as_adapter and as_adapter != rank:
         clauses.append(f"--as-adapter was {rank or 'not given'}, and is {as_adapter}")
@@ -116,12 +116,22 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, inputs: 
     return report
 
 
-def _list_newer(inputs: Iterable[Path], made: Path) -> Iterator[Path]:
-    """Files among the inputs, and directly in their folders, that were changed after an output was made."""
+def _splits_to_evaluate(recipe: Recipe) -> set[str]:
+    """The splits that are evaluated on, and that no examples for calibration come from."""
+    measured = {task.evaluate.split for task in recipe.tasks.values() if task.evaluate}
+    fitted = {task.data.split for task in recipe.tasks.values()}
+    return set() if None in fitted else {split for split in measured if split not in fitted}
+
+
+def _list_newer(inputs: Iterable[Path], made: Path, left_out: Collection[str]) -> Iterator[Path]:
+    """Files among the inputs, and directly in their folders, that were changed after an output was made. left_out: the
+    splits whose files may change."""
     with suppress(FileNotFoundError):  # the output has no recipe, or an input is just being replaced
         then = made.stat().st_mtime_ns
         for path in dict.fromkeys(inputs):
             for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                if file.name.partition(".")[0] in left_out:
+                    continue
                 if file.is_file() and max(file.stat().st_mtime_ns, file.stat().st_ctime_ns) > then:
                     yield file
 
