@@ -129,7 +129,9 @@ class _Subject:
             "words": _quote(error) if error else "",
             "missing": missing,
         }
-        reason = "" if key is SILENT else _quote_reason(error)
+        # a class of its own says it all; what the Hub says of a missing repo ("Invalid username or password") misleads
+        is_clear = key is SILENT or (isinstance(key, type) and key is not HfHubHTTPError)
+        reason = "" if is_clear else _quote_reason(error)
         what = what.format(**values) + (f": {reason}" if reason else "")
         where = f"{self.repo}@{self.revision}" if self.revision else self.repo
         return HubError(what, where=where, fix=fix.format(**values))

@@ -218,7 +218,9 @@ def _check_type(other: Model, stated: Any, config: Any) -> None:
 def _differences(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield each key of these two kinds whose values differ between two configs, with both values. A number of heads
     that is None follows from the shapes of the tensors."""
-    values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
+    # transformers knows no other kind of positions by now, and configs do not have to name it
+    default = {"position_embedding_type": "absolute"}
+    values, other_values = (default | dict(_flatten(config.to_dict())) for config in (one, other))
     for key in sorted(values.keys() & other_values.keys()):
         own, wanted = values[key], other_values[key]
         is_decisive = DECISIVE_KEYS.fullmatch(key.rpartition(".")[2]) and own is not None and wanted is not None

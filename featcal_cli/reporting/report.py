@@ -261,9 +261,8 @@ class Report:
         return {"headline": self.headline, **asdict(self)}
 
     def to_json(self) -> str:
-        text = write_json(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
-        # names in data may hold half characters
-        return without_tokens(text.encode("utf-8", "backslashreplace").decode())
+        # names of files and in data may hold anything, half characters included
+        return without_tokens(write_json(self.to_dict(), indent=2, ensure_ascii=True) + "\n")
 
     @classmethod
     def from_json(cls, text: str) -> Report:
