@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 GLOBAL_MASK = "global_attention_mask"
 """The name that Longformer and LED give to an input that is 1 for tokens that attend everywhere."""
 OTHER_COLUMN = "name the right columns with --columns TASK=ROLE:COLUMN, or give other data"
-OTHER_ROWS = "mend or take out these rows, or give other data"
+OTHER_ROWS = "fix or take out these rows, or give other data"
 
 Batch = dict[str, Tensor]
 """Forward arguments, dimension 0 the examples."""
 
 
 class BadRowError(Exception):
-    """One row that cannot become an example, why, and what mends many of the kind."""
+    """One row that cannot become an example, why, and what fixes many of the kind."""
 
     def __init__(self, reason: str, fix: str = OTHER_ROWS) -> None:
         super().__init__(reason)

@@ -113,6 +113,6 @@ def describe_files(files: Files) -> Iterator[str]:
         yield f"left out of the output: {name} ({why})"
     for name in files.shadowing:
         what = (
-            f"{name} holds the merged model's tensors once more, and stays as merged, as modules.json lists its folder"
+            f"{name} holds the merged model's tensors once more, and is left unchanged, as modules.json lists its folder"
         )
         yield f"{what}: sentence-transformers loads these, not the calibrated ones"

@@ -12,7 +12,7 @@
 #   WORK         a folder for this merge, with calibrated/, drift.html and drift.md in the end [.]
 #   HF_TOKEN     a token of the Hub that may write to PUSH_TO
 #
-# It ends with featcal's exit codes: 0 pushed, 2 something to mend (a message says what), 3 the gate: the calibrated
+# It ends with featcal's exit codes: 0 pushed, 2 something to fix (a message says what), 3 the gate: the calibrated
 # model is worse on a task, and nothing is pushed. Run again after a failure, it goes on where it was.
 set -euo pipefail
 
