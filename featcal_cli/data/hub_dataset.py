@@ -54,7 +54,8 @@ class HubSource:
     """Whether they are the Hub's parquet copy rather than the dataset's own files."""
 
     def pin(self, data: Data) -> Data:
-        """The source with the commit; of the copy also with the config, which no card chooses there."""
+        """Return `data` pinned to the commit that was found. If that is the Hub's parquet copy, the config is set too,
+        as the copy has no dataset card that would choose one."""
         chosen = {"config": self.config} if self.is_copy else {}
         return data.model_copy(update={"revision": self.repo.commit, **chosen})
 

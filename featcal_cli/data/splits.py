@@ -83,8 +83,12 @@ def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
 
 
 def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Note) -> str:
-    """The split asked for; else train, the only one that begins so, validation, test, or the only one at all. `note` is
-    told of a split that nobody asked for and that is not train. Raises DataError when there is none such."""
+    """Choose which split to read: the wanted one, or train if none was asked for, under any of its usual names.
+
+    If none was asked for and there is no train split, it is the only split whose name begins with train; if no name
+    does, it is validation, else test, else the only split. `note` is told of such a substitute. Raises DataError if the
+    wanted split does not exist, or if several splits remain to choose from.
+    """
     named = SPLIT_WORDS.get(wanted or "train", wanted)
     if wanted in splits:
         return str(wanted)

@@ -194,7 +194,8 @@ class BlockRunner:
         )
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
-        """The parameters of the module at `path` in merged, as they are when idle, by their paths in merged."""
+        """Return the host-memory copies of a module's parameters, by their paths in merged; `path` is the module's path
+        in merged. New values that are still on the device are copied to host memory first."""
         self._fetch_new()
         block, module = self._functional.get(path, (path, None))
         held = self.module(block)

@@ -207,11 +207,12 @@ def measure_output_gradients(
     checked: Sequence[Batch],
     seed: int,
 ) -> OutputGradients:
-    """Measure gradients of random projections of an expert's outputs on the calibration examples, and only their sizes
-    on those that updates are checked on.
+    """Measure the gradients of random projections of an expert's outputs at its Linear modules.
 
-    Each block runs forwards, and once more with gradients, on one batch after the other, so that its weights are
-    brought once for every KEPT_BYTES of block arguments.
+    `fitted` holds the calibration examples. On `checked`, the examples that updates are checked on, only the sizes of
+    the gradients are measured. Batches are processed in groups whose block arguments fill about KEPT_BYTES. Each block
+    runs forward on all batches of a group in turn, so that its weights are brought once a group; it runs once more,
+    with gradients, in the backward pass of each batch.
     """
     sums = GradientSums(seed)
     of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, sums)

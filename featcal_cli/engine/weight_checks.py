@@ -305,7 +305,8 @@ class TaskVectorMeter(Meter[TaskVector]):
 def _shared(
     block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
 ) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
-    """Parameters of the block that all have in one shape: of the models by role, of the expert, and of the base."""
+    """Yield each floating-point parameter of a block that all models, the expert and the base have in the same shape:
+    its values in the models, by role, then in the expert, then in the base."""
     ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
     theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
     for name, first in start.items():

@@ -64,8 +64,12 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
 
 
 def _check_values(value: Any, where: str, trusted: bool, key: str, depth: int) -> None:
-    """Raise CheckpointError for a plain value at any depth that would take more than any machine has, or fetch code;
-    `key` is that of the value, or of the list or mapping around it."""
+    """Check a value of config.json, and all values nested in it, before transformers reads them.
+
+    Raises CheckpointError for a number too large or too small for any model, for an unknown dtype, for nesting that is
+    too deep, and, unless `trusted`, for a kernel that would be fetched as code from another repo. `key` is the key of
+    the value, or of the list or mapping around it.
+    """
     if depth > MAX_DEPTH:
         raise CheckpointError("config.json is nested too deep", where=where, fix="use a transformers checkpoint")
     if isinstance(value, dict):

@@ -137,8 +137,11 @@ def _without_itself(claim: Claim, repo: Repo, notes: list[str]) -> Claim:
 
 
 def _anchored(data: Data, repo: Repo) -> Data:
-    """A foreign recipe's data, as this machine may open it: the recipe of a Hub repo never leads to files here. Raises
-    UnusableError."""
+    """Resolve a data source named in another author's recipe, so that it can be opened on this machine.
+
+    Relative paths in the recipe of a local folder become absolute. Raises UnusableError if the recipe of a Hub repo
+    names a path, as that must never lead to files on this machine, or if a name cannot be shown or resolved.
+    """
     if not all(part.isprintable() for part in (data.config, data.split) if part):
         raise UnusableError("has a name that cannot be shown")
     if data.is_self_written:

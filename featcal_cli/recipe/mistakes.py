@@ -99,7 +99,8 @@ def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | i
 def _describe_mistake(
     place: tuple[str | int, ...], problem: ErrorDetails, typed: Mapping[str, Any]
 ) -> tuple[str, str | None, str]:
-    """Return the mistake, its option if it was typed, and the fix, which is empty where the mistake says it."""
+    """Describe one of pydantic's complaints about a recipe to the user, as a triple: the message; the command-line
+    option that set the value, None if no option did; and the fix, empty if the message already implies it."""
     parts = list(map(str, place))
     name = ".".join(map(plain, parts))
     if problem["type"] == "extra_forbidden":

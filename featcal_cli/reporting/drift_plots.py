@@ -172,7 +172,8 @@ def plot_drift(report: Report) -> bytes:
 
 
 def _choose_curves(curves: Mapping[str, DriftCurve]) -> dict[str, DriftCurve]:
-    """Charts by title: the mean, where all tasks run through the same blocks, and as many tasks as fit."""
+    """Choose the drift curves to draw, by chart title: at most MOST_CURVES, those of the tasks with the largest drift.
+    The mean over all tasks comes first if there are several and all run through the same blocks."""
     tasks = {one_line(task): curve for task, curve in curves.items()}
     means = {}
     (blocks, *others), count = {tuple(curve.blocks) for curve in curves.values()}, len(curves)

@@ -270,8 +270,13 @@ SWITCH_COST = 1 / 3
 
 
 def choose_switched(batches: Sequence[Batch], blocks: int, models: int, split: int) -> list[Batch]:
-    """The task's first examples, as many as SWITCH_COST allows, but one at least, in batches that have no more passes
-    at hand than others: for `blocks` blocks and `models` models that are measured, of which `split` are split."""
+    """Choose the first examples of a task for the forward passes that switch from the expert's blocks to a model's.
+
+    There are as many examples as SWITCH_COST allows, but at least one and at most SWITCHED. Their batches are small, so
+    that about as many forward passes are held at once as in the rest of the measurement. `blocks` is the number of
+    blocks, `models` that of measured models, and `split` that of models whose drift is split into local mismatch and
+    upstream propagation.
+    """
     examples, largest = sum(map(count_examples, batches)), max(map(count_examples, batches), default=0)
     usual = 1 + models + split  # forwards an example: expert, models, and their blocks on the expert's input
     further = 1 + split * (1 + (blocks + 1) / 2)
