@@ -112,7 +112,5 @@ def describe_files(files: Files) -> Iterator[str]:
         why = "it does not list the tensors of model.safetensors" if index else "other weights than the calibrated ones"
         yield f"left out of the output: {name} ({why})"
     for name in files.shadowing:
-        what = (
-            f"{name} holds the merged model's tensors once more, and is left unchanged, as modules.json lists its folder"
-        )
+        what = f"{name} holds the merged model's tensors again, and is left unchanged, as modules.json lists its folder"
         yield f"{what}: sentence-transformers loads these, not the calibrated ones"
