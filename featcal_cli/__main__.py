@@ -8,6 +8,7 @@ import sys
 def main() -> None:
     """Run the command line. Importing it takes a moment, and may be interrupted too."""
     use_large_pages()
+    open_closed_streams()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     try:
         from featcal_cli.runtime.process import count_from_start, stop_when_signalled
@@ -36,6 +37,19 @@ def main() -> None:
         # rich shows all other messages, and may be what is broken
         sys.stderr.write(f"error: {known}\n")
         sys.exit(known.exit_code)
+
+
+def open_closed_streams() -> None:
+    """Open standard streams that are closed to /dev/null; otherwise the next file to be opened would get the number of
+    one of them, and messages would be written into it."""
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # takes the lowest free number, which is this one
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lasts
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def use_large_pages() -> None:

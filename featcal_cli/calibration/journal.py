@@ -222,12 +222,8 @@ def check_unfinished(folder: Path, fingerprint: Mapping[str, Any]) -> None:
         raise _refuse(folder.parent, other, wanted)
 
 
-def drop_journal(folder: Path, job: str | None = None) -> None:
-    """Delete a journal, and nothing else that lies in its folder; where the hash of a `job` is given, only if it is of
-    that job."""
-    known = [found for block in list_blocks(folder) if (found := _read_job(block))] if job is not None else []
-    if any(_hash_text(_write_job(found)) != job for found in known):
-        return
+def drop_journal(folder: Path) -> None:
+    """Delete a journal, and nothing else that lies in its folder."""
     with suppress(OSError):  # what remains is of no use, and does no harm
         for file in (*list_blocks(folder), *folder.glob("*.partial")):
             file.unlink(missing_ok=True)

@@ -30,6 +30,8 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some
 
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
+DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
+"""Keys of a config which say that a decoder has other tokens than its encoder."""
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 """A mask → the ids that it has a value for each of."""
 
@@ -124,9 +126,12 @@ def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
         if name in MASKS.values() and tensor.dim() < 2:
             yield f"{what} without a dimension of tokens", f"write {name} as [examples, tokens]"
     positions, is_hard = count_positions(model)
+    vocabulary = count_vocabulary(model)
+    decoders = (getattr(model.config, key, None) for key in DECODERS_OWN)
+    targets = next((size for size in decoders if isinstance(size, int)), vocabulary)
     limits = {
-        "input_ids": count_vocabulary(model),
-        "decoder_input_ids": None,  # a decoder may have a vocabulary of its own
+        "input_ids": vocabulary,
+        "decoder_input_ids": None if hasattr(model.config, "decoder") else targets,
         "token_type_ids": getattr(text_config(model), "type_vocab_size", None) or None,
         "position_ids": positions if is_hard else None,
     }

@@ -33,8 +33,22 @@ class _Memory:
     """A piece of memory that tensors of paused passes lie on: one torch storage, replaced by another when it moves."""
 
     bytes: int
+    totals: list[int]
+    """Bytes at each level, of all pieces together."""
     level: int = DEVICE
     holders: list[TensorWeakRef] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.totals[self.level] += self.bytes
+
+    def __del__(self) -> None:
+        self.totals[self.level] -= self.bytes
+
+    def move_to(self, level: int, size: int) -> None:
+        """Note that the piece lies at another level now, and takes `size` bytes there."""
+        self.totals[self.level] -= self.bytes
+        self.level, self.bytes = level, size
+        self.totals[level] += size
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,11 +74,12 @@ class Offloader:
         self._rooms = (device_room + host_room, 0) if self._is_cpu else (device_room, host_room)
         self._memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """The piece of memory of each tensor that was put."""
+        self._totals = [0, 0, 0]
         self._untrimmed = 0
 
     def used(self, level: int) -> int:
         """Bytes that tensors take at a level."""
-        return sum(memory.bytes for memory in set(self._memory.values()) if memory.level == level)
+        return self._totals[level]
 
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Allow tensors to leave the device until they are lent. Raises OutputError if the disk is full."""
@@ -90,6 +105,7 @@ class Offloader:
         yield
         kept = self._find(find())
         self._put_aside(memory for memory in lent if memory not in kept)
+        del lent, kept  # memory counts as long as anything holds it
         self.put(find())
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
@@ -110,7 +126,7 @@ class Offloader:
         for tensor in new:
             storage = tensor.untyped_storage()
             if tensor not in self._memory and storage.nbytes() >= SMALLEST_MOVED:
-                memory = found.setdefault(storage.data_ptr(), _Memory(storage.nbytes()))
+                memory = found.setdefault(storage.data_ptr(), _Memory(storage.nbytes(), self._totals))
                 memory.holders.append(TensorWeakRef(tensor))
                 self._memory[tensor] = memory
         return list(found.values())
@@ -137,10 +153,10 @@ class Offloader:
             moved = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
             # complete in the order of the stream, on which alone it is read again
             moved.copy_(data, non_blocking=True)
-            memory.level, memory.bytes = HOST, pinned
+            memory.move_to(HOST, pinned)
         else:
             moved = write_mapped(data.cpu(), self.folder, DISK_FULL, "give fewer examples with -n")
-            memory.level = DISK
+            memory.move_to(DISK, memory.bytes)
         _replace(tensors, moved)
         del data, storage
         self._untrimmed += memory.bytes if self._is_cpu else 0
@@ -155,7 +171,7 @@ class Offloader:
             if self._is_cpu or memory.level == DEVICE or not tensors:
                 continue
             data = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-            memory.level, memory.bytes = DEVICE, data.nbytes
+            memory.move_to(DEVICE, data.nbytes)
             _replace(tensors, data.to(self._device, non_blocking=True))
 
 

@@ -96,16 +96,22 @@ class GradientPass:
         while self._paused.call is not None and self._paused.is_at(block):
             args, kwargs = tree_map_only(Tensor, self._as_leaf, (self._paused.call.args, self._paused.call.kwargs))
             call = self._paused.call._replace(args=args, kwargs=kwargs)
-            with self._watching(block), torch.enable_grad():
-                output = checkpoint(self._run, block, call, use_reentrant=False, preserve_rng_state=False)
+            masks, hidden = padding_masks(self._paused, block), self._paused.hidden
+            lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
+            with torch.enable_grad():
+                output = checkpoint(
+                    self._run, block, call, masks, lengths, use_reentrant=False, preserve_rng_state=False
+                )
             self._paused.advance(output, gradients=True)
 
-    def _run(self, block: Block, call: BlockCall) -> Any:
+    def _run(self, block: Block, call: BlockCall, masks: PerToken, lengths: Mapping[str, int]) -> Any:
         """Run a block, forwards or again on the way back, and release the weights of the one before."""
         if self._latest not in ("", block.name):
             self._expert.give_back(self._latest)
         self._latest = block.name
-        return self._paused.run_block(block, call=call, gradients=True)
+        # also on the way back: intercepted products may be computed in another way, and both runs must be the same
+        with self._watching(block, masks, lengths):
+            return self._paused.run_block(block, call=call, gradients=True)
 
     def _as_leaf(self, x: Tensor) -> Tensor:
         """A tensor that gradients can be computed at, in place of one that they cannot."""
@@ -116,10 +122,8 @@ class GradientPass:
         return self._leaves[id(x)][1]
 
     @contextmanager
-    def _watching(self, block: Block) -> Iterator[None]:
+    def _watching(self, block: Block, masks: PerToken, lengths: Mapping[str, int]) -> Iterator[None]:
         """Hook the outputs of a block's Linear modules, so that gradients at them are received later."""
-        masks, hidden = padding_masks(self._paused, block), self._paused.hidden
-        lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
         linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
         functional = {module.functional.weight: module for module in linear if module.functional is not None}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.data.padding import token_masks
+from featcal_cli.data.padding import DECODER_AXIS, token_masks
 from featcal_cli.engine.drift_metrics import Meter, add_up, relate
 from featcal_cli.models.tracing import tensors_in
 
@@ -153,6 +153,10 @@ def find_owners(z: Tensor, batch: Batch) -> Tensor:
 
 def choose_rows(z: Tensor, batch: Batch) -> Tensor:
     """The predictions [rows, d] that count: one for each example, or one for each unpadded token."""
+    targets = batch.get("decoder_input_ids")
+    if z.ndim == 3 and targets is not None and targets.shape == z.shape[:2]:
+        mask = token_masks(batch).get(DECODER_AXIS)  # not the source's, which may be as long
+        return z.reshape(-1, z.shape[-1]) if mask is None else z[mask.bool().to(z.device)]
     if z.ndim == 3:
         masks = [mask for mask in token_masks(batch).values() if mask.shape == z.shape[:2]]
         if masks:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RevisionResolutionError,
 )
-from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
+from huggingface_hub.utils import hf_raise_for_status, httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 from huggingface_hub.utils._http import default_client_factory, parse_ratelimit_headers
 
 from featcal_cli.runtime.progress import announce, describe_status, host_of, is_hub, name_host
@@ -22,6 +22,10 @@ Result = TypeVar("Result")
 
 TIMEOUT = 10.0
 """Seconds without a byte of an answer, after which a request has failed: huggingface_hub's own limit for files."""
+WRITING_TIMEOUT = 120.0
+"""Seconds without a byte of an answer to a request that writes: a commit of many files takes its time."""
+LONGEST_PAUSE = 300.0
+"""Seconds that a run waits at most because the Hub asks for it."""
 TRIES = 5
 """Times that a request is made before its failure counts."""
 CUT = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
@@ -33,6 +37,7 @@ PAUSE = 1.0
 def make_client() -> Any:
     client = default_client_factory()
     client.event_hooks["request"].append(_limit)
+    client.event_hooks["response"].append(_refuse_endless_waits)
     return client
 
 
@@ -40,9 +45,28 @@ def _limit(request: Any) -> None:
     """Limit the time of a request, where most calls of huggingface_hub set none, and take the token out of one to any
     other host than the Hub's."""
     if not any((request.extensions.get("timeout") or {}).values()):
-        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT)
+        seconds = TIMEOUT if request.method in ("GET", "HEAD") else WRITING_TIMEOUT
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
     if not is_hub(host_of(str(request.url))):
         request.headers.pop("Authorization", None)
+
+
+def _refuse_endless_waits(response: Any) -> None:
+    """Raise the error of an answer after which huggingface_hub would wait for hours, or ask again without a pause."""
+    path = response.request.url.path
+    is_creating = response.status_code == 409 and path.endswith("/repos/create")
+    if asked_pause(response) > LONGEST_PAUSE or (is_creating and b"conflicting operation" in response.read()):
+        response.read()
+        hf_raise_for_status(response)
+
+
+def asked_pause(response: Any) -> float:
+    """Return the seconds after which an answer asks for the next try; 0 where it asks for none."""
+    limit = parse_ratelimit_headers(response.headers)
+    asked = response.headers.get("Retry-After") or ""
+    if asked.isdecimal():
+        return float(asked)
+    return limit.reset_in_seconds + 1 if limit and not limit.remaining else 0.0
 
 
 # huggingface_hub asks this whenever it needs a client, also after a failed connection
@@ -67,10 +91,7 @@ def pause_after(error: BaseException, number: int) -> None:
     cause = root_of(error)
     pause = PAUSE * 2 ** (number - 1)
     if isinstance(cause, HfHubHTTPError):
-        headers = cause.response.headers
-        limit = parse_ratelimit_headers(headers)
-        asked = headers.get("Retry-After") or (limit.reset_in_seconds + 1 if limit and not limit.remaining else "")
-        pause = max(pause, float(asked) if str(asked).isdigit() else 0)
+        pause = max(pause, asked_pause(cause.response))
     announce(describe_failure(error), pause)
     time.sleep(pause)
 
@@ -115,6 +136,8 @@ def may_pass(error: BaseException) -> bool:
             return False
         if request is not None and request.method == "HEAD":
             return isinstance(cause, CUT)  # it has asked again after everything else
+        if isinstance(cause, HfHubHTTPError) and asked_pause(cause.response) > LONGEST_PAUSE:
+            return False
         busy = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (408, 416, 429)
         return busy or is_lapsed(cause) or is_unreachable(cause)
     # another thread had the client made anew; or another number of bytes arrived than was announced

@@ -246,7 +246,10 @@ def _create(target: Target) -> _Head:
     private = target.private or None
     unclear: Exception | None = None
     try:
-        client.with_retries(lambda: HfApi().create_repo(target.repo_id, private=private, exist_ok=True))
+        client.with_retries(
+            lambda: HfApi().create_repo(target.repo_id, private=private, exist_ok=True),
+            lambda error: client.may_pass(error) or client.is_conflict(error),
+        )
     except ODD as error:  # it may be there all the same
         unclear = error
     head = _read_head(target.repo_id)

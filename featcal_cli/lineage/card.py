@@ -12,7 +12,7 @@ from featcal_cli.runtime.structured_text import split_front_matter
 
 MOST_TEXT = 200_000
 """The most characters of a card's text that are searched."""
-_FENCED = re.compile(r"^[ \t>]*(`{3,}|~{3,})[ \t]*([\w-]*)[^\n]*\n(.*?)^[ \t>]*\1", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^[ \t>]*(`{3,20}|~{3,20})[ \t]*([\w-]*)[^\n]*\n(.*?)^[ \t>]*\1", re.MULTILINE | re.DOTALL)
 _MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
 _AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a base\b")
 _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")

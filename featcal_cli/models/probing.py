@@ -96,7 +96,8 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
 
 
 def _has_other_inputs(batch: Batch, axes: Axes) -> bool:
-    lengths = axes[ENCODER_AXIS] if "input_ids" in batch else (0, 1)
+    # ids of several choices have no axis of tokens
+    lengths = axes.get(ENCODER_AXIS, (0, 0)) if "input_ids" in batch else (0, 1)
     return lengths[0] != lengths[1] and any(tensor.is_floating_point() for tensor in batch.values())
 
 

@@ -267,6 +267,7 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
 def _describe_modules(report: Report) -> dict[str, Any]:
     """Context on what was calibrated, how much it changed, and what was left unchanged."""
     modules = [module for block in report.blocks for module in block.modules]
+    guard = describe_guard(report.blocks)
     kinds = Counter(module.kind for module in modules).most_common()
     skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
     outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
@@ -278,7 +279,7 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "modules": modules,
         "changes": sorted(module.relative_change for module in modules),
         "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
-        "guard": describe_guard(report.blocks),
+        "guard": guard[:1].upper() + guard[1:],
         "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
         "left_unchanged": left,
     }

@@ -37,7 +37,7 @@ class Log(Listener):
         line = redact(write_json({"time": at, "event": event, **facts}, ensure_ascii=False, default=str))
         if self._file is not None:
             try:
-                self._file.write(f"{line}\n".encode())
+                self._file.write(f"{line}\n".encode("utf-8", "backslashreplace"))
             except OSError:  # a full disk: the run itself will say so where it matters
                 self._file = None
 

@@ -99,13 +99,21 @@ GONE = 141
 
 
 def check_surroundings() -> None:
-    """Let standard output take every character, and raise FeatCalError where the current folder is gone."""
+    """Let standard output take every character. Raises FeatCalError where the current folder is gone, where docstrings
+    were left out, and for arguments that are not UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()  # noqa: PTH109 - that of pathlib is the same
     except OSError:
         raise OutputError("the current folder is gone", where=".", fix="cd to a folder that exists") from None
+    if sys.flags.optimize > 1:
+        what = "Python was started without docstrings, and transformers cannot be imported without them"
+        raise RecipeError(what, where="python -OO", fix="unset PYTHONOPTIMIZE, or start it without -OO (-O is fine)")
+    for text in sys.argv[1:]:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            where = text.encode("utf-8", "backslashreplace").decode()
+            raise RecipeError("an argument is not UTF-8 text", where=where, fix="rename the file or folder")
 
 
 def end_at_once(code: object) -> None:

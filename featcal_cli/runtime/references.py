@@ -143,7 +143,9 @@ def read_page(text: str) -> Page | None:
     rest = _below_the_hub(text)
     if rest is None:
         return None
-    page = _PAGE.fullmatch(unquote(re.split("[?#]", rest, maxsplit=1)[0]).strip("/"))
+    match = _PAGE.fullmatch(re.split("[?#]", rest, maxsplit=1)[0].strip("/"))
+    # a branch may have slashes, which an address writes as %2F
+    page = match and {name: part and unquote(part) for name, part in match.groupdict().items()}
     if page is None or (page["kind"] is None and page["name"].partition("/")[0] in _NO_REPOS):
         raise RecipeError(f"{_shown(text)} is no model and no dataset", where=_shown(text), fix="write USER/NAME")
     kind: Literal["model", "dataset"] | None = None

@@ -124,7 +124,8 @@ def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
 def find_line(text: str, path: Sequence[str | int]) -> int:
     """The line, from 1 on, of the value at `path` in a YAML text that was loaded, or of the last part of the path that
     exists."""
-    node = yaml.compose(text, Loader=_RecipeLoader)
+    documents = yaml.compose_all(text, Loader=_RecipeLoader)
+    node = next((document for document in documents if isinstance(document, yaml.MappingNode)), None)
     line = 1
     for part in path:
         if isinstance(node, yaml.MappingNode):

@@ -47,9 +47,9 @@ class Outcome:
     """Why it is less than 1, in a sentence."""
 
 
-def summarise(session: Session, plan: Plan, outcome: Outcome) -> Report:
+def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[str, str]) -> Report:
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
-    chosen."""
+    chosen. stamps: of the files on this machine that the job reads, as they were when it began."""
     calibration, job, step = plan.recipe.calibration, outcome.job, outcome.step
     job.share_readings()
     blocks = []
@@ -64,6 +64,7 @@ def summarise(session: Session, plan: Plan, outcome: Outcome) -> Report:
         settings={
             "method": calibration.method,
             "asked": plan.inputs.recipe.calibration.model_dump(mode="json", exclude_none=True),
+            "inputs": dict(stamps),
             **asdict(outcome.hyperparameters),
             "chosen_by": outcome.chosen_by,
             "guard": bool(job.checked),

@@ -42,7 +42,7 @@ from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.recipe_files import dump_recipe
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
-from featcal_cli.workflows.workspace import Workspace, describe_output
+from featcal_cli.workflows.workspace import Workspace, describe_output, stamp_inputs
 
 GRADIENTS = "gradients"
 """The folder, beside the journal, of what is needed of experts' outputs during a run."""
@@ -52,6 +52,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     """Plan, load, calibrate, check and write: a job whose output is not there yet. It is pushed to `target` later; of
     several processes each does its part. Raises FeatCalError."""
     ranks, options = session.ranks, session.options
+    stamps = stamp_inputs(inputs.recipe.local_paths)
     data = Unchanged(name_local_files(session.draft))
     plan = make_plan(session, inputs, workspace.target)
     data.check()
@@ -110,7 +111,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         adapter, adapter_files = None, dict[str, bytes]()
         if journal and options.as_adapter:
             adapter, adapter_files = _extract_adapter(session, journal, models, plan, outcome)
-        report = replace(summarise(session, plan, outcome), adapter=adapter)
+        report = replace(summarise(session, plan, outcome, stamps), adapter=adapter)
         if journal:
             report = _write(session, workspace, journal, models, report, plan, target, adapter_files, check_inputs)
     return report, models

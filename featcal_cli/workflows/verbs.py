@@ -198,7 +198,7 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
             session.load_libraries()
             from featcal_cli.workflows.calibrate import compute
 
-            with explain_losses(session.draft.local_paths):
+            with explain_losses(inputs.recipe.local_paths):
                 report, models = compute(session, inputs, workspace, target)
         elif options.strict:
             check_measured(report)
@@ -233,9 +233,9 @@ def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> R
     if not session.ranks.is_first:
         return None
     with session.obstacles.look():
-        check_apart(target, session.draft.local_paths)
+        check_apart(target, inputs.recipe.local_paths)
         if not (options.overwrite or options.restart):
-            report = read_finished(target, inputs.recipe, options.as_adapter, session.draft.local_paths)
+            report = read_finished(target, inputs.recipe, options.as_adapter, session.draft)
         if report is None:
             check_replaceable(target, overwrite=options.overwrite)
         else:

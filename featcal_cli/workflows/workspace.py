@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from featcal_cli.calibration.journal import describe_differences, drop_journal, list_blocks
-from featcal_cli.recipe.schema import Recipe
+from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.reporting.model_card import write_card
 from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import LOCK, flush, hold, name_reason, tell_fix, write_file
+from featcal_cli.runtime.files import LOCK, flush, hold, name_reason, stamp_files, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.sanitise import list_some, without_tokens
 
+MOST_STAMPS = 2_000
+"""The most files whose stamps a report lists one by one."""
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
 
@@ -88,10 +91,10 @@ def _split_files(folder: Path) -> tuple[list[str], list[str]]:
     return ours, [name for name in names if name not in ours]
 
 
-def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, inputs: Iterable[Path]) -> Report | None:
+def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: Draft) -> Report | None:
     """The report of an output that this very job has made; None where there is none, or a broken one.
 
-    inputs: what the job reads of this machine. Raises OutputError for the output of another job, and says what differs.
+    draft: what the user typed. Raises OutputError for the output of another job, and says what differs.
     """
     try:
         report = Report.from_json((target / REPORT).read_text(encoding="utf-8"))
@@ -101,39 +104,56 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, inputs: 
         chosen = known["calibration"].items()
         asked |= {key: value for key, value in chosen if wanted["calibration"].get(key) == value}
         known["calibration"] = asked
+        _take_over_commits(known, wanted, draft)
+        stamps: dict[str, str] = report.settings["inputs"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     for job in (known, wanted):  # it may be pushed to another place than was planned
         job.pop("output", None)
     clauses = describe_differences({"recipe": known}, {"recipe": wanted})
-    clauses += [f"{file} has changed" for file in _list_newer(inputs, target / RECIPE, _splits_to_evaluate(recipe))]
+    now = stamp_inputs(recipe.local_paths)
+    # a file that has come since, perhaps to be evaluated on, changes nothing of what was computed
+    clauses += [f"{file} has changed" for file, stamp in stamps.items() if now.get(file) != stamp]
     rank = report.adapter.rank if report.adapter else None
-    if as_adapter and as_adapter != rank:
+    # where no update was left there is none to put into an adapter
+    if as_adapter and as_adapter != rank and report.settings.get("step") != 0:
         clauses.append(f"--as-adapter was {rank or 'not given'}, and is {as_adapter}")
     if clauses:
         what = f"this is the output of another job: {list_some(clauses, between='; ', write=str)}"
-        raise OutputError(what, where=str(target), fix="give --overwrite to replace it, or another --output")
+        again = f"-r {target / RECIPE} -o {target} goes on with what is there"
+        raise OutputError(what, where=str(target), fix=f"give --overwrite to replace it, or another --output; {again}")
     return report
 
 
-def _splits_to_evaluate(recipe: Recipe) -> set[str]:
-    """The splits that are evaluated on, and that no examples for calibration come from."""
-    measured = {task.evaluate.split for task in recipe.tasks.values() if task.evaluate}
-    fitted = {task.data.split for task in recipe.tasks.values()}
-    return set() if None in fitted else {split for split in measured if split not in fitted}
+def stamp_inputs(paths: Iterable[Path]) -> dict[str, str]:
+    """Stamps of all files that a job reads on this machine, by which later changes are noticed; one stamp for all of
+    them where they are too many for a report."""
+    stamps = stamp_files(paths)
+    if len(stamps) <= MOST_STAMPS:
+        return stamps
+    return {f"{len(stamps)} files": sha256(repr(sorted(stamps.items())).encode()).hexdigest()}
 
 
-def _list_newer(inputs: Iterable[Path], made: Path, left_out: Collection[str]) -> Iterator[Path]:
-    """Files among the inputs, and directly in their folders, that were changed after an output was made. left_out: the
-    splits whose files may change."""
-    with suppress(FileNotFoundError):  # the output has no recipe, or an input is just being replaced
-        then = made.stat().st_mtime_ns
-        for path in dict.fromkeys(inputs):
-            for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-                if file.name.partition(".")[0] in left_out:
-                    continue
-                if file.is_file() and max(file.stat().st_mtime_ns, file.stat().st_ctime_ns) > then:
-                    yield file
+def _take_over_commits(known: Mapping[str, Any], wanted: dict[str, Any], draft: Draft) -> None:
+    """Let `wanted` have the commits that an output was made with, for base, experts and datasets whose revision nobody
+    typed: that such a repo has moved on is no reason to compute again, or to push nothing."""
+    if not (draft.base and "@" in draft.base):
+        wanted["base"] = _same_repo(known["base"], wanted["base"])
+    for name, task in wanted["tasks"].items():
+        typed, before = draft.tasks.get(name), known["tasks"].get(name)
+        if before is None:
+            continue
+        if not (typed and typed.expert and "@" in typed.expert):
+            task["expert"] = _same_repo(before["expert"], task["expert"])
+        is_free = not (typed and typed.data and typed.data.revision) and "revision" in before["data"]
+        if is_free and before["data"].get("dataset") == task["data"].get("dataset"):
+            task["data"]["revision"] = before["data"]["revision"]
+
+
+def _same_repo(known: str, wanted: str) -> str:
+    """Return `known` where both are the same repos at whichever commits, else `wanted`."""
+    repos = [[part.partition("@")[0] for part in name.split("+")] for name in (known, wanted)]
+    return known if repos[0] == repos[1] else wanted
 
 
 def describe_output(report: Report, name: str, repo_id: str | None, merged_card: str | None) -> dict[str, str]:
@@ -205,6 +225,7 @@ class Workspace:
             if self.target.exists():
                 self.target.resolve().replace(self._replaced)
             self._publishing.touch()
+            flush(self.folder)
             self.built.replace(self.target.resolve())
             flush(self.folder)
             flush(self.folder.parent)
@@ -216,7 +237,8 @@ class Workspace:
         """Let files of the finished output say something else, whole at any time. Raises OutputError."""
         with self.writing():
             for name, text in contents.items():
-                if (self.target / name).read_text(encoding="utf-8") != text:
+                file = self.target / name
+                if not file.is_file() or file.read_bytes() != text.encode():
                     write_file(self.target / name, text, draft=self.folder / name)
 
     @contextmanager
