@@ -126,7 +126,7 @@ class Fit:
     targets: Collection[str]
     """The modules that the remaining tensors change; empty unless the tensors' names had to be updated."""
     rows: int
-    """Size of the vocabulary if the adapter brings a larger one, else 0."""
+    """Size of the vocabulary if the adapter brings one of another size than the base's, else 0."""
     odd: Mapping[str, Tensor]
     """Tensors that would replace a parameter of another shape."""
 

@@ -27,7 +27,7 @@ PREPROCESSOR_FILES = (
 )  # fmt: skip
 DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
 LARGEST_DESCRIBING = 2**28
-"""Largest size in bytes of a file that matches DESCRIBING; the largest known tokenizers have a tenth of it."""
+"""Largest size in bytes of a file that matches DESCRIBING; even the largest tokenizers are ten times smaller."""
 AT_A_TIME = 8
 Watch = Callable[[str, int, int], None]
 """Callback that gets the repo's name, the number of bytes downloaded so far, and their total."""

@@ -30,9 +30,9 @@ class Files(NamedTuple):
 
 
 def divide_files(folder: Path) -> Files:
-    """Divide the files of the model in `folder` into those that the output keeps and those that repeat its tensors,
-    which for safetensors files is decided by header. Raises HubError for an index that cannot be read, and ValueError
-    or OSError for weights that cannot be read."""
+    """Divide the files of the model in `folder` into those that the output keeps and those that repeat its tensors; the
+    headers of safetensors files decide. Raises HubError for an index that cannot be read, and ValueError or OSError for
+    weights that cannot be read."""
     names = visible_files(folder)
     weights = {file.name for file in weight_files(folder)}
     left_out = set(find_second_copies({name: (folder / name).stat().st_size for name in names})) - weights

@@ -20,7 +20,7 @@ _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says about a model or dataset; values of a wrong type are left out."""
+    """The statements of a model's or dataset's card; values of a wrong type are left out."""
 
     base_models: Sequence[str]
     relation: str

@@ -96,8 +96,8 @@ def _leave_out(search: Search, experts: Experts) -> None:
 
 
 def _match(task: str, experts: dict[str, str]) -> str | None:
-    """Return the expert that the user means by a task name: the expert's task name or the name of its repo; None if
-    none matches."""
+    """Find the expert that the user means by a task, by its task name or its repo's name, and return its task name;
+    None if none matches."""
     if alike := [name for name in experts if same_name(name, task)]:
         return task if task in alike else alike[0]
     repos = {name: repo_of(value) for name, value in experts.items()}
@@ -110,7 +110,7 @@ def name_tasks(references: Sequence[str]) -> list[str]:
 
     The name is the repo's (for BASE+ADAPTER, the adapter's) in lower case, without the words at its start and end that
     all names share. A word ends at - _ or a dot, and one word always remains. A single expert keeps its whole name.
-    Equal names get their owner's name in front, or else a number.
+    If names would be equal, their owners' names are put in front first; names that are still equal get a number.
 
         org/vit_mnist, org/vit_sun397           → mnist, sun397
         org/t5_glue-cola_lora, org/t5_glue-sst2_lora → cola, sst2

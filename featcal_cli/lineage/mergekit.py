@@ -20,7 +20,7 @@ _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says a model was merged from; references are written as in the source,
+    """The statement of one source about what a model was merged from. References are written as in the source,
     `PATH[@REVISION][+LORA[@REVISION]]`."""
 
     source: str

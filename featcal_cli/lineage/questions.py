@@ -1,4 +1,4 @@
-"""What was found for a job, what has to be asked, and the one command that answers all questions."""
+"""Answers found for a job, questions left open, and the one command that answers all questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Finding:
     """merged, base, "expert TASK" or "data TASK"."""
     value: str
     source: str
-    """Where the value was read: the command line or recipe, or a file of a repo."""
+    """The place where the value was read: the command line or recipe, or a file of a repo."""
 
 
 @dataclass(frozen=True)
