@@ -1,5 +1,4 @@
-"""Recognise and check a PEFT adapter: its name, the base that it was trained on, and whether it can be merged into
-it."""
+"""Recognise and check a PEFT adapter: its name, the base that it was trained on, and whether the two can be merged."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The base that the adapter was trained on, as a reference that `resolve` accepts; empty if its config names
-        none."""
+        """The base that the adapter was trained on, as a reference for `resolve`; empty if its config names none."""
         base, revision = (str(self.config.get(key) or "") for key in ("base_model_name_or_path", "revision"))
         return f"{base}@{revision}" if base and revision and not existing_path(base) else base
 

@@ -40,9 +40,9 @@ _COPIED_FILES = (
 
 
 def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
-    """Return the folder of the full model: `adapter` merged into the model `base` in `folder`, done once per `key`.
-    Dtype and tensor names are the base's; tokenizer and processor files are the adapter's if it has any, else the
-    base's. Raises HubError if the adapter does not fit the base."""
+    """Merge `adapter` into the model `base` in `folder`, once per `key`, and return the folder of the full model. Dtype
+    and tensor names are the base's; tokenizer and processor files are the adapter's if it has any, else the base's.
+    Raises HubError if the adapter does not fit the base."""
     target = cache_folder() / "folded" / key
     if not target.is_dir():
         with new_copy(target, "folded") as draft:
@@ -111,7 +111,7 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
 
 
 class MisfitError(Exception):
-    """The adapter does not fit the base when the base is loaded as this class."""
+    """Raised if an adapter does not fit a base that is loaded as a certain class."""
 
 
 @dataclass(frozen=True)

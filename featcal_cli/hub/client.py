@@ -50,8 +50,9 @@ set_client_factory(make_client)
 
 
 def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], bool] | None = None) -> Result:
-    """Return the result of `ask`; if it fails, announce that and try again, as long as `is_worth` (or else `may_pass`)
-    says so. Use it for requests that huggingface_hub does not retry itself; `ask` must be safe to repeat."""
+    """Return the result of `ask`; if it fails, announce that and try again, up to TRIES times and as long as `is_worth`
+    (or else `may_pass`) allows. Use it for requests that huggingface_hub does not retry; `ask` must be safe to
+    repeat."""
     for number in range(1, TRIES):
         try:
             return ask()
@@ -127,7 +128,8 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
-    """Say which host failed and how, without a full address. `by_name`: give the Hub's host name too."""
+    """Say which host failed and how, without a full address. `by_name`: call the Hub by its host name, like other
+    hosts."""
     cause: Any = root_of(error)
     if isinstance(cause, HfHubHTTPError):
         response = cause.response

@@ -51,7 +51,7 @@ class Origin:
 
     @property
     def body(self) -> Origin:
-        """The full model at the bottom: the base if this is an adapter, else the model itself."""
+        """The full model that gives the shapes: an adapter's base, else the model itself."""
         return self.base.body if self.base else self
 
     def repos(self) -> list[Repo]:

@@ -44,7 +44,7 @@ class Pushed:
     url: str
     """The page of the repo, or of the pull request."""
     commit: str
-    """40 hexadecimal digits."""
+    """The commit's hash, 40 hexadecimal digits."""
     pull_request: int | None
 
 
@@ -57,7 +57,7 @@ class Account:
     reads_only: frozenset[str]
     """Organisations in which the user may only read, in lower case."""
     rights: frozenset[str]
-    """Members of RIGHTS that the token has in some namespace."""
+    """Rights out of RIGHTS that the token has in at least one namespace."""
 
 
 def describe_account(user: Mapping[str, Any]) -> Account:
@@ -261,7 +261,7 @@ def _create(target: Target) -> _Head:
 
 
 def _upload(target: Target, additions: Sequence[CommitOperationAdd], watch: Watch | None) -> None:
-    """Upload large (LFS) files that the Hub lacks: those below LARGE bytes together, others one by one."""
+    """Upload the LFS files that the Hub lacks: files below LARGE bytes together, others one by one."""
     large = [[addition] for addition in additions if addition.upload_info.size >= LARGE]
     small = [addition for addition in additions if addition.upload_info.size < LARGE]
     total = sum(addition.upload_info.size for addition in additions)

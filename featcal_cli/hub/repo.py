@@ -45,7 +45,7 @@ MAX_TEXT_BYTES = 10_000_000
 @dataclass(frozen=True)
 class RepoFile:
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Repo:
     """The text that the user typed, without the revision: a Hub id or the path of a folder."""
     kind: Kind
     commit: str | None
-    """40 hexadecimal digits for a Hub repo, None for a folder."""
+    """The commit's hash, 40 hexadecimal digits; None for a folder."""
     folder: Path | None
 
     @property

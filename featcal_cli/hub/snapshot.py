@@ -41,7 +41,7 @@ class Snapshot:
     adapter's."""
     folder: Path
     commit: str | None
-    """40 hexadecimal digits for a Hub repo, None for a local folder. An adapter has its own commit, if its base has one
+    """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own, if its base has one
     too."""
     notes: tuple[str, ...] = ()
     parts: str = ""

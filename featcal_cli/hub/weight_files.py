@@ -74,7 +74,7 @@ class Entry:
     start: int
     """Offset of the tensor's first byte in the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def weight_files(folder: Path) -> list[Path]:

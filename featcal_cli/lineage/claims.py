@@ -61,7 +61,7 @@ def _read_mergekit_file(repo: Repo, _: Card) -> Claim | None:
 
 
 def _read_card_blocks(repo: Repo, card: Card) -> Claim | None:
-    """The configuration that mergekit writes into the card's text, or the model pool that FusionBench writes there."""
+    """Read the mergekit configuration or the FusionBench model pool in the code blocks of the card's text."""
     documents = []
     for block in card.yaml_blocks:
         try:

@@ -29,7 +29,7 @@ _GONE = {
     "select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)",
     "chosen": "take it out: the method says whether updates are checked",
 }
-"""The fix for each key or option of earlier versions."""
+"""Keys and options of earlier versions, each with its fix."""
 
 
 _WANTED = {
@@ -136,7 +136,7 @@ def _describe_complaint(problem: Mapping[str, Any]) -> str:
 
 
 def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
-    """Return the fix for a key that is unknown in this part of a recipe."""
+    """Return the fix for a key that is not known in this section of a recipe."""
     if unknown in _GONE and list(parts) == ["calibration"]:
         return _GONE[unknown]
     section = tuple("TASK" if number == 1 and parts[0] == "tasks" else part for number, part in enumerate(parts))
