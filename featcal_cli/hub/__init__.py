@@ -1,1 +1,1 @@
-"""Repos at a commit: listed, downloaded, converted, written to."""
+"""Read, download, convert and push the files of models and datasets, on the Hub or in local folders."""

@@ -1,4 +1,4 @@
-"""A PEFT adapter by its files: how it is named, which base it goes on, and whether it can be merged into one."""
+"""Recognise and check a PEFT adapter: its name, the base that it was trained on, and whether the two can be merged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 
 PREFIX = "base_model.model."
-"""Prefix that peft writes before the name of a model's tensor."""
+"""The prefix that peft puts before every tensor name of the model that it wraps."""
 
 _KINDS = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "VERA": "VeRA"}
 
@@ -33,13 +33,13 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The base that the adapter was trained on, as `resolve` reads it; empty where the adapter does not say."""
+        """The base that the adapter was trained on, as a reference for `resolve`; empty if its config names none."""
         base, revision = (str(self.config.get(key) or "") for key in ("base_model_name_or_path", "revision"))
         return f"{base}@{revision}" if base and revision and not existing_path(base) else base
 
     @property
     def trained_as(self) -> str:
-        """The class of the module that the adapter was trained on; empty where the adapter does not say."""
+        """Name of the model class that the adapter was trained on; empty if its config names none."""
         mapping = self.config.get("auto_mapping")
         return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 
@@ -56,8 +56,9 @@ def is_adapter(files: Collection[str]) -> bool:
 
 
 def split_adapter(name: str, exists: Callable[[str], bool]) -> tuple[str, str] | None:
-    """BASE and ADAPTER of `BASE[@REV]+ADAPTER[@REV]`; None for one model. A path that exists is never cut. Several
-    adapters stack from left to right. `exists` tells whether a text names something on this machine."""
+    """Split `BASE[@REV]+ADAPTER[@REV]` into BASE and ADAPTER; return None if `name` is a single model. An existing path
+    is never split. BASE may itself contain an adapter: adapters stack from left to right. `exists` tells whether a text
+    is the path of something on this machine."""
     if "+" not in name or exists(name):
         return None
     halves = [(name[: plus.start()], name[plus.end() :]) for plus in re.finditer(r"(?<=.)\+(?=.)", name, re.DOTALL)]
@@ -67,7 +68,7 @@ def split_adapter(name: str, exists: Callable[[str], bool]) -> tuple[str, str] |
 
 
 def check_adapter_files(name: str, files: Collection[str], allow_pickle: bool) -> None:
-    """Raises HubError unless the adapter has weights that may be read."""
+    """Raise HubError unless the adapter has weights that may be read: safetensors, or a pickle with `allow_pickle`."""
     if ADAPTER_WEIGHTS in files or (allow_pickle and ADAPTER_PICKLE in files):
         return
     if ADAPTER_PICKLE in files:
@@ -78,8 +79,8 @@ def check_adapter_files(name: str, files: Collection[str], allow_pickle: bool) -
 
 
 def read_adapter(name: str, folder: Path) -> Adapter:
-    """The adapter in `folder`. Raises HubError when it cannot be read, when this peft does not know all of it, and when
-    no weights can hold it."""
+    """Read the adapter in `folder`. Raises HubError if its config cannot be read, if the installed peft does not know
+    its kind or a setting, or if it cannot be merged into a model's weights."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType, __version__
 
     def refusal(what: str, fix: str) -> HubError:

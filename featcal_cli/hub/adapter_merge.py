@@ -1,4 +1,4 @@
-"""An adapter is merged into its base by peft, once; the full checkpoint is kept in featcal's own cache folder."""
+"""Merge an adapter into its base with peft, once, and keep the full checkpoint in featcal's own cache folder."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _COPIED_FILES = (
 
 
 def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
-    """The folder of the full model that `adapter` makes of the model `base` in `folder`, made once per `key`. Dtype and
-    tensor names are the base's; tokenizer and processor files the adapter's, else the base's. Raises HubError when the
-    two do not fit together."""
+    """Merge `adapter` into the model `base` in `folder`, once per `key`, and return the folder of the full model. Dtype
+    and tensor names are the base's; tokenizer and processor files are the adapter's if it has any, else the base's.
+    Raises HubError if the adapter does not fit the base."""
     target = cache_folder() / "folded" / key
     if not target.is_dir():
         with new_copy(target, "folded") as draft:
@@ -58,7 +58,7 @@ def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
 
 
 def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
-    """Write the folded weights and their config, as the first class that the adapter fits."""
+    """Write the merged weights and config to `draft`, using the first model class that the adapter fits."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -83,7 +83,8 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
 
 
 def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedModel]]:
-    """The classes to load the base as, likeliest first. Raises HubError when transformers has none."""
+    """List the model classes that the base may be loaded as, likeliest first. Raises HubError if transformers does not
+    ship its architecture, or if the base is quantized."""
     import transformers
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
@@ -110,30 +111,30 @@ def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedM
 
 
 class MisfitError(Exception):
-    """An adapter does not fit a base, loaded as one class."""
+    """Raised if an adapter does not fit a base that is loaded as a certain class."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """An adapter's tensors, by their names in one class of model."""
+    """An adapter's tensors, matched to the parameters of one model class."""
 
     config: Any
     """The base's config, with as many labels as the adapter's own head has."""
     tensors: Mapping[str, Tensor]
     whole: Mapping[str, Tensor]
-    """Tensors that take the place of a parameter (a trained head, embeddings), by the name of the parameter."""
+    """Tensors that replace a whole parameter (a trained head, embeddings), by the parameter's name."""
     targets: Collection[str]
-    """The modules that the other tensors change, where their names had to be brought up to date; else none."""
+    """The modules that the remaining tensors change; empty unless the tensors' names had to be updated."""
     rows: int
-    """Tokens in the vocabulary that the adapter brings, 0 for the base's own."""
+    """Size of the vocabulary if the adapter brings one of another size than the base's, else 0."""
     odd: Mapping[str, Tensor]
     """Tensors that would replace a parameter of another shape."""
 
 
 def _fit(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
-    """The adapter's tensors as the base in `folder` has them when it is loaded as `model_class`. Raises MisfitError
-    when the layers that the adapter holds whole have other shapes than the base's, and when it was trained on a module
-    inside of the base and fits several."""
+    """Match the adapter's tensors to the base in `folder`, loaded as `model_class`. Raises MisfitError if a layer that
+    the adapter replaces as a whole has another shape in the base, or if the adapter was trained on a module inside the
+    base and fits several."""
     try:
         config = parse_config(model_class.config_class, folder)
         fit = _match(adapter, tensors, model_class, config)
@@ -176,7 +177,8 @@ def _match(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[Pr
 
 
 def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str]) -> dict[str, Tensor]:
-    """The tensors, by today's names where those are of an older version of transformers and all can be brought up."""
+    """Rename tensors of an older transformers version to today's names; return them unchanged if any cannot be
+    renamed."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -195,8 +197,9 @@ def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Coll
 def _place(
     tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str], trained_as: str
 ) -> dict[str, Tensor]:
-    """The tensors, by their names in the whole model where they are those of one module inside of it: of the only one
-    that has them all, or of the only one of the class `trained_as`. Raises MisfitError where several have."""
+    """Rename tensors of an adapter that was trained on one module inside the model to their names in the whole model.
+    The module is the only one that has them all, or the only one of the class `trained_as`. Raises MisfitError if
+    several fit."""
     paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
 
     def has_all(inside: str) -> bool:
@@ -216,15 +219,15 @@ def _place(
 
 
 def _find_module(path: str, parameters: Collection[str]) -> str:
-    """The innermost module with a weight that the tensor lies in; empty where it lies in none."""
+    """Name of the innermost module that contains the tensor at `path` and has a weight; empty if there is none."""
     while path and f"{path}.weight" not in parameters:
         path = path.rpartition(".")[0]
     return path
 
 
 def _peft_settings(adapter: Adapter, fit: Fit) -> Any:
-    """The adapter's settings, for the names that the model has, and for the layers that the adapter really holds.
-    Raises MisfitError, and what peft raises."""
+    """Return peft's config of the adapter, limited to the module names of the model and the layers that the adapter
+    holds. Raises MisfitError and whatever peft raises."""
     from peft import PeftConfig
 
     pattern = adapter.config.get("rank_pattern")
@@ -255,7 +258,8 @@ def _peft_settings(adapter: Adapter, fit: Fit) -> Any:
 def _fold_as(
     model_class: type[PreTrainedModel], adapter: Adapter, folder: Path, tensors: Mapping[str, Tensor], draft: Path
 ) -> None:
-    """Write the base, loaded as `model_class`, with the adapter folded in. Raises MisfitError, HubError."""
+    """Load the base as `model_class`, merge the adapter into it and write the result. Raises MisfitError or
+    HubError."""
     fit = _fit(adapter, tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -271,7 +275,7 @@ def _fold_as(
 
 
 def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[PreTrainedModel, set[str]]:
-    """The base, memory-mapped, and the names of what its files lack. Raises MisfitError."""
+    """Load the base memory-mapped; also return the names of the parameters that its files lack. Raises MisfitError."""
     try:
         tensors = (entry for file in weight_files(folder) for entry in read_header(file).values())
         model, info = model_class.from_pretrained(
@@ -298,7 +302,8 @@ def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[P
 
 
 def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedModel:
-    """The model with the adapter folded in. Raises MisfitError, and HubError where peft cannot fold it."""
+    """Return the model with the adapter merged into its weights. Raises MisfitError, or HubError if peft cannot merge
+    it."""
     from peft import PeftModel, set_peft_model_state_dict
 
     names = set(model.state_dict())
@@ -327,6 +332,6 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
 
 
 def _reason(error: BaseException) -> str:
-    """Message of an exception; of a list of all that does not fit, the first entry."""
+    """Return the exception's message; if it lists several size mismatches, only the first one."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line.rstrip(".") for line in lines if "size mismatch" in line), exception_text(error))

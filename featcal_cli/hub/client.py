@@ -1,4 +1,4 @@
-"""The client that talks to the Hub: how long it waits, who gets the token, and which failures are worth another try."""
+"""The HTTP client for the Hub: how long it waits, which hosts get the token, and which failed requests are retried."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WRITING_TIMEOUT = 120.0
 LONGEST_PAUSE = 300.0
 """Seconds that a run waits at most because the Hub asks for it."""
 TRIES = 5
-"""Times that a request is made before its failure counts."""
+"""How often a request is made before it counts as failed."""
 CUT = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-"""Errors of a connection that was cut."""
+"""Errors that mean that the connection was cut."""
 PAUSE = 1.0
-"""Seconds before the second try; they double with every further one, as huggingface_hub's do."""
+"""Seconds to wait before the second try; doubled before every further try, as in huggingface_hub."""
 
 
 def make_client() -> Any:
@@ -42,8 +42,8 @@ def make_client() -> Any:
 
 
 def _limit(request: Any) -> None:
-    """Limit the time of a request, where most calls of huggingface_hub set none, and take the token out of one to any
-    other host than the Hub's."""
+    """Set a timeout if the request has none, as for most calls of huggingface_hub, and remove the token if the request
+    goes to a host other than the Hub."""
     if not any((request.extensions.get("timeout") or {}).values()):
         seconds = TIMEOUT if request.method in ("GET", "HEAD") else WRITING_TIMEOUT
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
@@ -74,8 +74,9 @@ set_client_factory(make_client)
 
 
 def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], bool] | None = None) -> Result:
-    """The result of `ask`, tried again while its failure may pass (or `is_worth` finds it worth it), which is
-    announced. For what huggingface_hub does not try again by itself; `ask` must be safe to repeat."""
+    """Return the result of `ask`; if it fails, announce that and try again, up to TRIES times and as long as `is_worth`
+    (or else `may_pass`) allows. Use it for requests that huggingface_hub does not retry; `ask` must be safe to
+    repeat."""
     for number in range(1, TRIES):
         try:
             return ask()
@@ -87,7 +88,7 @@ def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], 
 
 
 def pause_after(error: BaseException, number: int) -> None:
-    """Wait after the failed try of this number, as long as the Hub asks for."""
+    """Wait after failed try `number` (from 1), at least as long as the Hub asks for."""
     cause = root_of(error)
     pause = PAUSE * 2 ** (number - 1)
     if isinstance(cause, HfHubHTTPError):
@@ -97,7 +98,7 @@ def pause_after(error: BaseException, number: int) -> None:
 
 
 def root_of(error: BaseException) -> BaseException:
-    """The error that happened, beneath those that huggingface_hub made of it."""
+    """Return the original error behind the errors that huggingface_hub wrapped around it."""
     while error.__cause__ is not None and (
         isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
         or type(error) is RuntimeError
@@ -108,7 +109,7 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the Hub did not answer, rather than refused."""
+    """Whether the Hub could not be reached or failed itself, as opposed to refusing the request."""
     cause = root_of(error)
     if isinstance(cause, HfHubHTTPError):
         return cause.response.status_code >= 500 and cause.response.status_code != 507  # no room left does not pass
@@ -116,8 +117,8 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_lapsed(error: BaseException) -> bool:
-    """Whether another host than the Hub refuses, which knows nothing of the user's token: the address that the Hub gave
-    out held for some time only, and a fresh one may be let in."""
+    """Whether a download or upload address has expired: a host other than the Hub, to which no token is sent, refuses
+    the request. A new address from the Hub may work."""
     cause = root_of(error)
     if not isinstance(cause, HfHubHTTPError):
         return False
@@ -126,7 +127,7 @@ def is_lapsed(error: BaseException) -> bool:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the very same request may succeed in a while, and huggingface_hub has not tried it again already."""
+    """Whether the same request may succeed later and huggingface_hub has not already retried it."""
     cause = root_of(error)
     if is_offline_mode() or isinstance(cause, (httpx.TooManyRedirects, httpx.UnsupportedProtocol)):
         return False
@@ -145,12 +146,13 @@ def may_pass(error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Whether the Hub refused to write because something else was written meanwhile."""
+    """Whether the Hub refused a commit because the repo was changed in the meantime."""
     return isinstance(error, HfHubHTTPError) and error.response.status_code in (409, 412)
 
 
 def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
-    """Who failed and how, without an address; `by_name`: the Hub is called by its host, as others are."""
+    """Say which host failed and how, without a full address. `by_name`: call the Hub by its host name, like other
+    hosts."""
     cause: Any = root_of(error)
     if isinstance(cause, HfHubHTTPError):
         response = cause.response

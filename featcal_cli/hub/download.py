@@ -1,4 +1,4 @@
-"""Files of a repo arrive in the Hub's cache, and what arrived is compared with the Hub's checksums, once."""
+"""Download files of a repo into the Hub's cache, and check them once against the Hub's checksums."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PREPROCESSOR_FILES = (
 )  # fmt: skip
 DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
 LARGEST_DESCRIBING = 2**28
-"""Bytes of such a file: the largest tokenizers have a tenth of it."""
+"""Largest size in bytes of a file that matches DESCRIBING; even the largest tokenizers are ten times smaller."""
 AT_A_TIME = 8
 Watch = Callable[[str, int, int], None]
-"""Callback that gets the repo's name, the bytes that have arrived, and the bytes that are to arrive."""
+"""Callback that gets the repo's name, the number of bytes downloaded so far, and their total."""
 
 
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
-    """The folder in the Hub's cache with a repo's files: those that match `only`, or all that do not match `skip`.
-    Raises HubError for what does not arrive or arrives damaged."""
+    """Download a repo's files and return their folder in the Hub's cache: the files that match `only`, or all files
+    that do not match `skip`. Raises HubError if a file cannot be downloaded or is damaged."""
     # a run that dies between arrival and check leaves the mark, and the next one checks
     marks = cache_folder() / "unverified" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
     missing = missing_files(repo, only=only, skip=skip)
@@ -72,8 +72,8 @@ def _mark(marks: Path, path: str) -> Path:
 
 
 def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
-    """The folder in the Hub's cache with the files that say how to build and feed a model. Raises HubError, for one
-    that is too large to be such a file, too."""
+    """Download the files that say how to build a model and preprocess its inputs, and return their folder in the Hub's
+    cache. Raises HubError, also for a file that is too large to be one of these."""
     for path in chosen_files(repo, patterns, ()):
         if repo.files[path].size > LARGEST_DESCRIBING:
             what = f"{path} of {repo.name} has {repo.files[path].size:,} bytes, which is no {path}"
@@ -91,7 +91,7 @@ def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[s
 
 
 def other_weights(repo: Repo) -> list[str]:
-    """Patterns of the repo's files that hold its model's tensors once more, and are never downloaded."""
+    """Patterns of files that hold another copy of the model's tensors, and are never downloaded."""
     return [escape(path) for path in find_second_copies({path: file.size for path, file in repo.files.items()})]
 
 
@@ -118,8 +118,8 @@ def _verify(repo: Repo, folder: Path, paths: Sequence[str], watch: Watch | None)
 
 
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
-    """Let files arrive in the cache, some at a time; `again`: in place of what is there, once they are whole. Raises
-    HubError for the first that does not arrive."""
+    """Download files into the cache, several at a time. `again`: replace each cached file once its download is
+    complete. Raises HubError for the first file that fails."""
     meter = Meter(repo.name, {path: repo.files[path].size for path in paths}, watch)
 
     def fetch(path: str) -> None:
@@ -138,18 +138,18 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again
 
 
 class Meter:
-    """Adds up how far the files on their way have come, and tells `watch`."""
+    """Adds up the progress of several downloads and reports it to `watch`."""
 
     def __init__(self, name: str, sizes: Mapping[str, int], watch: Watch | None) -> None:
         self._name, self._total, self._watch = name, sum(sizes.values()), watch
         self._positions = dict.fromkeys(sizes, 0)
         self._lock = Lock()
         self.is_stopped = False
-        """Whether nobody waits for these files any more."""
+        """Whether the downloads were abandoned."""
 
     def make_bar(self, path: str) -> type[tqdm]:
-        """A class that the client takes for a progress bar of one file. It shows nothing, and raises CancelledError
-        where nobody waits for the file any more."""
+        """Return a progress bar class for the download of one file. Its bars show nothing, report to the meter, and
+        raise CancelledError once the downloads were abandoned."""
         numbers = count()
         meter = self
 
@@ -170,7 +170,8 @@ class Meter:
         return Bar
 
     def reach(self, path: str, position: int) -> None:
-        """A file has come up to there; less far than before where it comes once more."""
+        """Record that `position` bytes of a file have arrived; a download that starts again reports fewer than
+        before."""
         with self._lock:
             if self._watch and self._positions[path] != position:
                 self._positions[path] = position

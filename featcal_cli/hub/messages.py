@@ -1,5 +1,5 @@
-"""Errors of huggingface_hub become a HubError that says what to do: one table from the kind of an error to its message
-and its fix."""
+"""Turn errors of huggingface_hub into a HubError that says what to do, by one table from the kind of error to its
+message and fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from featcal_cli.runtime.progress import host_of, hub_host, is_hub, name_hosts
 from featcal_cli.runtime.sanitise import exception_text, for_terminal, redact
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""Errors that huggingface_hub raises where an answer is not what it looks for."""
+"""Errors that huggingface_hub raises if an answer does not have the form that it expects."""
 LONGEST_REASON = 160
 LOOK = "see what `featcal doctor` says of this machine"
 LOGIN = "set HF_TOKEN or run `hf auth login`"
@@ -62,7 +62,7 @@ READING: dict[object, tuple[str, str]] = {
     ODD_ANSWER: ("{hub} does not answer like a Hub when asked for {name} ({words})", CHECK_ENDPOINT),
     BROKEN: ("{name} could not be downloaded ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
 }  # fmt: skip
-"""Message and fix by the class of an error, its status, or its kind, while a repo is read."""
+"""Message and fix for errors while a repo is read, by the error's class, its HTTP status or its kind."""
 WRITING = READING | {
     errors.HFValidationError: ("{repo!r} is not the name of a repo", "write USER/NAME"),
     errors.RepositoryNotFoundError: (
@@ -86,7 +86,7 @@ WRITING = READING | {
     METADATA: ("{hub} refuses the metadata of README.md", "fix the lines between --- in it"),
     BROKEN: ("an upload to {hub} failed ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
 }  # fmt: skip
-"""Message and fix while a repo is written to."""
+"""Message and fix for errors while a repo is written to."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Subject:
         return f"{self.file} of {self.repo}" if self.file else self.repo
 
     def fill(self, key: object, error: BaseException | None = None) -> HubError:
-        """The error of this kind, with what the Hub says of it."""
+        """Return the HubError for this key of the tables, completed with the reason that the Hub gives."""
         what, fix = (WRITING if self.is_written else READING)[key]
         missing = f", and the cache holds no complete copy of {self.repo}"
         if self.kind == "dataset":
@@ -145,8 +145,8 @@ def hub_page(repo: str) -> str:
 def explained(
     repo: str, revision: str = "", kind: str = "model", file: str = "", *, writing: bool = False
 ) -> Iterator[None]:
-    """Turn what huggingface_hub raises about a model or dataset, or one file of it, into a HubError; what it did not
-    raise passes. writing: the repo is written to."""
+    """Turn errors that huggingface_hub raises about a model or dataset, or one file of it, into a HubError. Errors from
+    elsewhere pass unchanged. writing: whether the repo is written to."""
     try:
         yield
     except HubError:
@@ -177,8 +177,8 @@ def _explain(error: Exception, subject: _Subject) -> HubError | None:
 
 
 def _find_kind(error: BaseException, cause: BaseException, subject: _Subject) -> object:
-    """The key of the tables under which an error's message stands, OSError for one of this machine; None for one that
-    is neither."""
+    """Return the key under which the tables list an error; OSError for a problem of this machine; None for any other
+    error."""
     table = WRITING if subject.is_written else READING
     is_absent = isinstance(cause, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError))
     if is_absent or is_unreachable(cause):
@@ -211,14 +211,14 @@ def gone(repo: str) -> HubError:
 
 
 def _quote(error: BaseException) -> str:
-    """The kind of an error and its own words, without secrets."""
+    """Return the error's class and message, without secrets."""
     words, kind = name_hosts(redact(exception_text(error))), type(error).__name__
     return _shorten(kind if words == kind else f"{kind}: {words.removeprefix(f'{kind}: ')}")
 
 
 def _quote_reason(error: BaseException | None) -> str:
-    """The reason that the Hub gives for a refusal, short and inert; empty where it says nothing, or another host
-    refuses."""
+    """Return the reason that the Hub gives for a refusal, shortened and safe for a terminal; empty if it gives none, or
+    if another host refused."""
     if not isinstance(error, HfHubHTTPError) or not is_hub(host_of(str(error.response.url))):
         return ""
     text = error.response.headers.get("X-Error-Message", "")
@@ -230,7 +230,7 @@ def _shorten(text: str) -> str:
 
 
 def _is_from_client(error: BaseException) -> bool:
-    """Whether an error comes from within the client, and not from what it was called with."""
+    """Whether an error was raised inside the client library, rather than by featcal's code that it called."""
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = max((number for number, name in enumerate(names) if name.startswith("featcal_cli")), default=-1)
     return any(name.startswith(("huggingface_hub", "httpx")) for name in names[ours + 1 :])

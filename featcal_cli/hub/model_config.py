@@ -1,5 +1,5 @@
-"""A model's config.json: what it says, and none may say, because no model is so, or because it would run code; and what
-transformers makes of it. A message names the model, the file and, where it is known, the key that is to blame."""
+"""Read a model's config.json, refuse values that no model can have or that would run code, and build a transformers
+config from it. Error messages name the model, the file and, if known, the key at fault."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from featcal_cli.runtime.structured_text import parse_json
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
 MOST_LAYERS, MOST_EXPERTS = 4096, 2**14
-"""Layers of a model and experts of a layer at most: more would be built for hours."""
+"""Most layers of a model and most experts of a layer; building more would take hours."""
 LARGEST_SIZE = 10**7
-"""Length at most of an axis of a layer, an image or a vocabulary."""
+"""Largest size of a layer's axis, an image's side or a vocabulary."""
 _LAYERS = re.compile(r"(layers?|blocks|depths?|stages)$")
 _SIZES = re.compile(
     r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
@@ -31,23 +31,23 @@ _LIMITS = {_LAYERS: MOST_LAYERS, re.compile("experts$"): MOST_EXPERTS, _SIZES: L
 _DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float32|float64|half|float|double|float8_\w+|u?int(8|16|32|64))")
 _NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
-"""Keys by which transformers would fetch compiled code from the Hub, and run it."""
+"""Keys that can make transformers download compiled code from the Hub and run it."""
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
-"""Keys that say how weights are packed: of transformers, of MLX, of older compressed-tensors."""
+"""Keys that say how weights are quantised, as written by transformers, MLX and older compressed-tensors."""
 _PACKED = (
     *(".qweight", ".qzeros", ".g_idx", ".absmax", ".quant_map", ".SCB", ".weight_format", ".weight_packed"),
     *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".input_scale"),
 )
-"""Endings of the names of tensors where weights are packed: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
+"""Endings of tensor names in quantised checkpoints: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
 UNPACKED = "give the unquantised model, in bfloat16, float16 or float32, that this one was made from"
 MAX_DEPTH = 30
 CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' names of the dtypes that a calibrated tensor can have, as torch calls them."""
+"""Dtypes that a calibrated tensor can have: safetensors' name → torch's name."""
 
 
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
-    """The content of config.json in the folder of the model `name`. Raises CheckpointError when it cannot be read, or
-    describes what no model can be, or asks for code and is not `trusted`."""
+    """Read config.json of the model `name` from its folder. Raises CheckpointError if it cannot be read, has values
+    that no model can have, or asks for code and is not `trusted`."""
     where, fix = f"{name}/{CONFIG}", "use the config.json that belongs to the weights"
     try:
         config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def _check_values(value: Any, where: str, trusted: bool, key: str, depth: int) -
 
 
 def read_class_name(config: Mapping[str, Any]) -> str:
-    """The class that a config names first; empty where it names none."""
+    """Return the first class that a config names under `architectures`; empty if it names none."""
     match config.get("architectures"):
         case [str(name), *_]:
             return name
@@ -105,14 +105,14 @@ def read_class_name(config: Mapping[str, Any]) -> str:
 def check_unquantised(
     config: Mapping[str, Any], what: str, where: str, tensors: Collection[str] = (), fix: str = ""
 ) -> None:
-    """Raise CheckpointError for `what` if its config, or the names of its tensors, say that its weights are packed
-    into fewer bits: nothing can be solved for in them, or written to them."""
+    """Raise CheckpointError if the config or the tensor names of `what` say that its weights are quantised: such
+    weights cannot be calibrated."""
     if kind := _find_quantisation(config, tensors):
         raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
 
 
 def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> str:
-    """How a model's weights are packed; empty where they are not."""
+    """Describe how a model's weights are quantised; empty if they are not."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for packing in (part.get(key) for key in _QUANTISED):
             if isinstance(packing, dict) and packing:
@@ -124,8 +124,8 @@ def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> s
 
 
 def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
-    """The config in a folder, read by `config_class`, with featcal's own choice of kernels, caches and outputs in place
-    of those that are stored in it. Raises what transformers raises."""
+    """Read the config in a folder with `config_class`, and replace its stored choices of kernels, caches and output
+    forms by featcal's own. Raises what transformers raises."""
     # Stored preferences change no function of the weights, but may ask for packages or memory that this machine lacks,
     # or for outputs in another form. Attentions are refused beside most kernels while the config is read.
     config = config_class.from_pretrained(folder, local_files_only=True, output_attentions=False, **options)
@@ -142,9 +142,9 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
 
 
 def load_config(config_class: Any, folder: Path, *, role: str, name: str, trusted: bool = False) -> Any:
-    """The config in `folder`, of the class `config_class` (of transformers, or AutoConfig). role, name: what the model
-    is in this job, and its repo or folder, for messages. Raises CheckpointError for a config that the class cannot
-    read, or could not write again."""
+    """Load the config in `folder` with `config_class` (a transformers config class or AutoConfig). role, name: the
+    model's part in the job and its repo or folder, for messages. Raises CheckpointError if the class cannot read the
+    config, or could not write it again."""
     options = {"trust_remote_code": trusted} if config_class.__name__ == "AutoConfig" else {}
     try:
         config = parse_config(config_class, folder, **options)
@@ -156,14 +156,14 @@ def load_config(config_class: Any, folder: Path, *, role: str, name: str, truste
 
 
 def unbuildable(model_class: type, error: Exception, *, role: str, name: str) -> CheckpointError:
-    """The error for a config that is read, and of which no model can be made."""
+    """Return the error for a config that can be read, but from which no model can be built."""
     what = f"no {model_class.__name__} can be built from the config.json of {role}: {exception_text(error)}"
     return CheckpointError(what, where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG)
 
 
 def find_dtype(tensors: Iterable[Entry]) -> str:
-    """The dtype of most numbers of a checkpoint, whatever its config says; "auto", as transformers calls the config's,
-    where none of them can be calibrated."""
+    """Return the dtype of most weights of a checkpoint, whatever its config says; "auto" (transformers then follows the
+    config) if none of them can be calibrated."""
     counts: Counter[str] = Counter()
     for entry in tensors:
         if entry.dtype in CALIBRATED_DTYPES:

@@ -1,5 +1,5 @@
-"""The origin of a model's weights, before they are downloaded, and references in a card or config that may be
-believed."""
+"""Find the repos that a model's weights come from before anything is downloaded, and check references that a card or
+config names."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
 
 @dataclass(frozen=True)
 class Origin:
-    """The repos, at their commits, that make one model."""
+    """The repos, each at its commit, that one model is made from."""
 
     repo: Repo
-    """Holds the weights: the repo itself, or the adapter."""
+    """The repo that holds the weights: the model's own, or the adapter's."""
     form: Form
     base: Origin | None = None
 
     @property
     def name(self) -> str:
-        """The text that the user typed, without the revision; of BASE+ADAPTER the adapter's."""
+        """The name that the user typed, without the revision; if it was BASE+ADAPTER, the adapter's name."""
         return self.repo.name
 
     @property
     def pinned(self) -> str:
-        """The text that finds this very origin again: with commits, or the absolute path of a folder."""
+        """The reference that finds exactly this origin again: with commits, or the absolute path of a folder."""
         return f"{self.base.pinned}+{self.repo.pinned}" if self.base else self.repo.pinned
 
     @property
     def body(self) -> Origin:
-        """The full model that gives the shapes: an adapter's base, else itself."""
+        """The full model that gives the shapes: an adapter's base, else the model itself."""
         return self.base.body if self.base else self
 
     def repos(self) -> list[Repo]:
@@ -59,15 +59,15 @@ class Origin:
 
 
 def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
-    """The origin of `name`: an existing folder, else a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError when
-    it is not found, not readable, or not a model, and for pickled weights without `allow_pickle`."""
+    """Find the origin of `name`: an existing folder, a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError if it
+    is not found, cannot be read or is no model, and for pickled weights without `allow_pickle`."""
     return _find(name, allow_pickle, open_repo, ())
 
 
 def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
-    """The name of the full model behind `name`, and a folder that holds its config.json; weights need not be there. An
-    adapter, perhaps the base of those `above`, has the config of the base that it names. Raises HubError like
-    `find_origin`."""
+    """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
+    An adapter leads to the base that it names. `above`: the adapters that led here, to detect a loop. Raises HubError
+    like `find_origin`."""
     base, adapter = _split(name)
     if base:
         return find_config(base, above)
@@ -79,7 +79,7 @@ def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
 
 
 def check_model(name: str, files: Collection[str]) -> None:
-    """Raises HubError when the files are not those of a transformers model."""
+    """Raise HubError if the files are not those of a transformers model."""
     if "config.json" in files:
         return
     kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
@@ -100,11 +100,11 @@ _UNREAD = {
     "-of-*.safetensors": ("shards without an index", f"add {SAFETENSORS[1]}, which says where each tensor is"),
     ".safetensors": ("safetensors of another name", f"rename it to {SAFETENSORS[0]} if it is a full model"),
 }
-"""Weights that transformers does not read: how a file's name ends, what it is, and what to do."""
+"""Weights that transformers does not read: the end of the file name → what it is, and what to do."""
 
 
 def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
-    """Weights of a repo that are not read, in words ("" for none), and what to do."""
+    """Describe weights in the repo that cannot be read ("" if there are none), and say what to do."""
     for ending, (kind, fix) in _UNREAD.items():
         if named := sorted(file for file in files if fnmatch(file, f"*{ending}")):
             return f", only {kind} ({named[0]})", fix
@@ -112,7 +112,7 @@ def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
 
 
 def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
-    """The origin of a model that is named by the user, or by the adapters `above`."""
+    """Find the origin of a model that the user names, or that the adapters `above` name as their base."""
     base, adapter = _split(name)
     repo = open_repo(adapter, "model")
     files = repo.files
@@ -154,7 +154,8 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
 
 
 def _extend(above: tuple[str, ...], repo: Repo) -> tuple[str, ...]:
-    """The adapters above the base of one more. Raises HubError for an adapter that is its own base."""
+    """Add the adapter in `repo` to the adapters `above`. Raises HubError if it is there already, so that it would be
+    its own base."""
     if repo.pinned in above:
         fix = f"name the base: BASE+{repo.name}"
         raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=fix)
@@ -162,8 +163,8 @@ def _extend(above: tuple[str, ...], repo: Repo) -> tuple[str, ...]:
 
 
 def _name_base(repo: Repo) -> str:
-    """The base that an adapter names; empty where it names none. Raises HubError for an adapter on the Hub that names
-    a folder of this machine: what lies there is nothing that a stranger may put into a model."""
+    """Return the base that an adapter names; empty if it names none. Raises HubError if an adapter on the Hub names a
+    local folder: a stranger's adapter must not choose files of this machine."""
     adapter = read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
     if not adapter.base or repo.folder:
         return adapter.base
@@ -175,18 +176,19 @@ def _name_base(repo: Repo) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """BASE and ADAPTER of `BASE+ADAPTER`; "" and the name itself of anything else."""
+    """Split `BASE+ADAPTER` into BASE and ADAPTER; any other name becomes "" and the name itself."""
     return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
 
 
 class UnusableError(ValueError):
-    """A name that leads to nothing this machine may open; the message is the end of a sentence that begins with it."""
+    """A name that does not refer to anything that may be opened; the message continues a sentence that begins with the
+    name."""
 
 
 def locate(text: str, repo: Repo | None) -> str:
-    """The reference that a file in `repo` names, as a user would type it: `ID[@REVISION]`, BASE+ADAPTER, or an absolute
-    path. A repo on the Hub names repos on the Hub, never a path of this machine; a folder may also name paths, from
-    itself on (or, where the text can be nothing else, from where the command runs). Raises UnusableError."""
+    """Turn a name that a file in `repo` contains into a reference as a user would type it: `ID[@REVISION]`,
+    BASE+ADAPTER, or an absolute path. A Hub repo may only name Hub repos, never local paths. A folder may also name
+    paths relative to itself or, if they look like paths, to the current folder. Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(path.resolve())
@@ -197,7 +199,7 @@ def locate(text: str, repo: Repo | None) -> str:
 
 
 def find(text: str, repo: Repo | None) -> str | None:
-    """The reference that `locate` gives; None where it raises."""
+    """Return the reference that `locate` gives, or None if it raises UnusableError."""
     try:
         return locate(text, repo)
     except UnusableError:
@@ -234,14 +236,14 @@ def is_hub_id(name: str) -> bool:
 
 
 def repo_of(reference: str) -> str:
-    """The repo or folder that `ID[@REVISION]` names, of BASE+ADAPTER the adapter's."""
+    """The repo or folder that `ID[@REVISION]` names; for BASE+ADAPTER, the adapter's."""
     if existing_path(reference):
         return reference
     return split_revision(reference.rpartition("+")[2])[0]
 
 
 def same_repo(one: str, other: str) -> bool:
-    """Whether two references name one repo, at whatever revision; with adapters, the same on the same base."""
+    """Whether two references name the same repo, ignoring revisions; adapters must also have the same base."""
     return _without_revisions(one) == _without_revisions(other)
 
 

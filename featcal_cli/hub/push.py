@@ -1,4 +1,4 @@
-"""A finished model goes to the Hub in one commit, which is read back before it counts."""
+"""Push a finished model to the Hub in one commit, and compare what the Hub then lists with what was sent."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.sanitise import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
-"""Sent in place of a repo's own .gitignore, which would quietly leave files out of the commit."""
+"""Replaces the repo's own .gitignore, which would silently keep files out of the commit."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 LARGE = 10_000_000
-"""Bytes from which on a file is uploaded by itself, so that the progress can be told."""
+"""Files of at least this many bytes are uploaded one by one, so that progress can be reported."""
 RIGHTS = frozenset({"repo.write", "discussion.write"})
-"""To commit, and to open a pull request."""
+"""The rights to commit and to open a pull request."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Target:
     repo_id: str
     user: str
     private: bool
-    """Whether only they and their organisation may see it."""
+    """Whether the repo is to be visible only to the user and their organisation."""
     create_pr: bool
     overwrite_repo: bool
-    """Whether main may be committed to even though it holds a model."""
+    """Whether to commit to main even if the repo already holds a model."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class Pushed:
     url: str
     """The page of the repo, or of the pull request."""
     commit: str
-    """40 hexadecimal digits."""
+    """The commit's hash, 40 hexadecimal digits."""
     pull_request: int | None
 
 
 @dataclass(frozen=True)
 class Account:
     name: str
-    """Their name, which is a namespace too; empty where the Hub tells none."""
+    """The user's name, which is also a namespace; empty if the Hub gives none."""
     namespaces: frozenset[str]
-    """Every namespace that they may write to, in lower case."""
+    """Every namespace of the user, their organisations and the token, in lower case."""
     reads_only: frozenset[str]
-    """Namespaces of organisations in which they have no right to write, in lower case."""
+    """Organisations in which the user may only read, in lower case."""
     rights: frozenset[str]
-    """Members of RIGHTS that the token has in some namespace."""
+    """Rights out of RIGHTS that the token has in at least one namespace."""
 
 
 def describe_account(user: Mapping[str, Any]) -> Account:
-    """The user of a token and what that token may do, as the Hub tells it."""
+    """Read the token's user and its rights from the Hub's answer to `whoami`."""
     name = str(user.get("name") or "")
     token = (user.get("auth") or {}).get("accessToken") or {}
     fine_grained = token.get("fineGrained") or {}
@@ -83,20 +83,21 @@ class _Head:
 
     commit: str
     private: bool
-    """Whether only some may see the repo."""
+    """Whether the repo is private."""
     files: Mapping[str, Any]
-    """The Hub's entry of each: size and blob_id, and lfs for large ones."""
+    """Path → the Hub's entry for the file: size, blob_id and, if it is large, lfs."""
 
     @property
     def has_model(self) -> bool:
         return "config.json" in self.files or bool(self.stale({}))
 
     def differences(self, additions: Mapping[str, CommitOperationAdd]) -> list[str]:
-        """The files that are missing here, or are other ones."""
+        """List the files that this commit lacks or has with other content."""
         return [path for path, own in additions.items() if not _is_same(own, self.files.get(path))]
 
     def stale(self, additions: Mapping[str, CommitOperationAdd]) -> list[str]:
-        """Weight files, of whatever format, that are not part of what is pushed: another model's, once it is."""
+        """List weight files of any format that are not among the pushed files: after the push they would belong to
+        another model."""
         copies = find_second_copies({path: file.size or 0 for path, file in self.files.items()})
         return [path for path in self.files if path not in additions and (path.endswith(WEIGHTS) or path in copies)]
 
@@ -113,7 +114,8 @@ def _is_same(own: CommitOperationAdd, listed: Any) -> bool:
 
 
 def _read_head(repo_id: str, revision: str = "main") -> _Head | None:
-    """The head of a model repo; None where there is no such repo for this token. Asks the Hub, never the cache."""
+    """Read the newest commit of a model repo from the Hub, never from the cache; None if this token sees no such
+    repo."""
     try:
         info = client.with_retries(lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True))
     except GatedRepoError:
@@ -124,8 +126,8 @@ def _read_head(repo_id: str, revision: str = "main") -> _Head | None:
 
 
 def read_folder(folder: Path) -> dict[str, CommitOperationAdd]:
-    """Every file of a folder by its path, as part of a commit; what is hidden is left out. Raises HubError for a link
-    that leads out of the folder or nowhere, for a linked folder, and for no file at all."""
+    """Collect every file of a folder that is not hidden, by its path, as additions to a commit. Raises HubError for a
+    link that is broken or points outside the folder, for a linked folder, and if there are no files."""
     files, inside = {}, folder.resolve()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -144,10 +146,10 @@ def read_folder(folder: Path) -> dict[str, CommitOperationAdd]:
 def check_target(
     repo_id: str, *, private: bool, create_pr: bool, overwrite_repo: bool, finished: Path | None = None
 ) -> Target:
-    """The target of a push, after everything was checked that can be without writing. finished: the folder of a model
-    that an earlier run may have pushed already; a repo that holds just this is fine. Raises HubError for a missing,
-    unknown or read-only token, a repo of somebody else, a repo that holds a model where neither `create_pr` nor
-    `overwrite_repo` is given, and a pull request to a repo that does not exist."""
+    """Check everything about a push that can be checked without writing, and return its target. finished: the folder of
+    a model that an earlier run may have pushed already; a repo that holds exactly this model is accepted. Raises
+    HubError for a missing, unknown or read-only token, a repo that the user may not write to, a repo that holds a model
+    if neither `create_pr` nor `overwrite_repo` is given, and a pull request to a repo that does not exist."""
     where = f"--push-to {repo_id}"
     with explained(repo_id, writing=True):
         validate_repo_id(repo_id)
@@ -173,7 +175,8 @@ def check_target(
 
 
 def _check_head(target: Target, head: _Head | None, *, is_ours: bool) -> None:
-    """Raise HubError where what the repo is now forbids the push; `is_ours`: it holds what is to be pushed."""
+    """Raise HubError if the repo's present state forbids the push. `is_ours`: the repo already holds exactly what is
+    pushed."""
     repo_id, where = target.repo_id, f"--push-to {target.repo_id}"
     if head is None:
         if target.create_pr:
@@ -189,11 +192,11 @@ def _check_head(target: Target, head: _Head | None, *, is_ours: bool) -> None:
 
 
 def push(folder: Path, target: Target, *, message: str, watch: Watch | None = None) -> Pushed:
-    """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if need be.
+    """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if necessary.
 
-    Weight files of the repo that `folder` has not are deleted by the same commit: a loader could prefer them. Safe to
-    run again: what the Hub has already is neither uploaded nor committed twice. `watch` is told how many bytes have
-    been sent. Raises HubError when that fails, or when the Hub then holds something else.
+    The same commit deletes the repo's weight files that `folder` lacks, as a loader could prefer them. Running again is
+    safe: files that the Hub already has are neither uploaded nor committed twice. `watch` is told how many bytes were
+    sent. Raises HubError if the push fails, or if the Hub then holds something else.
     """
     repo_id = target.repo_id
     try:
@@ -221,7 +224,8 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
 
 
 def _look(target: Target, additions: Mapping[str, CommitOperationAdd]) -> tuple[Pushed | None, _Head | None]:
-    """Our commit, if the repo or an open pull request of this user has it, and the head of main."""
+    """Return the earlier push of these files, if main or an open pull request of this user holds them, and the head of
+    main."""
     head = _read_head(target.repo_id)
     if head is None:
         return None, None
@@ -260,7 +264,7 @@ def _create(target: Target) -> _Head:
 
 
 def _upload(target: Target, additions: Sequence[CommitOperationAdd], watch: Watch | None) -> None:
-    """Upload the files that git does not keep, as far as the Hub lacks them: small ones together, others one by one."""
+    """Upload the LFS files that the Hub lacks: files below LARGE bytes together, others one by one."""
     large = [[addition] for addition in additions if addition.upload_info.size >= LARGE]
     small = [addition for addition in additions if addition.upload_info.size < LARGE]
     total = sum(addition.upload_info.size for addition in additions)
@@ -280,7 +284,7 @@ def _upload(target: Target, additions: Sequence[CommitOperationAdd], watch: Watc
 
 
 def _commit(target: Target, head: _Head, additions: Mapping[str, CommitOperationAdd], message: str) -> Pushed:
-    """Commit once on top of `head`, and only there."""
+    """Commit exactly once, with `head` as the parent; if an answer is lost, look whether the commit arrived."""
     operations: list[Any] = [*additions.values(), *map(CommitOperationDelete, head.stale(additions))]
     for number in range(1, client.TRIES + 1):
         try:

@@ -1,4 +1,4 @@
-"""A repo on the Hub or a folder, opened at one commit: its files can be listed and small ones read."""
+"""Open a Hub repo at one commit, or a folder, to list its files and read small ones."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Kind = Literal["model", "dataset"]
 COMMIT = re.compile("[0-9a-f]{40}")
 CARD = "README.md"
 MAX_TEXT_BYTES = 10_000_000
-"""A config, index or card is smaller than this; a larger one is not read."""
+"""Largest size in bytes of a config, index or card; a larger file is not read."""
 
 
 @dataclass(frozen=True)
 class RepoFile:
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,29 @@ class Repo:
     """The text that the user typed, without the revision: a Hub id or the path of a folder."""
     kind: Kind
     commit: str | None
-    """40 hexadecimal digits for a Hub repo, None for a folder."""
+    """The commit's hash, 40 hexadecimal digits; None for a folder."""
     folder: Path | None
 
     @property
     def pinned(self) -> str:
-        """The text that opens this very repo again: with its commit, or the absolute path of a folder."""
+        """The reference that opens exactly this repo again: with its commit, or the absolute path of a folder."""
         return f"{self.name}@{self.commit}" if self.commit else str(self.folder)
 
     def explained(self, file: str = "") -> AbstractContextManager[None]:
-        """Turn what huggingface_hub raises about the repo, or one file of it, into a HubError."""
+        """Turn errors that huggingface_hub raises about the repo, or one file of it, into a HubError."""
         return explained(self.name, self.commit or "", self.kind, file)
 
     @cached_property
     def files(self) -> Mapping[str, RepoFile]:
-        """Every file by its path. Raises HubError when neither the Hub nor the cache can tell."""
+        """Path → file, for every file of the repo. Raises HubError if neither the Hub nor the cache can list them."""
         if self.folder is not None:
             return _list_folder(self.folder)
         with self.explained():
             return _list_files(self.name, str(self.commit), self.kind)
 
     def read_text(self, path: str, errors: str = "strict") -> str | None:
-        """The text of a small file; None where there is no such file. Raises HubError when it cannot be read. errors:
-        what becomes of bytes that are not UTF-8, as Python calls it."""
+        """Return the text of a small file; None if there is no such file. errors: how bytes that are not UTF-8 are
+        handled, as in Python's `bytes.decode`. Raises HubError if the file cannot be read."""
         if path not in self.files:
             return None
         file = self.fetch_text(path)
@@ -90,19 +90,19 @@ class Repo:
             raise HubError(what, where=self.name, fix="fix the file, or use another revision") from error
 
     def read_card(self) -> str:
-        """The text of README.md, empty without one; signs that are not UTF-8 are replaced: prose is never a reason to
-        stop. Raises HubError for a card that is too long, or does not arrive."""
+        """Return the text of README.md, or "" if there is none; bytes that are not UTF-8 are replaced. Raises HubError
+        if the card is too long or cannot be downloaded."""
         return self.read_text(CARD, errors="replace") or ""
 
     def find_card(self) -> str | None:
-        """The text of README.md where it can be had; None where it cannot."""
+        """Return the text of README.md, or None if it is missing, empty or cannot be read."""
         with suppress(HubError):
             return self.read_card() or None
         return None
 
     def read_bytes(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of a file, fewer at its end; of a Hub repo no others are transferred, and none that
-        the cache holds. Raises HubError."""
+        """Return bytes `start` to `stop` of a file, fewer at its end. Only these bytes of a Hub file are transferred,
+        and none if the file is in the cache. Raises HubError."""
         file = self.folder / path if self.folder else None
         if not file:
             cached = try_to_load_from_cache(self.name, path, revision=self.commit, repo_type=self.kind)
@@ -131,7 +131,7 @@ class Repo:
         return bytes(content[skip : skip + stop - start])
 
     def fetch_text(self, path: str) -> Path:
-        """The path of a small file on this machine, downloaded first if need be. Raises HubError."""
+        """Return the local path of a small file, which is downloaded if necessary. Raises HubError."""
         if self.folder:
             return self.folder / path
         if self.files[path].size > MAX_TEXT_BYTES:
@@ -143,12 +143,13 @@ class Repo:
 
 
 Opener = Callable[[str, Kind], Repo]
-"""`open_repo`, or the same with a memory: a run opens every repo once, so that all its parts see one commit."""
+"""`open_repo`, or a version that remembers opened repos: a run opens each repo once, so that all its parts see one
+commit."""
 
 
 def open_repo(name: str, kind: Kind = "model") -> Repo:
-    """The repo that `name` says, at the commit that its revision is now: an existing folder, else `ID[@REVISION]`.
-    Offline, the commit is the one that was last seen. Raises HubError when it is not found or may not be read."""
+    """Open the existing folder `name`, or the Hub repo `ID[@REVISION]` at the commit that the revision refers to now.
+    Offline, the last known commit is used. Raises HubError if it is not found or may not be read."""
     if (folder := existing_path(name)) is not None:
         if not folder.is_dir():
             raise HubError(f"{name} is a file, not a folder", where=name, fix="give the folder that it is in")
@@ -167,8 +168,8 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
 
 
 def read_headers(repo: Repo) -> dict[str, Entry]:
-    """The tensors of all safetensors files of a model, by name; no weights are transferred. Raises HubError for what no
-    model can be."""
+    """Read the headers of all safetensors files of a model: tensor name → entry; no weights are transferred. Raises
+    HubError if a file is missing or broken."""
     names = [SAFETENSORS[0]]
     if SAFETENSORS[0] not in repo.files:
         text = repo.read_text(SAFETENSORS[1])
@@ -185,8 +186,8 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """Every file of a commit, from the listing that huggingface_hub keeps, else from the Hub; where it cannot tell,
-    what is on disk if it is a whole model."""
+    """List every file of a commit, from huggingface_hub's stored listing or else from the Hub. If neither is available,
+    list the cached files, provided that they are a whole model."""
     try:
         files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind), name)
     except CachedRepoTreeNotFoundError:
@@ -217,8 +218,8 @@ def _read_listing(tree: Iterable[object], name: str) -> dict[str, RepoFile]:
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """The files that the Hub's cache holds of a commit, if it is a whole model, else nothing: without a list to compare
-    it with, what is on disk says nothing about what the repo lacks."""
+    """List the cached files of a commit if they are a whole model, else none: without the Hub's listing, nothing tells
+    which files are missing from the cache."""
     try:
         folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
     except LocalEntryNotFoundError:

@@ -1,5 +1,5 @@
-"""The files of a model's folder that its copy keeps, and those that hold its tensors once more and would go stale, in
-another format, precision or place: what names and sizes do not tell, headers and values do."""
+"""Decide which files of a model's folder are copied to the output. Files that repeat its tensors in another format,
+precision or place are left out, as they would become outdated; headers and values tell where names and sizes do not."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS = 64
-"""Rows that are compared of two tensors."""
+"""Number of leading rows that are compared between two tensors."""
 
 
 class Files(NamedTuple):
-    """The files of a model's folder, by their paths in it; hidden ones are in neither list."""
+    """Paths of the files in a model's folder, in two lists: kept and left out; hidden files are in neither."""
 
     kept: list[str]
     left_out: list[str]
     shadowing: list[str]
-    """Kept because modules.json lists their folder, although they hold the model's tensors once more."""
+    """Files, also in `kept`, that repeat the model's tensors but lie in a folder that modules.json lists."""
 
 
 def divide_files(folder: Path) -> Files:
-    """The files of the model in `folder`: those that its copy keeps, and those that hold its tensors once more, which
-    of safetensors files their headers tell. Raises HubError for an index that cannot be read, and ValueError or
-    OSError for weights that cannot."""
+    """Divide the files of the model in `folder` into those that the output keeps and those that repeat its tensors; the
+    headers of safetensors files decide. Raises HubError for an index that cannot be read, and ValueError or OSError for
+    weights that cannot be read."""
     names = visible_files(folder)
     weights = {file.name for file in weight_files(folder)}
     left_out = set(find_second_copies({name: (folder / name).stat().st_size for name in names})) - weights
@@ -53,14 +53,14 @@ def divide_files(folder: Path) -> Files:
 
 
 def _list_modules(folder: Path) -> list[str]:
-    """The folders of the modules that sentence-transformers builds a model of, but for the model's own folder."""
+    """List the folders of a sentence-transformers model's modules, without the model's own folder."""
     modules = _read_json(folder / "modules.json")
     paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
     return [path for path in paths if isinstance(path, str) and path.strip("./")]
 
 
 def _read_json(file: Path, key: str = "") -> Any:
-    """The content of a file, or what stands there under a key; None for one that nobody can read."""
+    """Return the content of a JSON file, or of one key in it; None if it cannot be read."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
         return content[key] if key else content
@@ -69,9 +69,9 @@ def _read_json(file: Path, key: str = "") -> Any:
 
 
 def _repeats(file: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
-    """Whether a safetensors file holds tensors of the model once more. Beside the model's own files one of the same
-    name is enough, as some programs read all of these files; below, a component may be built like the model: there
-    every tensor has to be one of the model's, in name (with or without the first part of it), shape and value."""
+    """Whether a safetensors file repeats the model's tensors. Beside the model's own files, one shared tensor name is
+    enough, as some programs read all files there. In a subfolder, a separate component may have the same names: there
+    every tensor must match one of the model's in name (with or without its first part), shape and value."""
     try:
         header = read_header(file)
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def _repeats(file: Path, tensors: Mapping[str, tuple[Path, Entry]]) -> bool:
 
 
 def _are_equal(file: Path, name: str, own: Path, own_name: str) -> bool:
-    """Whether two tensors of one shape begin with the same values, as far as the coarser of their dtypes tells."""
+    """Whether two tensors of equal shape begin with the same values, within the precision of the coarser dtype."""
     import torch
 
     one, other = _read_beginning(file, name), _read_beginning(own, own_name)
@@ -106,7 +106,7 @@ def _read_beginning(file: Path, name: str) -> Tensor:
 
 
 def describe_files(files: Files) -> Iterator[str]:
-    """Sentences on the files of an output that a user should know."""
+    """Yield sentences about files of the output that the user should know about."""
     for name in files.left_out:
         index = name == SAFETENSORS[1]
         why = "it does not list the tensors of model.safetensors" if index else "other weights than the calibrated ones"

@@ -1,4 +1,4 @@
-"""A model on this machine: its origin downloaded, checked, converted or folded where needed."""
+"""Get a model onto this machine: download and check it, and convert pickles or merge an adapter where needed."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A model on this machine: nothing in `folder` changes while `commit` stays the same."""
+    """A model on this machine; the files in `folder` never change for a given `commit`."""
 
     name: str
-    """The text that the user typed, without the revision: a Hub id or the path of a folder. For BASE+ADAPTER the
+    """The Hub id or path of a folder that the user typed, without the revision; if it was BASE+ADAPTER, the
     adapter's."""
     folder: Path
     commit: str | None
-    """40 hexadecimal digits for a Hub repo, None for a local folder; an adapter's own, if its base has one too."""
+    """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own, if its base has one
+    too."""
     notes: tuple[str, ...] = ()
     parts: str = ""
-    """BASE@COMMIT+ADAPTER@COMMIT where the weights are those of a base with an adapter folded in."""
+    """BASE@COMMIT+ADAPTER@COMMIT if an adapter was merged into a base, else empty."""
     trusted: bool = False
 
     @property
     def pinned(self) -> str:
-        """The text that resolves to this very model again: with commits, or the absolute path of a folder."""
+        """The reference that resolves to exactly this model again: with commits, or the absolute path of a folder."""
         if self.parts:
             return self.parts
         return f"{self.name}@{self.commit}" if self.commit else str(Path(self.name).expanduser().resolve())
@@ -64,21 +65,22 @@ class Snapshot:
 
 
 def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
-    """The local snapshot of `name`: an existing folder, else a Hub id `ID[@REVISION]`, downloaded where needed. An
-    adapter is folded into the base that it names, and `BASE+ADAPTER` into that base; the snapshot is a full model.
-    Pickled weights are read only with `allow_pickle`, and only where there are no safetensors to be had. Raises
-    HubError when the model is not found, not readable, not complete, or not a model."""
+    """Return the local snapshot of `name`: an existing folder, or a Hub id `ID[@REVISION]`, downloaded if necessary. An
+    adapter is merged into the base that it names, or into BASE if `BASE+ADAPTER` is given, so that the snapshot is
+    always a full model. Pickled weights are read only with `allow_pickle`, and only if there are no safetensors. Raises
+    HubError if the model is not found, unreadable, incomplete or no model."""
     return fetch(find_origin(name, allow_pickle=allow_pickle))
 
 
 def resolve_config(name: str) -> Snapshot:
-    """The snapshot of `name` with its config alone: no weights are downloaded, and none need be there. An adapter has
-    the config of the base that it names. Raises HubError like `resolve`."""
+    """Return a snapshot of `name` with its config alone; no weights are downloaded or needed. An adapter has the config
+    of the base that it names. Raises HubError like `resolve`."""
     return Snapshot(*find_config(name), None)
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
-    """The local snapshot of an origin; what `watch` is told are the bytes that arrive. Raises HubError."""
+    """Return the local snapshot of an origin, downloaded if necessary; `watch` is told the progress. Raises
+    HubError."""
     repo = origin.repo
     if origin.base:
         return _fold(origin, origin.base, watch)
@@ -124,7 +126,8 @@ def _delete(path: Path) -> str:
 
 
 def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
-    """The snapshot itself. Raises HubError when one of its files is missing, cut short, or no safetensors file."""
+    """Check the snapshot's files and return it. Raises HubError if a file is missing, cut short or no safetensors
+    file."""
     folder = snapshot.folder
     check_model(snapshot.name, [file.name for file in folder.iterdir()])
     names = [file.name for file in snapshot.weights()] or [SAFETENSORS[0]]

@@ -1,5 +1,5 @@
-"""A model's weight files: their names, the index of a sharded model, what a safetensors header says, and pickled
-PyTorch weights, which become a safetensors copy in featcal's own cache folder."""
+"""Read a model's weight files: their names, the index of a sharded model and safetensors headers; and convert pickled
+PyTorch weights to a safetensors copy in featcal's own cache folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-"""One file or the index of a sharded one, in the order in which transformers looks for them."""
+"""Names of a single weight file and of a sharded model's index, in the order in which transformers looks for them."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 AT_THE_TOP = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data*", "*.ot", "*.ckpt", "*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel"),
@@ -40,21 +40,22 @@ AT_THE_TOP = (
     *("model.*.safetensors", "model-*.*.safetensors", "model.*.safetensors.index.json"),
     *("model.safetensors.index.*.json", "optimizer*.pt", "optimizer*.bin"),
 )
-"""Names beside config.json under which frameworks keep a whole model, or an optimiser what belongs to its tensors."""
+"""Name patterns, in the folder of config.json, of files in which frameworks keep a whole model or an optimiser its
+state."""
 BELOW = ("onnx/*", "openvino/*", "coreml/*", "*.mlpackage/*", "original/*.pth", "original/*.safetensors")
-"""Paths at which frameworks keep a whole model."""
+"""Path patterns of subfolders in which frameworks keep a whole model."""
 ANYWHERE = ("*.gguf", "*.ggml")
 EARLIER = re.compile(r"(checkpoint-|global_step)\d+/.*\.(safetensors|bin|pt|pth|index\.json)")
-"""Paths at which training keeps the same model at earlier steps."""
+"""Path pattern of checkpoints from earlier training steps."""
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 LARGE = 4
-"""A pickle is never opened: under a name that says nothing, one counts as a second copy if it has at least this part of
-the bytes of the model's own weights."""
+"""Pickles are never opened. One whose name says nothing counts as a second copy if its size is at least 1/LARGE of that
+of the model's own weights."""
 
 FIRST_BYTES = 100_000
-"""Read of a file at first; most headers are shorter, and one request is enough."""
+"""Bytes that are read first; most headers are shorter, so that one request is enough."""
 LONGEST = 25_000_000
-"""Bytes of a header at most: those of 200,000 tensors. Read, it takes twenty times as much memory."""
+"""Largest header in bytes, enough for 200,000 tensors; parsing takes twenty times as much memory."""
 MOST_AXES = 64
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -68,17 +69,17 @@ BITS = {
 @dataclass(frozen=True)
 class Entry:
     dtype: str
-    """As safetensors calls it: F32, BF16, …"""
+    """The dtype's name in safetensors: F32, BF16, …"""
     shape: tuple[int, ...]
     start: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in `folder`, in shard order; empty where it has none. Raises HubError for an
-    index that cannot be read or that names a file outside the folder."""
+    """Return the safetensors files of the model in `folder`, in shard order; empty if it has none. Raises HubError if
+    the index cannot be read or names a file outside the folder."""
     single, index = (folder / name for name in SAFETENSORS)
     if single.exists():
         return [single]
@@ -86,7 +87,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def find_second_copies(sizes: Mapping[str, int]) -> list[str]:
-    """Files of a repo that hold the model's tensors once more, as far as names and sizes (bytes) can tell."""
+    """List the files of a repo that hold another copy of the model's tensors, judged by names and sizes (bytes)
+    alone."""
     own = [
         sum(size for path, size in sizes.items() if fnmatch(path, f"{kind}*")) for kind in ("model", "pytorch_model")
     ]
@@ -100,7 +102,7 @@ def find_second_copies(sizes: Mapping[str, int]) -> list[str]:
 
 
 def read_shards(index: Path) -> list[str]:
-    """The files that an index on this machine names, in order. Raises HubError."""
+    """List the files that a local index names, in order. Raises HubError."""
     try:
         return parse_index(index.read_bytes(), str(index))
     except OSError as error:
@@ -108,7 +110,7 @@ def read_shards(index: Path) -> list[str]:
 
 
 def parse_index(text: str | bytes, where: str) -> list[str]:
-    """The files that a weight index names, in order. Raises HubError."""
+    """List the files that the text of a weight index names, in order. Raises HubError."""
     name = PurePosixPath(where).name
     try:
         files = sorted(set(parse_json(text)["weight_map"].values()))
@@ -127,8 +129,9 @@ def join_headers(
     model: str,
     tell: Callable[[str], tuple[str, str]],
 ) -> dict[str, Entry]:
-    """The tensors of all files of a model, whose headers `read` returns. tell: where a file lies, and what to do where
-    it is broken. Raises HubError for a broken one, and for a tensor in two of them: which counts, nothing says."""
+    """Return the tensors of all files of a model; `read` returns the header of one file. `tell`: function from a file
+    name to its place and the fix if it is broken. Raises HubError for a broken file, and for a tensor that two files
+    hold."""
     tensors: dict[str, Entry] = {}
     for name in names:
         try:
@@ -143,16 +146,16 @@ def join_headers(
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of a file on this machine, by name. Raises ValueError for one that is no safetensors file or is cut
-    short, OSError for one that cannot be read."""
+    """Return the tensors of a local safetensors file: name → entry. Raises ValueError if it is no safetensors file or
+    cut short, OSError if it cannot be read."""
     with file.open("rb") as stream:
         read = partial(os.pread, stream.fileno())
         return parse_header(lambda start, stop: read(stop - start, start), file.stat().st_size)
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
-    """The tensors of a file of `size` bytes, by name; `read` returns its bytes from one offset up to another. Raises
-    ValueError for everything that safetensors refuses, and for a name that comes twice."""
+    """Parse the header of a safetensors file of `size` bytes: tensor name → entry. `read` returns the file's bytes from
+    one offset up to another. Raises ValueError for everything that safetensors refuses, and for a duplicate name."""
     content = read(0, min(FIRST_BYTES, size))
     if content[:8] == b"version ":  # of the Git LFS specification
         raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
@@ -197,9 +200,9 @@ def _parse_entry(name: str, entry: Any, start: int) -> Entry:
 
 
 def converted_copy(source: Path, key: str) -> Path:
-    """The folder of the model in `source` with its pickled weights as safetensors, made once per `key`. File layout and
-    tensor names stay; tensors that share memory are each written out. Pickles are read with `weights_only=True`: raises
-    HubError for one that holds more than tensors or cannot be read."""
+    """Copy the model in `source` with its pickled weights converted to safetensors, once per `key`, and return the
+    folder. File layout and tensor names stay; tensors that share memory are written separately. Pickles are read with
+    `weights_only=True`; raises HubError if one cannot be read or holds more than tensors."""
     target = cache_folder() / "converted" / key
     if not target.is_dir():
         with new_copy(target, "converted") as draft:
@@ -212,7 +215,8 @@ def converted_copy(source: Path, key: str) -> Path:
 
 @contextmanager
 def new_copy(target: Path, kind: str) -> Iterator[Path]:
-    """An empty folder that becomes `target` if all goes well, and is deleted if not. Raises HubError."""
+    """Yield an empty folder that is renamed to `target` on success and deleted on failure. Raises HubError if it cannot
+    be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))
@@ -241,7 +245,7 @@ def unwritable_cache(folder: Path, error: OSError) -> HubError:
 
 
 def folder_key(folder: Path) -> str:
-    """A key for a local folder that changes when a file in it changes."""
+    """Return a key for a local folder that changes whenever one of its files changes."""
     stamps = [(str(file), *take_stamp(file)[1:]) for file in sorted(folder.rglob("*")) if file.is_file()]
     return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
@@ -264,7 +268,7 @@ def _convert(source: Path, draft: Path) -> None:
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled state dict, each with memory of its own. Raises HubError."""
+    """Read the tensors of a pickled state dict, each with memory of its own. Raises HubError."""
     import torch
 
     try:

@@ -1,1 +1,1 @@
-"""A merged repo → its base, its experts and their data."""
+"""Find a merged model's base, its experts and their data from the files of its repo."""

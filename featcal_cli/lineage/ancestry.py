@@ -1,4 +1,4 @@
-"""The base where nothing names it: the nearest common ancestor of the experts."""
+"""Find the base that no file of the merged repo names: the nearest common ancestor of the experts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.sanitise import enumerate_names, list_some
 
 MOST_STEPS = 5
-"""The most steps up from a model to those that it comes from."""
+"""The most generations of ancestors that are searched."""
 MOST_WAYS = 50
-"""The most ancestors of a model that are looked at: cards of merges name many."""
+"""The most ancestors of one model that are searched, as cards of merges can name many."""
 _QUANTIZED = re.compile(
     r"[-_.](?:unsloth-)?(?:bnb-[48]bit|[48]bit|gptq|awq|gguf|exl[23]|int[48]|fp8|nf4)(?:[-_.][\w.-]*)?$", re.IGNORECASE
 )
 
 Way = Sequence[str]
-"""A model, the one that it comes from, and so on up."""
+"""A line of ancestors: a model, the model that it was made from, and so on upwards."""
 
 
 def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = False) -> Finding | None:
-    """The nearest model that all of these come from, as far as they tell, by the `base_model` of cards and adapter
-    configs; asked for where there is none.
+    """Find the nearest common ancestor of the models by the `base_model` of their cards and adapter configs; models
+    that name no parent are ignored. If there is none, ask the user for the base and return None.
 
-    names: each model and who names it. mixed: one of them may be the base itself, if others come from it; then it is
-    the one highest up."""
+    names: model → who names it. mixed: whether the base may itself be among the models; then the one that the others
+    descend from is taken.
+    """
     ways: dict[str, list[Way]] = {name: [[name]] for name in names}
     common: list[str] = []
     for step in range(1, MOST_STEPS + 1):
@@ -61,8 +62,8 @@ def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = Fal
 
 
 def put_on_full_model(search: Search, name: str) -> str:
-    """An adapter that was trained on a quantized copy as BASE+ADAPTER, on the full model that the copy was made of; any
-    other model as it is."""
+    """Return BASE+ADAPTER for an adapter that was trained on a quantized model, with the full model that it was
+    quantized from as BASE; return any other name unchanged."""
     if split_model(name) or not is_adapter(search.open(name).files):
         return name
     above = first = _find_parents(search, name)
@@ -73,7 +74,7 @@ def put_on_full_model(search: Search, name: str) -> str:
 
 
 def _find_common(ways: Mapping[str, Sequence[Way]], mixed: bool) -> list[str]:
-    """The models that all come from that tell, the nearest first."""
+    """List the common ancestors of all models that name a parent, the nearest first."""
     lines = [[way[-1] for way in (found if mixed else found[1:])] for found in ways.values() if found[1:]]
     # nobody comes from what only stands in the list itself, and a quantized copy has no numbers that could be an anchor
     above = [way[-1] for found in ways.values() for way in found[1:]]
@@ -85,8 +86,8 @@ def _find_common(ways: Mapping[str, Sequence[Way]], mixed: bool) -> list[str]:
 
 
 def _find_parents(search: Search, name: str, source: str | None = None) -> list[str]:
-    """The models that a model comes from; none where it cannot be opened, for it may be the base, which need not be.
-    source: who names it, if it is one of the merged models."""
+    """List the models that a model was made from; none if it cannot be opened, as it may be the base, which need not be
+    readable. source: who names the model, if it is one of the merged models."""
     try:
         return search.find_parents(name, source or FROM_USER)
     except HubError as error:

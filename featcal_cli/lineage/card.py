@@ -1,4 +1,4 @@
-"""A README.md as far as it tells where a model or a dataset comes from."""
+"""Read from a README.md where a model or a dataset comes from."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
 
 @dataclass(frozen=True)
 class Card:
-    """A card's claims. What has a wrong type is left out."""
+    """The statements of a model's or dataset's card; values of a wrong type are left out."""
 
     base_models: Sequence[str]
     relation: str
     """`base_model_relation`: merge, finetune, adapter or quantized."""
     datasets: Sequence[str]
     evaluations: Sequence[tuple[str, str | None]]
-    """Dataset and config of every figure in the model-index."""
+    """Dataset and config of every result in the model-index."""
     configs: Sequence[str]
     default_config: str | None
     bases_in_text: Sequence[str]
-    """Every X of "using X as a base" that is a model and not prose, links taken off."""
+    """Every X in the text's phrases "using X as a base" that is a model name, without its link."""
     yaml_blocks: Sequence[str]
-    """The code blocks that are marked as YAML, or not at all and name a merge_method."""
+    """Text of the code blocks marked as YAML, and of unmarked ones that contain merge_method."""
     problem: str
-    """The reason why its metadata cannot be read; empty if there is none."""
+    """Why the card's metadata cannot be read; empty if it can."""
 
 
 def read_card(text: str) -> Card:
-    """The card in a README.md. Whatever the text holds, this raises nothing."""
+    """Parse the text of a README.md; never raises, whatever the text holds."""
     metadata, body, problem = split_front_matter(text)
     if metadata is None:
         problem = f"the metadata cannot be read{f': {problem}' if problem else ''}"
@@ -72,7 +72,7 @@ def _bases_in(body: str) -> Iterator[str]:
 
 
 def _yaml_blocks(body: str) -> Iterator[str]:
-    """The text of every code block that may be YAML, as far left as it goes."""
+    """Yield the text of every code block that may be YAML, without its common indentation."""
     for _, kind, content in _FENCED.findall(body):
         text = dedent(re.sub(r"^[ \t]*>[ \t]?", "", content, flags=re.MULTILINE))
         if kind.lower() in ("yaml", "yml") or (not kind and _MERGE.search(text)):
@@ -80,7 +80,7 @@ def _yaml_blocks(body: str) -> Iterator[str]:
 
 
 def _read_configs(metadata: Mapping[Any, Any]) -> tuple[list[str], str | None]:
-    """A dataset's configs, and the one that it takes by itself."""
+    """Return the names of a dataset's configs and of its default config (None if it has no default)."""
     for key in ("configs", "dataset_info"):
         listed = [entry for entry in _dicts(metadata.get(key)) if _is_config(entry.get("config_name"))]
         if names := list(dict.fromkeys(entry["config_name"] for entry in listed)):
@@ -90,7 +90,7 @@ def _read_configs(metadata: Mapping[Any, Any]) -> tuple[list[str], str | None]:
 
 
 def _is_config(name: Any) -> bool:
-    """Whether this is a config that a user could type."""
+    """Whether this is the name of a config that a user could type."""
     return isinstance(name, str) and 0 < len(name) <= 100 and name.isprintable() and ":" not in name
 
 

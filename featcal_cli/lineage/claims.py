@@ -1,4 +1,4 @@
-"""Readers of a merged repo's files: each makes a claim on what the model was merged from, or none."""
+"""Read the files of a merged repo: each reader returns a claim about what the model was merged from, or None."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter
 
 
 def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
-    """The claims of a merged repo, the most trustworthy first. `notes` get what could not be read, and how the rest was
-    understood. Raises LineageError for a repo that is no merge or one that cannot be calibrated, and HubError."""
+    """Return the claims of a merged repo's files, the most trustworthy first. `notes` get what could not be read and
+    how claims were understood. Raises LineageError if the model is no merge or cannot be calibrated, and HubError."""
     if is_adapter(repo.files):
         what = f"{repo.name} is an adapter, not a merged model"
         fix = "give the merged model; if it is BASE+ADAPTER, name base and experts with it: --base, --expert"
@@ -61,7 +61,7 @@ def _read_mergekit_file(repo: Repo, _: Card) -> Claim | None:
 
 
 def _read_card_blocks(repo: Repo, card: Card) -> Claim | None:
-    """The configuration that mergekit writes into the card's text, or the model pool that FusionBench writes there."""
+    """Read the mergekit configuration or the FusionBench model pool in the code blocks of the card's text."""
     documents = []
     for block in card.yaml_blocks:
         try:
@@ -79,7 +79,7 @@ def _read_card_blocks(repo: Repo, card: Card) -> Claim | None:
 
 
 def _read_recipe(repo: Repo, _: Card) -> Claim | None:
-    """The recipe that featcal leaves in what it has calibrated."""
+    """Read the recipe that featcal writes into the folder of a calibrated model."""
     if (text := repo.read_text(RECIPE_FILE)) is None:
         return None
     where = f"{RECIPE_FILE} of {repo.name}"
@@ -105,7 +105,8 @@ def _read_card_text(repo: Repo, card: Card) -> Claim | None:
 
 
 def _read_base_models(repo: Repo, card: Card) -> Claim | None:
-    """The models in the card's metadata: one is the base; several are what was merged, perhaps with the base."""
+    """Read base_model of the card's metadata: a single model is the base; several are the merged models, perhaps with
+    the base among them."""
     source = f"the card of {repo.name} (base_model)"
     if len(card.base_models) == 1:
         return Claim(source, card.base_models[0])
@@ -113,7 +114,7 @@ def _read_base_models(repo: Repo, card: Card) -> Claim | None:
 
 
 def names_itself(name: str, repo: Repo) -> bool:
-    """Whether a file of a repo means the repo itself by a name, and no other revision of it."""
+    """Whether a name in one of the repo's files refers to the repo itself, at this revision or at main."""
     reference = find(name, repo)
     if reference is None or repo.folder is not None:
         return repo.folder is not None and reference == str(repo.folder.resolve())
@@ -121,8 +122,8 @@ def names_itself(name: str, repo: Repo) -> bool:
 
 
 def _without_itself(claim: Claim, repo: Repo, notes: list[str]) -> Claim:
-    """A claim without the merged repo itself (whatever lay there when it was merged is no longer there), and without
-    names of tasks that no user could type."""
+    """Return the claim without the merged repo itself (its present content cannot be what was merged), and without task
+    names that a user could not type."""
     base = None if claim.base and names_itself(claim.base, repo) else claim.base
     experts = {name: task for name, task in claim.experts.items() if not names_itself(name, repo)}
     if base != claim.base or len(experts) < len(claim.experts):

@@ -1,4 +1,4 @@
-"""An expert's calibration data: from its card, and the cards of the datasets that it names."""
+"""Choose an expert's calibration data by its card and by the cards of the datasets that it names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import list_some, quoted
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""Endings of the names of classes that write text on."""
+"""Endings of the class names of causal language models."""
 
 TaskData = tuple[Data, str]
-"""Source of a task's examples, and who says so."""
+"""The source of a task's examples, and where it was named."""
 
 
 def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | None:
-    """The dataset of a task by its expert's card; or the expert itself, which is to write the data; asked for where
-    nothing tells. A card's `datasets` go before what its model-index was measured on; of several datasets, the
-    one with the task's name is taken. Raises HubError."""
+    """Choose a task's dataset by its expert's card: its `datasets` first, then the datasets of its model-index. If
+    there are several, the one with the task's name is taken. If there is none, a language model is to write its
+    examples itself. If nothing decides, ask the user and return None. Raises HubError."""
     name = opened_part(expert.value)
     repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
     unusable = ""
@@ -63,8 +63,8 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
 
 
 def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData) -> TaskData | None:
-    """The dataset that an expert's card names, with the config that suits the task, where it has several; asked for
-    where it is gone, or nothing tells the config. Raises HubError."""
+    """Complete the dataset that an expert's card names with the config that suits the task, if the dataset has several.
+    If the dataset is gone or nothing decides on a config, ask the user and return None. Raises HubError."""
     data, source = dataset
     if not (name := data.reference):
         return dataset
@@ -95,7 +95,8 @@ def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData)
 
 
 def _config_of(task: str, configs: Sequence[str]) -> str | None:
-    """The config that is named like the task, or the longest one whose name is a part of it."""
+    """Return the config with the task's name, else the longest config whose words the task's name contains; None if
+    there is none or several are equally long."""
     if same := [config for config in configs if same_name(config, task)]:
         return same[0]
     held = sorted((config for config in configs if holds(task, config)), key=lambda config: len(words(config)))
@@ -104,7 +105,7 @@ def _config_of(task: str, configs: Sequence[str]) -> str | None:
 
 
 def _is_language_model(repo: Repo) -> bool:
-    """Whether a repo says that it is one that writes text on, or an adapter for one."""
+    """Whether a repo's config says that it is a causal language model, or an adapter for one."""
     if is_adapter(repo.files):
         return bool(read_config(repo, ADAPTER_CONFIG).get("task_type") == "CAUSAL_LM")
     return read_class_name(read_config(repo, "config.json")).endswith(LANGUAGE_MODELS)

@@ -1,4 +1,4 @@
-"""The experts of a job by their tasks: those that the user names, else those that a claim on the merged model names."""
+"""Find the expert of each task: those that the user names, else those that a claim about the merged model names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Experts = dict[str, Finding]
 
 
 def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> Experts:
-    """The experts, without those that the user goes on without; asked for are tasks that nothing names an expert of,
-    and experts that lead nowhere. Raises RecipeError where none is left."""
+    """Find the experts, without those that the user skips. Ask the user about a task for which no expert is found, and
+    about an expert whose name refers to nothing. Raises RecipeError if no expert is left, and OpenQuestionsError if
+    anything was asked."""
     tasks = search.draft.tasks
     said = {task: spec.expert for task, spec in tasks.items() if spec.expert}
     experts = {task: Finding(f"expert {task}", expert, FROM_USER) for task, expert in said.items()}
@@ -59,7 +60,7 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
 
 
 def _name_experts(search: Search, claim: Claim, base: Finding | None) -> dict[str, str]:
-    """The experts that a claim names, by task, without the base."""
+    """Return the experts that a claim names, by task, without the base."""
     listed: dict[str, tuple[str, str]] = {}
     for name, task in claim.experts.items():
         try:
@@ -95,7 +96,8 @@ def _leave_out(search: Search, experts: Experts) -> None:
 
 
 def _match(task: str, experts: dict[str, str]) -> str | None:
-    """The name of the expert that the user means by a task: its own, or that of its repo."""
+    """Find the expert that the user means by a task, by its task name or its repo's name, and return its task name;
+    None if none matches."""
     if alike := [name for name in experts if same_name(name, task)]:
         return task if task in alike else alike[0]
     repos = {name: repo_of(value) for name, value in experts.items()}
@@ -104,11 +106,11 @@ def _match(task: str, experts: dict[str, str]) -> str | None:
 
 
 def name_tasks(references: Sequence[str]) -> list[str]:
-    """A task name for each expert, in their order.
+    """Make a task name for each expert, in their order.
 
-    The names of the repos (of BASE+ADAPTER the adapter's), in lower case, without the words at their start and end
-    that all of them share; a word ends at - _ or a dot, and one word always stays. One expert alone keeps its whole
-    name. Names that would be the same get their owner's, then their number.
+    The name is the repo's (for BASE+ADAPTER, the adapter's) in lower case, without the words at its start and end that
+    all names share. A word ends at - _ or a dot, and one word always remains. A single expert keeps its whole name.
+    If names would be equal, their owners' names are put in front first; names that are still equal get a number.
 
         org/vit_mnist, org/vit_sun397           → mnist, sun397
         org/t5_glue-cola_lora, org/t5_glue-sst2_lora → cola, sst2
@@ -138,7 +140,7 @@ def _strip_shared(names: list[str]) -> list[str]:
 
 
 def same_name(one: str, other: str) -> bool:
-    """Whether two names differ in nothing but case and - for _ or a dot."""
+    """Whether two names are equal except for case and the choice of - _ or dot as separator."""
     return words(one) == words(other)
 
 
@@ -147,6 +149,6 @@ def words(name: str) -> list[str]:
 
 
 def holds(long: str, short: str) -> bool:
-    """Whether the words of a name stand one after another in those of another name."""
+    """Whether the words of `short` occur one after another in `long`."""
     whole, part = words(long), words(short)
     return bool(part) and any(whole[at : at + len(part)] == part for at in range(len(whole)))

@@ -1,4 +1,4 @@
-"""Readers of mergekit configurations and FusionBench model pools."""
+"""Read mergekit configurations and the model pools of FusionBench."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from featcal_cli.runtime.errors import LineageError
 from featcal_cli.runtime.sanitise import quoted
 
 _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
-"""Methods that go from one model to another: their `base_model` is where they start, and no ancestor of both."""
+"""Methods that interpolate from one model to another: their `base_model` is the start, not a common ancestor."""
 _POOL_BASES = ("_pretrained_", "_base_")
-"""Names by which a pool calls the model that all others come from."""
+"""Names that a pool gives to the base model."""
 _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The statement of one source on what a model was merged from; references are as it writes them,
+    """The statement of one source about what a model was merged from. References are written as in the source,
     `PATH[@REVISION][+LORA[@REVISION]]`."""
 
     source: str
     base: str | None = None
-    """The common ancestor."""
+    """The common ancestor of the experts, if named."""
     experts: Mapping[str, str] = field(default_factory=dict)
-    """Expert → the name of its task, which is empty where the source gives none."""
+    """Expert → the name of its task; empty if the source gives none."""
     mixed: bool = False
     """Whether the base may be among the experts."""
     data: Mapping[str, Data] = field(default_factory=dict)
     """Expert → the data of its task."""
     note: str = ""
-    """How it was understood, where that is not plain."""
+    """How the source was understood, if that is not obvious."""
 
 
 class MalformedError(ValueError):
-    """A configuration that is none; the message says what is wrong with it."""
+    """A configuration that is not valid; the message says what is wrong with it."""
 
 
 def is_mergekit(document: object) -> bool:
@@ -45,9 +45,10 @@ def is_mergekit(document: object) -> bool:
 
 
 def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
-    """The merge that the documents of a configuration describe; `where` names it. The models that went into merges of
-    merges are the experts. Raises MalformedError for what mergekit would not read itself, and LineageError with the
-    reason for a merge that cannot be calibrated: mixtures of experts, stacked or shifted layers."""
+    """Read the merge that the YAML documents of a mergekit configuration describe; `where` names the configuration. If
+    merges were merged again, the experts are the models that went into the first ones. Raises MalformedError for a
+    configuration that mergekit itself would refuse, and LineageError with the reason for a merge that cannot be
+    calibrated: a mixture of experts, or stacked or shifted layers."""
     merges: dict[str, Claim] = {}
     for number, document in enumerate(documents):
         if not isinstance(document, dict):
@@ -100,7 +101,8 @@ def _is_mixture(config: Mapping[Any, Any]) -> bool:
 
 
 def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
-    """The models of a merge, or of one module of it, in order. Raises LineageError where layers do not line up."""
+    """Yield the models of a merge, or of one of its modules, in order. Raises LineageError if layers were shifted or
+    restacked."""
     if part.get("models") is not None:
         for entry in _listed(part["models"], "models"):
             yield _read_reference(entry.get("model"))
@@ -126,7 +128,8 @@ def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
 
 
 def _read_reference(model: Any) -> str:
-    """A model in either of mergekit's forms, text or {model: {path, revision}, lora: {path, revision}}, as text."""
+    """Return a model as text, from either of mergekit's forms: text, or {model: {path, revision}, lora: {path,
+    revision}}."""
     if isinstance(model, dict) and "model" in model:
         lora = model.get("lora")
         return _read_path(model["model"]) + ("" if lora is None else f"+{_read_path(lora)}")
@@ -156,8 +159,8 @@ def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
 
 
 def read_pool(document: object, where: str) -> Claim | None:
-    """The model pool of FusionBench in a YAML document; None for any other document, and for one that names fewer than
-    two models."""
+    """Read the model pool of FusionBench from a YAML document; None for any other document, and for a pool of fewer
+    than two models."""
     pool = document.get("modelpool", document) if isinstance(document, dict) else None
     if not isinstance(pool, dict) or "pool" not in f"{pool.get('_target_')} {pool.get('type')}".lower():
         return None

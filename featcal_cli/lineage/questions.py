@@ -1,4 +1,4 @@
-"""Findings and questions of a job, and the one command that answers all questions."""
+"""Answers found for a job, questions left open, and the one command that answers all questions."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Finding:
     """merged, base, "expert TASK" or "data TASK"."""
     value: str
     source: str
-    """The command line or recipe, or the file of a repo that says so."""
+    """The place where the value was read: the command line or recipe, or a file of a repo."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Something that nothing says, or that can be read in several ways."""
+    """Something that the user has to decide, because no source says it or it is ambiguous."""
 
     problem: str
     options: tuple[Option, ...] = ()
-    """Options that answer it, with REPO, SOURCE, CONFIG or TASK in place of what is missing."""
+    """Command-line options that answer it, with REPO, SOURCE, CONFIG or TASK as placeholders for what is missing."""
     where: str = ""
     fix: str = ""
 
 
 class OpenQuestionsError(LineageError):
-    """Everything that is missing for a job; `options` are what is to be added to the command."""
+    """Everything that is still missing for a job; `options` are the options to add to the command."""
 
     def __init__(self, draft: Draft, questions: Iterable[Question], experts: Iterable[Option] = ()) -> None:
-        """experts: those that were found. The command has them where it names another expert, as experts that a command
-        names are all there are; whatever else was found is found again."""
+        """experts: options for the experts that were found. They are added to the command if it has to name another
+        expert, as naming any expert means naming all; everything else is found again."""
         self.questions = list(questions)
         asked = [option for question in self.questions for option in question.options]
         known = experts if any(name == "--expert" for name, _ in asked) else ()
@@ -60,12 +60,12 @@ class OpenQuestionsError(LineageError):
         )
 
     def parts(self, typed: list[str]) -> list[str]:
-        """The command that follows from what was typed after `featcal`, in pieces that belong together."""
+        """Return the command to run, as `typed` after `featcal` and then each added option, one string each."""
         return [shlex.join(["featcal", *typed]), *(shlex.join(option) for option in self.options)]
 
 
 def as_options(experts: Mapping[str, Finding], base: Finding | None = None) -> list[Option]:
-    """Options that name what was found."""
+    """Return options that name the experts, and the base, which were found rather than given by the user."""
     first = [("--base", base.value)] if base and base.source != FROM_USER else []
     found = {task: expert.value for task, expert in experts.items() if expert.source != FROM_USER}
     return [*first, *(("--expert", f"{task}={value}") for task, value in found.items())]
@@ -80,5 +80,5 @@ def _merged_words(draft: Draft) -> list[str]:
 
 
 def _join(phrases: Iterable[str]) -> str:
-    """Each phrase once, as many as one can read, and how many more there are."""
+    """Join the distinct phrases, as many as are readable, and say how many more there are."""
     return list_some(dict.fromkeys(phrases), between="; ", write=str)

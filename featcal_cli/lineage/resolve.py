@@ -1,4 +1,4 @@
-"""From a merged model to its base, its experts and their data: every finding with the place where it was read."""
+"""Find a merged model's base, its experts and their data, and remember where each was read."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from featcal_cli.runtime.sanitise import list_some, quoted
 
 @dataclass(frozen=True)
 class Lineage:
-    """A complete job, and where each part of it was read."""
+    """A complete job, and the source of each of its parts."""
 
     recipe: Recipe
     findings: Sequence[Finding]
-    """Merged and base, then the expert and the data of each task."""
+    """The merged model and the base, then the expert and the data of each task."""
     notes: Sequence[str]
-    """Decisions and their reasons, a sentence each."""
+    """Decisions that were made and their reasons, one sentence each."""
 
 
 def find_lineage(
     draft: Draft, open_repo: Opener = open_repo, tell: Callable[[Finding], None] = lambda _: None
 ) -> Lineage:
-    """The draft completed: base and experts from the merged repo's files, data from the experts' cards.
+    """Complete the draft: find base and experts in the merged repo's files, and data in the experts' cards.
 
     1. The merged repo's files are read, each by a small reader: mergekit's configuration (its own file, then the card's
-       code block), featcal.yaml, the card's text, the card's metadata. The first that claims a thing is believed.
-    2. What the draft says stays as it is: experts that it names are all there are, and a task that only has data gets
-       the found expert of its name. Found experts get the names that `name_tasks` makes.
-    3. All models are opened; experts that are gone are asked about.
-    4. The base that nothing names is the nearest common ancestor of the experts.
-    5. Data come from the experts' cards. `tell` gets base and experts before they are looked for.
+       code block), featcal.yaml, the card's text, the card's metadata. The first claim about the experts counts, and
+       so does the first about the base.
+    2. What the draft says is kept: if it names experts, no others are added, and a task with data only gets the found
+       expert of the same name. Found experts are named by `name_tasks`.
+    3. All models are opened, and the user is asked about experts that are gone.
+    4. If no base is named, it is the nearest common ancestor of the experts.
+    5. Data come from the experts' cards. `tell` is called with base and experts before the data are looked for.
 
-    Only small text files are read, and each repo is opened once. Raises OpenQuestionsError, which asks for everything
-    that stays open at once, LineageError for what cannot be calibrated, and HubError."""
+    Only small text files are read, and each repo is opened once. Raises OpenQuestionsError, which asks all open
+    questions at once, LineageError if the model cannot be calibrated, and HubError."""
     search = Search(draft, open_repo)
     claim = _read_merged(search)
     base = _find_stated_base(search)
@@ -71,7 +72,8 @@ def find_lineage(
 
 
 def _read_merged(search: Search) -> Claim | None:
-    """Read what the merged repo claims, where it need be asked and is there; the first claim on experts is returned."""
+    """Read the claims of the merged repo, if there is one and the user has not given both base and experts. Return the
+    first claim that names experts."""
     draft = search.draft
     if isinstance(draft.merged, str) and not (draft.base and search.names_experts) and not split_model(draft.merged):
         repo = search.repo = search.open(draft.merged)
@@ -81,7 +83,7 @@ def _read_merged(search: Search) -> Claim | None:
 
 
 def _find_stated_base(search: Search) -> Finding | None:
-    """The base that the user or the merged repo names; asked for where it leads nowhere."""
+    """Return the base that the user or else the merged repo names; ask the user if that name refers to nothing."""
     said, listed = search.draft.base, list[str]()
     for claim in search.claims:
         # slerp starts at one of its two models, and some cards call that one the base
@@ -104,7 +106,7 @@ def _find_stated_base(search: Search) -> Finding | None:
 
 
 def _ask_for_all(search: Search, base: Finding | None) -> None:
-    """Ask which experts there are; and for the base, where nothing names that either."""
+    """Ask the user for the experts, and also for the base if it is unknown."""
     what, where = f"nothing says which experts {search.merged} was merged from", FROM_USER
     if search.repo:
         looked_at = (file if file in search.repo.files else f"{file} (not there)" for file in READ_FILES)
@@ -115,9 +117,9 @@ def _ask_for_all(search: Search, base: Finding | None) -> None:
 
 
 def _open_all(search: Search, experts: Mapping[str, Finding]) -> dict[str, Finding]:
-    """Open every model and dataset that is known so far, at the same time, so that what is wrong with them shows before
-    anything is computed. The experts that are there are returned, and the others asked about. Raises HubError where the
-    Hub cannot be reached."""
+    """Open every model and dataset that is known so far, several at a time, so that problems show before anything is
+    computed. Return the experts that can be read, and ask the user about the others. Raises HubError if the Hub cannot
+    be reached."""
     draft = search.draft
     models = [draft.merged if isinstance(draft.merged, str) else "", draft.base or ""]
     models += [expert.value for expert in experts.values()]
@@ -144,7 +146,8 @@ def _open_all(search: Search, experts: Mapping[str, Finding]) -> dict[str, Findi
 
 
 def _settle(search: Search, experts: Mapping[str, Finding], base: Finding) -> dict[str, Finding]:
-    """The found experts without the base, where it was merged too, and adapters on a model that has full weights."""
+    """Return the experts without the base, if it was merged too. Found adapters of quantized models are put on the full
+    model instead. Experts that the user gave stay as they are."""
     settled: dict[str, Finding] = {}
     for task, expert in experts.items():
         if expert.source == FROM_USER:
@@ -157,7 +160,8 @@ def _settle(search: Search, experts: Mapping[str, Finding], base: Finding) -> di
 
 
 def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, TaskData]:
-    """Task → data; those that nothing names are asked for. Raises HubError where the Hub cannot be reached."""
+    """Find the data of each task, and ask the user if nothing names them. Raises HubError if the Hub cannot be
+    reached."""
     data: dict[str, TaskData] = {}
     named: dict[str, TaskData] = {}
     for task, expert in experts.items():

@@ -1,4 +1,5 @@
-"""A search for what a merged model was made from: the repos that it opens, each once, and what was noted on the way."""
+"""Search for what a merged model was made from: every repo is opened once, and decisions and questions are
+collected."""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ AT_ONCE = 8
 
 
 class Search:
-    """A draft, the claims of the merged repo, and every repo that was opened."""
+    """The state of a search: the draft, the claims of the merged repo, and every repo that was opened."""
 
     def __init__(self, draft: Draft, open_repo: Opener) -> None:
         self.draft = draft
         self.repo: Repo | None = None
-        """The merged repo; None where there is none, or where it need not be asked."""
+        """The merged repo; None if the model is yet to be built, or its repo is not needed."""
         self.claims: Sequence[Claim] = ()
-        """Its claims, the most trustworthy first."""
+        """The merged repo's claims, the most trustworthy first."""
         self.notes: list[str] = []
-        """Decisions and their reasons, a sentence each."""
+        """Decisions that were made and their reasons, one sentence each."""
         self.asked: list[Question] = []
         self._open_repo = open_repo
         self._opened: dict[tuple[str, Kind], Repo | HubError] = {}
@@ -46,19 +47,20 @@ class Search:
 
     @property
     def names_experts(self) -> bool:
-        """Whether the user names the experts of all tasks, and these are all there are then."""
+        """Whether the user gave an expert for every task; then no others are looked for."""
         return bool(self.draft.tasks) and all(task.expert for task in self.draft.tasks.values())
 
     def ask(self, problem: str, *options: Option, where: str = "", fix: str = "") -> None:
-        """Remember what nothing says; `options` answer it."""
+        """Add a question about something that no source says; `options` are the command-line options that answer it."""
         self.asked.append(Question(problem, options, where, fix))
 
     def means(self, name: str, reference: str) -> bool:
-        """Whether the merged repo means this model by a name, at whatever revision."""
+        """Whether a name in the merged repo's files refers to the model `reference`, ignoring revisions."""
         return same_repo(find(name, self.repo) or name, reference)
 
     def open(self, name: str, kind: Kind = "model", source: str = FROM_USER) -> Repo:
-        """A repo that is named by the user or by `source`. Raises HubError, the second time too."""
+        """Open a repo, once; `source` says who names it. Raises HubError, also when a repo that failed is opened
+        again."""
         if (name, kind) not in self._opened:
             try:
                 self._opened[name, kind] = self._open_repo(name, kind)
@@ -71,8 +73,8 @@ class Search:
         return opened
 
     def read_ahead(self, repos: Iterable[tuple[str, Kind]]) -> None:
-        """Open repos and fetch their small files, several at the same time; what fails will fail again where it
-        counts."""
+        """Open repos and fetch their small files, several at a time. Errors are ignored here, as they are raised again
+        when the repo is used."""
 
         def fetch(repo: tuple[str, Kind]) -> None:
             with suppress(Exception):
@@ -82,23 +84,23 @@ class Search:
         do_at_once(fetch, repos)
 
     def look_at(self, name: str, kind: Kind, source: str = FROM_USER) -> None:
-        """Open a repo, and read the small file that a model has in any case: the listing of a gated repo tells nothing.
-        Raises HubError."""
+        """Open a repo and read a small file that every model has, as a gated repo can be listed but not read. Raises
+        HubError."""
         repo = self.open(name, kind, source)
         with _named_by(name, source):
             if kind == "model":
                 repo.read_text(ADAPTER_CONFIG if is_adapter(repo.files) else "config.json")
 
     def read_card(self, name: str, source: str = FROM_USER, kind: Kind = "model") -> Card:
-        """The card of a model or dataset. Raises HubError."""
+        """Return the card of a model or dataset, read once. Raises HubError."""
         if (name, kind) not in self._cards:
             card = self._cards[name, kind] = read_card(self.open(name, kind, source).read_card())
             self.notes += [f"the card of {name}: {card.problem}"] if card.problem else []
         return self._cards[name, kind]
 
     def find_parents(self, reference: str, source: str = FROM_USER) -> list[str]:
-        """The models that a model was made from by its adapter config or its card: one, several for a merge, none where
-        they do not tell. The merged model, which some cards name, is none of them. Raises HubError."""
+        """Return the models that a model was made from, by its adapter config or card: one, several for a merge, or
+        none if unknown. The merged model, which some cards name, is left out. Raises HubError."""
         if halves := split_model(reference):
             return [halves[0]]
         repo = self.open(reference, "model", source)
@@ -116,7 +118,7 @@ class Search:
 
 @contextmanager
 def _named_by(name: str, source: str) -> Iterator[None]:
-    """An error of the Hub says who names the repo, if not the user."""
+    """Add to a HubError who names the repo, unless it was the user."""
     try:
         yield
     except HubError as error:
@@ -134,7 +136,7 @@ def opened_part(reference: str) -> str:
 
 
 def is_gone(error: HubError, reference: str) -> bool:
-    """Whether a model is not there or may not be read, rather than out of reach for now."""
+    """Whether a model does not exist or may not be read, as opposed to being temporarily out of reach."""
     from huggingface_hub.errors import DisabledRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     cause: BaseException | None = error
@@ -148,7 +150,7 @@ def is_gone(error: HubError, reference: str) -> bool:
 
 
 def do_at_once(do: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call `do` once with every item, several at the same time. An interrupted run does not wait for them."""
+    """Call `do` once for each distinct item, several at a time. An interrupted run does not wait for the calls."""
     if distinct := list(dict.fromkeys(items)):
         with ThreadPool(min(AT_ONCE, len(distinct))) as pool:
             pool.map(do, distinct, chunksize=1)

@@ -1,1 +1,1 @@
-"""A YAML file and options → one validated object."""
+"""Read a YAML recipe and command-line options into one validated object."""

@@ -1,5 +1,5 @@
-"""Merge methods that a recipe can name: average, task arithmetic, TIES and DARE-TIES. A new one is a name in MethodName
-and an entry of METHODS."""
+"""Merge methods that a recipe can name: average, task arithmetic, TIES and DARE-TIES. To add one, add its name to
+MethodName and an entry to METHODS."""
 
 # Functions import torch when they run: `featcal --help` and a recipe need the names alone.
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 MethodName = Literal["average", "task_arithmetic", "ties", "dare_ties"]
 CHUNK_SIZE = 2**17
-"""Number of elements processed at a time when all experts are held side by side: these fit into a processor's cache."""
+"""Number of elements processed at a time, for all experts together; they fit into the processor's cache."""
 BINS = 2**16
-"""Number of bins that count 16 bits, half of a float32."""
+"""Number of bins for counting the values of 16 bits, half of a float32."""
 
 
 class Numbers(Protocol):
-    """The parameters that a method may have."""
+    """The settings that a merge method may read."""
 
     @property
     def scale(self) -> float:
-        """Factor of the experts' changes."""
+        """Factor by which the experts' changes are multiplied."""
 
     @property
     def density(self) -> float:
@@ -51,16 +51,16 @@ class MergeMethod:
     """One way to merge experts."""
 
     title: str
-    """Its name in sentences and names of repos."""
+    """The method's name in sentences and repo names."""
     numbers: tuple[str, ...]
-    """The numbers that it reads, in the order in which a command line has them."""
+    """The settings that it reads, in the order in which the command line gives them."""
     make_rule: Callable[[Numbers, Parameters], Rule]
-    """Function from numbers and parameters to the rule by which each parameter is merged; it may read all parameters
+    """Function from settings and parameters to the rule that merges each parameter. It may read all parameters
     first."""
 
 
 def _average(_: Numbers, __: Parameters) -> Rule:
-    """The experts' mean."""
+    """Return the rule for the experts' mean."""
     import torch
 
     def combine(_: str, sources: Sources) -> Tensor:
@@ -73,7 +73,7 @@ def _average(_: Numbers, __: Parameters) -> Rule:
 
 
 def _add_task_vectors(numbers: Numbers, _: Parameters) -> Rule:
-    """Task arithmetic: base + scale · Σ (expert − base)."""
+    """Return the rule of task arithmetic: base + scale · Σ (expert − base)."""
     import torch
 
     def combine(_: str, sources: Sources) -> Tensor:
@@ -87,7 +87,7 @@ def _add_task_vectors(numbers: Numbers, _: Parameters) -> Rule:
 
 
 def _ties(numbers: Numbers, parameters: Parameters) -> Rule:
-    """TIES: of each expert's whole task vector only the steps of largest magnitude count."""
+    """Return the rule of TIES: only the steps of largest magnitude of each expert's whole task vector count."""
     thresholds = _find_thresholds(numbers, parameters)[:, None]
     return _elect_signs(
         numbers, parameters, lambda _, sources: (part * (part.abs() >= thresholds) for part in _steps(sources))
@@ -99,7 +99,8 @@ def _dare_ties(numbers: Numbers, parameters: Parameters) -> Rule:
 
 
 def drop_at_random(numbers: Numbers, name: str, sources: Sources) -> Iterator[Tensor]:
-    """DARE's drop and rescale: yields the steps, each kept with the probability `density` and divided by it."""
+    """Drop and rescale steps as DARE does: keep each with probability `density` and divide it by `density`, else yield
+    0."""
     import torch
 
     # one parameter's choice does not depend on any other's
@@ -118,8 +119,8 @@ METHODS: dict[MethodName, MergeMethod] = {
 
 
 def _elect_signs(numbers: Numbers, parameters: Parameters, trim: Trim) -> Rule:
-    """TIES' sign election and disjoint merge: base + scale · Σ of the kept steps whose sign is that of their sum. Where
-    the sum is 0, the sign is that of most sums of the whole model."""
+    """Return the rule of TIES' sign election and disjoint merge: base + scale · Σ of the kept steps that have the sign
+    of the sum of all kept steps. If this sum is 0, the sign that most sums of the whole model have counts instead."""
     import torch
 
     votes = sum(
@@ -142,7 +143,7 @@ def _elect_signs(numbers: Numbers, parameters: Parameters, trim: Trim) -> Rule:
 
 
 def _add_by_sign(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of all positive and of all negative steps [≤ CHUNK_SIZE] over the experts in their order, float64."""
+    """Sum the positive and the negative steps [≤ CHUNK_SIZE] separately over the experts, in order, in float64."""
     import torch
 
     sums = torch.zeros(2, part.shape[1], dtype=torch.float64)
@@ -164,12 +165,12 @@ def _steps(sources: Sources) -> Iterator[Tensor]:
 
 
 def _find_thresholds(numbers: Numbers, parameters: Parameters) -> Tensor:
-    """The trimming threshold of each expert: the k-th smallest magnitude in its task vector of d numbers, float32
+    """Find the trimming threshold of each expert: the k-th smallest magnitude in its task vector of d numbers, float32
     [experts].
 
-    k = d − ⌊density · d⌋, and the threshold is 0 if k is; magnitudes not below it are kept. Positive float32 numbers
-    are ordered like their bits, so the k-th is found exactly with 2 · BINS counts an expert: one pass counts the upper
-    16 bits of all magnitudes, another the lower 16 bits of those with the upper half of the k-th.
+    k = d − ⌊density · d⌋, and the threshold is 0 if k = 0; magnitudes at or above the threshold are kept. Positive
+    float32 numbers are ordered like their bits, so two passes with BINS counts per expert find the k-th exactly: the
+    first counts the upper 16 bits of all magnitudes, the second the lower 16 bits of those with the k-th's upper half.
     """
     import torch
 
@@ -184,7 +185,7 @@ def _find_thresholds(numbers: Numbers, parameters: Parameters) -> Tensor:
 
 def _count(parameters: Parameters, wanted: Tensor | None) -> Tensor:
     """Count the upper 16 bits of the magnitudes of each expert's steps, int64 [experts, BINS]. With `wanted` [experts],
-    the lower 16 bits are counted instead, among magnitudes with that upper half."""
+    count the lower 16 bits instead, among the magnitudes whose upper 16 bits are `wanted`."""
     import torch
 
     counts = torch.zeros(0, BINS, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Metrics that a recipe can name under `evaluate:`. A new one is a name in MetricName and an entry of METRICS."""
+"""Metrics that a recipe can name under `evaluate:`. To add one, add its name to MetricName and an entry to METRICS."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ MetricName = Literal["accuracy", "spearman"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One way to compare predictions with labels; its score is at most 1, and shown times 100."""
+    """One way to compare predictions with labels; its score is at most 1 and is shown times 100."""
 
     title: str
-    """Its name in tables and sentences."""
+    """The metric's name in tables and sentences."""
     symbol: str
-    """Its short name behind a task, where a table has several metrics; empty for the one that goes without saying."""
+    """Short name shown after a task in tables with several metrics; empty for accuracy, the default."""
     hub_name: str
-    """Its name in the Hub's index of results."""
+    """The metric's name in the Hub's index of results."""
     of_numbers: bool
-    """Whether it compares numbers, so that a recipe has to say how the model writes them."""
+    """Whether it compares numbers; a recipe must then say how the model writes numbers."""
     pair: Callable[[Sequence[Any], Sequence[Any]], Numbers]
-    """Function from predictions and labels to float64 rows [examples, …], from which intervals are drawn."""
+    """Function from predictions and labels to float64 rows [examples, …], which are resampled for confidence
+    intervals."""
     measure: Callable[[Numbers], float]
-    """Function from rows to the score."""
+    """Function from these rows to the score."""
 
 
 def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
-    """1 where a prediction is the label, else 0; [examples, 1]."""
+    """Return 1 for each prediction that equals its label, else 0; [examples, 1]."""
     import numpy
 
     hits = [float(given == right) for given, right in zip(predictions, labels, strict=True)]
@@ -43,7 +44,7 @@ def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
 
 
 def _pair_numbers(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
-    """Predictions and labels as numbers, [examples, 2]."""
+    """Return predictions and labels as numbers, [examples, 2]."""
     import numpy
 
     columns = [list(map(read_number, predictions)), list(map(read_number, labels))]
@@ -51,7 +52,7 @@ def _pair_numbers(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
 
 
 def read_number(text: Any) -> float:
-    """The number that a text stands for; 0 where it stands for none."""
+    """Return the finite number that a text represents, or 0 if it represents none."""
     try:
         number = float(text)
     except ValueError:
@@ -64,7 +65,8 @@ def _mean(rows: Numbers) -> float:
 
 
 def _correlate_ranks(pairs: Numbers) -> float:
-    """Spearman's rank correlation, ties at their mean rank; 0 where all predictions or all labels are the same."""
+    """Return Spearman's rank correlation, with equal values at their mean rank; 0 if all predictions or all labels are
+    equal."""
     import numpy
 
     ranks = []

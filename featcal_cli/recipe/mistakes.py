@@ -1,4 +1,4 @@
-"""The mistakes in a recipe, all at once: each mistake with its line or option, and what to write instead."""
+"""Report all mistakes in a recipe at once: each with its line or option, and what to write instead."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SECTIONS: Mapping[tuple[str, ...], type[BaseModel]] = {
     ("calibration",): Calibration,
     ("output",): Output,
 }
-"""The parts of a recipe, by where they are in it."""
+"""The sections of a recipe, by the keys that lead to them."""
 _GONE = {
     "select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)",
     "chosen": "take it out: the method says whether updates are checked",
 }
-"""The fix for each key or option of earlier versions."""
+"""Keys and options of earlier versions, each with its fix."""
 
 
 _WANTED = {
@@ -53,18 +53,18 @@ _WANTED = {
     "less_than_equal": "{le} or less",
     "literal_error": "{expected}",
 }
-"""Wanted values in words, by the type of pydantic's complaint, with figures from its context."""
+"""Descriptions of the allowed values, by the type of pydantic's error; the error's context fills in the numbers."""
 
 
 class RecipeMistakesError(SeveralErrors, RecipeError):
-    """Mistakes in one recipe."""
+    """Several mistakes in one recipe."""
 
 
 def explain(
     error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
 ) -> RecipeError:
-    """All of pydantic's complaints about `keys` as one message. whole: what they were read in; text: that of the file,
-    if any; typed: what the command line said of them."""
+    """Turn all of pydantic's errors about `keys` into one RecipeError. whole: name of the file or other source of the
+    keys; text: the file's text, or empty; typed: the keys that the command line set."""
     complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
     for problem in error.errors(include_url=False):
         complaints.setdefault(_find_place(problem, keys), problem)
@@ -83,7 +83,7 @@ def explain(
 
 
 def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """The keys that a complaint is about; pydantic has names of types between them."""
+    """Return the keys that lead to the value that an error is about; pydantic puts names of types between them."""
     place: list[str | int] = []
     value: Any = keys
     for part in problem["loc"]:
@@ -99,8 +99,8 @@ def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | i
 def _describe_mistake(
     place: tuple[str | int, ...], problem: ErrorDetails, typed: Mapping[str, Any]
 ) -> tuple[str, str | None, str]:
-    """Describe one of pydantic's complaints about a recipe to the user, as a triple: the message; the command-line
-    option that set the value, None if no option did; and the fix, empty if the message already implies it."""
+    """Describe one of pydantic's errors about a recipe to the user, as a triple: the message; the command-line option
+    that set the value, None if no option did; and the fix, empty if the message already implies it."""
     parts = list(map(str, place))
     name = ".".join(map(plain, parts))
     if problem["type"] == "extra_forbidden":
@@ -125,7 +125,7 @@ def _describe_mistake(
 
 
 def _describe_complaint(problem: Mapping[str, Any]) -> str:
-    """One of pydantic's complaints, for the middle of a sentence: `must be …` where it is about one value."""
+    """Describe one of pydantic's errors as the middle of a sentence: `must be …` if it is about a single value."""
     if problem["type"] in _WANTED:
         wanted = _WANTED[problem["type"]].format(**problem.get("ctx", {})).replace("'", "")
         given = problem["input"]
@@ -136,7 +136,7 @@ def _describe_complaint(problem: Mapping[str, Any]) -> str:
 
 
 def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
-    """Return the fix for a key that is unknown in this part of a recipe."""
+    """Return the fix for a key that is not known in this section of a recipe."""
     if unknown in _GONE and list(parts) == ["calibration"]:
         return _GONE[unknown]
     section = tuple("TASK" if number == 1 and parts[0] == "tasks" else part for number, part in enumerate(parts))
@@ -150,7 +150,7 @@ def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
 
 
 def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | None:
-    """The option that a recipe's key was typed as; None where it was not typed, and for whole sections."""
+    """Return the command-line option that set this key; None if the command line did not set it."""
     value: Any = overrides
     for key in place:
         if not isinstance(value, Mapping):
@@ -177,13 +177,13 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
 
 
 def suggest_for_option(option: str) -> str:
-    """Return the fix for an unknown option that was one once or is a recipe key; empty for any other."""
+    """Return the fix for an unknown option that existed in an earlier version or is a key of a recipe; else empty."""
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
     sections = [place[0] for place, model in _SECTIONS.items() if len(place) == 1 and key in model.model_fields]
     return _GONE.get(key) or (f"write {key}: in the section {sections[0]}: of a recipe (-r FILE)" if sections else "")
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The beginning of a hint with the nearest of the known names; empty where none is near."""
+    """Return "did you mean NAME? " with the most similar known name; empty if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]}? " if near else ""

@@ -1,4 +1,4 @@
-"""Recipes: those that come with the package, files, options → one validated object."""
+"""Read recipes, from the package or from files, and options of the command line into one validated object."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ COMPANIONS = {
     "ci/calibrate.sh": "the same for any machine with a shell",
     "recipe.schema.json": "what an editor checks a recipe by",
 }
-"""Files that are no recipes, and what they are for."""
+"""Files beside the recipes that are not recipes themselves, and their purpose."""
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given as a path or as the name of a shipped one. Raises RecipeError where there is none."""
+    """Return the file of a recipe that is given as a path or as the name of a shipped recipe. Raises RecipeError if
+    there is none."""
     if path_exists(path := Path(name)) and path.is_file():
         return path
     return _find(name, _recipes(), "--recipe", "give a YAML file or one of")
 
 
 def find_shipped(name: str) -> Path:
-    """A shipped recipe by its name, or what comes beside the recipes by its file's. Raises RecipeError."""
+    """Return the file of a shipped recipe by its name, or of one of COMPANIONS by its file name. Raises RecipeError."""
     beside = {file: _folder() / file for file in COMPANIONS}
     return _find(name, {**_recipes(), **beside}, "featcal recipes", "give one of")
 
 
 def print_shipped(name: str) -> str:
-    """The text of what `find_shipped` finds, which runs from any folder: a recipe's paths are absolute. Raises
-    RecipeError."""
+    """Return the text of the file that `find_shipped` finds. Relative paths in a recipe are made absolute, so that it
+    runs from any folder. Raises RecipeError."""
     file = find_shipped(name)
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".yaml":
@@ -58,7 +59,7 @@ def print_shipped(name: str) -> str:
 
 
 def shipped_recipes() -> list[Path]:
-    """The recipe files, in a wheel and in an editable install."""
+    """List the shipped recipe files, in a wheel or an editable install."""
     return sorted(_folder().glob("*.yaml"))
 
 
@@ -67,7 +68,7 @@ def _recipes() -> dict[str, Path]:
 
 
 def _find(name: str, known: Mapping[str, Path], where: str, fix: str) -> Path:
-    """Raises RecipeError with the nearest name where there is none of this one."""
+    """Return the file of this name; if there is none, raise RecipeError with the most similar name."""
     if name in known:
         return known[name]
     hint = f"{did_you_mean(name, known)}{fix}: {', '.join(known)}"
@@ -80,19 +81,19 @@ def _folder() -> Path:
 
 
 def describe_recipe(file: Path) -> str:
-    """Return the purpose of the recipe: the sentence that its first comment begins with."""
+    """Return the purpose of the recipe: the first sentence of its first comment."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
     return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0] + "."
 
 
 _COLUMNS_FORM = "ROLE:COLUMN[,ROLE:COLUMN…]"
 _NEXT_ROLE = re.compile(rf",(?=\s*(?:{'|'.join(ROLES)})\s*:)")
-"""Between two columns: a column's own name may hold commas."""
+"""The comma between two columns; a column's own name may contain commas too."""
 
 
 def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
-    """Read `file` (if any), lay the command line's `overrides` over it, and validate; parts may be missing.
-    `overrides` has the same nesting as the YAML, with None for what is not given. Raises RecipeError."""
+    """Read `file` (if any), replace its values by the command line's `overrides`, and validate; parts may be missing.
+    `overrides` is nested like the YAML, with None for values that are not given. Raises RecipeError."""
     if file is None:
         return _build_draft({}, overrides, None)
     raw = _read_yaml(file)
@@ -101,7 +102,7 @@ def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
 
 
 def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
-    """A draft as it is; or from its keys, from a YAML file, or from the name of a shipped recipe."""
+    """Return a draft unchanged, or make one from a recipe's keys, a YAML file or the name of a shipped recipe."""
     if isinstance(recipe, Draft):
         return recipe
     if isinstance(recipe, Mapping):
@@ -110,7 +111,7 @@ def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
 
 
 def complete_draft(draft: Draft) -> Recipe:
-    """The draft as a recipe. Raises RecipeError for what it leaves open."""
+    """Turn the draft into a complete recipe. Raises RecipeError if something is missing."""
     if not draft.base:
         raise RecipeError("no base model given", fix="give --base REPO, or the key base: in a recipe")
     if not draft.tasks:
@@ -123,12 +124,12 @@ def complete_draft(draft: Draft) -> Recipe:
 
 
 def names_merged(file: Path) -> bool:
-    """Whether a recipe says itself what merged is. Raises RecipeError for a file that is no recipe."""
+    """Whether a recipe names the merged model itself. Raises RecipeError for a file that is no recipe."""
     return bool(_read_yaml(file).get("merged"))
 
 
 def collect_overrides(**options: Any) -> dict[str, Any]:
-    """Options of the command line, by name (None where not given), in the nesting of a recipe. Raises RecipeError."""
+    """Arrange command-line options (None if not given) like the keys of a recipe. Raises RecipeError."""
     merge = options.get("merge")
     if merge and options.get("merged"):
         raise RecipeError("both MERGED and --merge are given", where=COMMAND_LINE, fix="give one of them")
@@ -161,7 +162,7 @@ def collect_overrides(**options: Any) -> dict[str, Any]:
 
 
 def read_tasks(option: str, form: str, values: Sequence[str] | None) -> dict[str, str]:
-    """TASK=VALUE, of each task once. Raises RecipeError."""
+    """Parse TASK=VALUE options into task → value. Raises RecipeError, also for a repeated task."""
     read: dict[str, str] = {}
     for task, value in _split_tasks(option, form, values):
         if task in read:
@@ -182,7 +183,7 @@ def _split_tasks(option: str, form: str, values: Sequence[str] | None) -> list[t
 
 
 def _read_columns(values: Sequence[str] | None) -> dict[str, dict[str, str]]:
-    """Task → role → column."""
+    """Parse the values of --columns into task → role → column."""
     columns: dict[str, dict[str, str]] = {}
     for task, text in _split_tasks("--columns", _COLUMNS_FORM, values):
         for pair in _NEXT_ROLE.split(text):
@@ -225,7 +226,7 @@ def _read_text(file: Path) -> str:
 
 
 def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make relative paths that exist from the recipe's folder absolute, in place."""
+    """Make paths absolute, in place, if they exist relative to `folder`."""
 
     def anchor(section: dict[str, Any], *keys: str) -> None:
         section |= {key: anchored(section[key]) for key in keys if key in section}

@@ -1,4 +1,4 @@
-"""The recipe's keys: what each may hold, and what they mean together."""
+"""Define the keys of a recipe: the values that each may have, and which combinations are valid."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def _check_name(text: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-"""A name, which may be shown on a terminal and be a part of a path."""
+"""A name without control characters, so that it can be shown on a terminal and be part of a path."""
 ModelName = Annotated[Name, AfterValidator(complaining(bare_model))]
-"""A model's Hub id or path, or the address of its page, which becomes an id."""
+"""A model's Hub id or path, or the address of its page, which is converted to the id."""
 
 SELF = "self"
-"""The source of a task whose expert writes its examples itself."""
+"""The value of `dataset` that makes the expert write its own examples."""
 ROLES = ("image", "audio", "text", "text_pair", "messages", "prompt", "response", "label")
 """The roles that a column of a dataset can have."""
 
 
 @dataclass(frozen=True)
 class AsOption:
-    """Marks a key that the command line has as an option too; its help is the key's own sentence."""
+    """Marks a key that is also a command-line option; the option's help is the string under the key."""
 
     metavar: str = ""
-    """Text that stands for the value; unless given, the choices."""
+    """Placeholder for the value in the help; if empty, the possible choices are shown."""
     names: tuple[str, ...] = ()
-    """Names as they are typed; unless given, the key's own."""
+    """The option's names; if empty, derived from the key."""
     group: Literal["method", "machine", "hub"] = "method"
-    """Part of the help that shows it."""
+    """Section of the help in which the option is listed."""
 
     @staticmethod
     def of(field: FieldInfo) -> AsOption | None:
-        """The mark of a key; None for one that is no option."""
+        """Return the mark of a key, or None if the key is no option."""
         return next((mark for mark in field.metadata if isinstance(mark, AsOption)), None)
 
 
@@ -113,12 +113,12 @@ class Evaluate(Section):
 
     @model_serializer(mode="wrap")
     def _as_said(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The keys that were given: most belong to one way of measuring alone."""
+        """Write only the keys that were given, as most keys belong to a single way of measuring."""
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
     @property
     def protocol(self) -> Literal["zero-shot", "generation", "lm-eval", "heads"]:
-        """The way in which the figure is measured."""
+        """The way in which the task's figure is measured."""
         if self.prompts:
             return "zero-shot"
         if self.answers is not None:
@@ -127,7 +127,7 @@ class Evaluate(Section):
 
 
 def _check_format(text: str) -> None:
-    """Raise ValueError for an answer that is not made of the label alone."""
+    """Raise ValueError unless the format has exactly one field, {}, for the label."""
     try:
         fields = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
     except ValueError as error:
@@ -158,16 +158,16 @@ class Merge(Section):
 
     @model_serializer(mode="wrap")
     def _as_read(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The keys that the method reads."""
+        """Write only the keys that the method reads."""
         return {key: value for key, value in write(self).items() if key in ("method", *METHODS[self.method].numbers)}
 
     def __str__(self) -> str:
-        """The method and its numbers, as in "ties 0.3 0.2"."""
+        """Return the method and its numbers, as in "ties 0.3 0.2"."""
         return " ".join([self.method, *(write_number(getattr(self, key)) for key in METHODS[self.method].numbers)])
 
     @property
     def option(self) -> str:
-        """The value of --merge that says it, as in "ties:0.3:0.2"."""
+        """The equivalent value of --merge, as in "ties:0.3:0.2"."""
         return str(self).replace(" ", ":")
 
 
@@ -192,7 +192,7 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_page(cls, values: Any) -> Any:
-        """The address of a dataset's page in its parts; what stands beside it goes first."""
+        """Replace the address of a dataset's page by its parts; keys given beside it take precedence."""
         name = values.get("dataset") if isinstance(values, dict) else None
         page = complaining(read_page)(name) if isinstance(name, str) else None
         if page is None:
@@ -202,22 +202,23 @@ class Data(Section):
 
     @property
     def has_source(self) -> bool:
-        """It says what is read, and not only how."""
+        """Whether a dataset or path is named, and not only how to read it."""
         return not (self.dataset is None and self.path is None)
 
     @property
     def is_self_written(self) -> bool:
-        """The expert writes the examples itself."""
+        """Whether the expert writes the examples itself."""
         return self.dataset == SELF
 
     @property
     def reference(self) -> str:
-        """The text `ID[@REVISION]` of a dataset on the Hub; empty for any other source."""
+        """The reference `ID[@REVISION]` of a dataset on the Hub; empty for any other source."""
         named = "@".join(filter(None, (self.dataset, self.revision)))
         return "" if self.is_self_written else named
 
     def read_as(self, said: Data | None) -> Data:
-        """This source, read as the user has said. Raises RecipeError where that does not go."""
+        """Return this source with the user's settings for reading it (columns, split, template). Raises RecipeError if
+        they do not suit the source."""
         if said is None or said.has_source:
             return self
         columns = {**self.columns, **said.columns}
@@ -315,17 +316,17 @@ class Calibration(Section):
 
     @property
     def uses_output_metric(self) -> bool:
-        """Errors are to be measured by their effect on experts' outputs."""
+        """Whether errors are measured by their effect on the experts' outputs."""
         return self.metric == "output" or (self.metric is None and self.method == "featcal")
 
     @property
     def solving_order(self) -> str:
-        """`block` or `module`."""
+        """The unit that is solved at once: `block` or `module`."""
         return self.order or ("module" if self.method == "featcal" else "block")
 
     @property
     def must_not_get_worse(self) -> bool:
-        """Updates are checked on held-out rows, and reduced where they do not hold there."""
+        """Whether updates are checked on held-out examples, and reduced if they make results there worse."""
         return self.method == "featcal"
 
 
@@ -366,8 +367,8 @@ class Draft(Section):
 
     @property
     def name(self) -> str:
-        """Return the name for the output: the merged model's id or path; or the recipe that has it built, or where
-        there is none, the method."""
+        """The name for the output: the merged model's id or path; if featcal builds the merged model, the name of the
+        recipe's file or else of the merge method."""
         if isinstance(self.merged, Merge):
             return self._file or str(self.merged).replace(" ", "-")
         if existing_path(self.merged):
@@ -376,7 +377,7 @@ class Draft(Section):
 
     @property
     def local_paths(self) -> list[Path]:
-        """Everything that it names and that lies on this machine, as absolute paths."""
+        """All local files and folders that the job names, as absolute paths."""
         models = [self.merged if isinstance(self.merged, str) else None, self.base]
         models += [task.expert for task in self.tasks.values()]
         names = [task.data.path for task in self.tasks.values() if task.data and task.data.path]
