@@ -74,7 +74,8 @@ class DialogueReader(Reader):
 
 @dataclass(frozen=True)
 class _Turns:
-    """A processor's chat template, as RowFormatter uses a tokenizer's: the image stands before the first question."""
+    """A processor's chat template that RowFormatter can use like a tokenizer's; it puts the image before the first
+    question."""
 
     processor: Any
 

@@ -30,7 +30,7 @@ DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 @dataclass(frozen=True)
 class ImageReader(Reader):
-    """Images through a model's own image processor."""
+    """Turns images into model inputs with the model's own image processor."""
 
     column: str
     folder: Path | None
