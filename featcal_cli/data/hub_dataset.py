@@ -65,7 +65,7 @@ class HubSource:
 class HubFile:
     path: str
     size: int
-    """The file's size in bytes."""
+    """Size in bytes."""
     url: str
     """The address by which `datasets` and HfFileSystem find it: hf://datasets/ID@COMMIT/PATH."""
 

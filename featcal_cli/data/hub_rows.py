@@ -24,7 +24,7 @@ READERS = 8
 BUFFER_ROWS = 2**11
 """Rows of a stream that are buffered and drawn from at random."""
 MOST_SHARDS = 16
-"""Parts that the files of a stream are divided into; rows are taken from the parts in turn."""
+"""Greatest number of file groups whose rows are streamed in turn."""
 MOST_FILES = 32
 """Parquet files that are opened at most if they hold enough rows: each costs a request for its footer, up to a MB."""
 BUDGET_SHARE, FEWEST_BYTES, MOST_BYTES = 0.25, 2**23, 2**26

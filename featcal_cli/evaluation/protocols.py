@@ -91,7 +91,7 @@ class LabelledTask:
         return open_tokens(self.text_models, self.folders, where).cutting
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
-        """Return the model's own vocabulary, or None if it is not known."""
+        """Return the model's own vocabulary, or None if equal or unknown."""
         return None if self.text_models is None else self.text_models.vocabularies.find(role)
 
 
@@ -334,7 +334,7 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
 
 def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Predictor:
     """Make the predictor that generates text with the likeliest token at each step, and leaves out special tokens.
-    cutting: the vocabulary of the batches; own: the model's vocabulary, None if it is not known."""
+    cutting: the vocabulary of the batches; own: the model's vocabulary, None if equal or unknown."""
     module: Any = model.module
     table = None if own is None else map_ids(cutting, own)
     tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer

@@ -74,7 +74,7 @@ def bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
 
 
 EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
-"""Roles of the models that every evaluation knows; other models are called by their names."""
+"""Fixed roles of models; other models are called by their names."""
 
 
 @dataclass(frozen=True)

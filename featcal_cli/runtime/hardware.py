@@ -282,7 +282,7 @@ def free_bytes(place: Path) -> int:
 
 
 def disk_of(place: Path) -> int:
-    """Return the device number of the disk of a folder, or of its nearest parent that exists."""
+    """Return the device number of the disk that `free_bytes` measures."""
     return _existing_part(place).stat().st_dev
 
 

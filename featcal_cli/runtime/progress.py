@@ -138,7 +138,7 @@ class Listener:
     """An object that is told what a run is doing. This base class shows nothing."""
 
     began: float | None = None
-    """Start of the run by the monotonic clock; None if the run sets it itself."""
+    """Start of the run by the monotonic clock; None if the run starts its own clock."""
 
     def stage(self, text: str) -> None:
         """Called when a new part of the work begins."""
