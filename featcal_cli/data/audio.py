@@ -1,5 +1,4 @@
-"""Turn rows with recordings into model inputs, by the model's own feature extractor, with the transcript for a
-decoder."""
+"""Turn recordings into model inputs by the model's own feature extractor, with the transcript for a decoder."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class AudioReader(Reader):
         return tokens
 
     def _decode(self, value: Any) -> tuple[Wave, bool]:
-        """Return the recording as one channel at the extractor's sampling rate, and whether it was longer than
-        MOST_SECONDS."""
+        """Return the recording as one channel at the extractor's rate, and whether it was longer than MOST_SECONDS."""
         try:
             rate, channels = self._read_samples(value)
             if not (isinstance(rate, int) and SLOWEST <= rate <= FASTEST):

@@ -74,8 +74,8 @@ def _is_per_token(name: str, examples: Sequence[Example]) -> bool:
 
 
 def collate(examples: Sequence[Example], padding: int) -> Batch:
-    """Join the examples of one group into a batch. Texts are padded on the right to the longest, so that every token
-    keeps its position: token ids with `padding`, all other inputs with 0, which in a mask means that a token does not
+    """Join the examples of one group into a batch. Texts are padded on the right to the longest, so that tokens keep
+    their positions: token ids with `padding`, other inputs with 0, which in a mask means that a token does not
     count."""
     batch = {}
     for name in examples[0].inputs:
@@ -89,8 +89,7 @@ def collate(examples: Sequence[Example], padding: int) -> Batch:
 
 
 def longest_example(examples: Sequence[Example], padding: int) -> Batch:
-    """Return one of the examples (there must be at least one), padded to the length of the longest batch of the largest
-    kind."""
+    """Return one of the examples (at least one), padded to the length of the longest batch of the largest kind."""
     largest = max(examples, key=lambda example: sum(tensor.numel() for tensor in example.inputs.values()))
     rest = [largest, *(example for example in examples if example is not largest)]
     kind = [rest[position] for position in group_examples(rest, len(rest))[0]]
@@ -98,8 +97,7 @@ def longest_example(examples: Sequence[Example], padding: int) -> Batch:
 
 
 def count_examples(batch: Batch) -> int:
-    """Count the examples in a batch. A tensor may hold several rows per example (an image's patches, say), but not
-    fewer."""
+    """Count the examples in a batch. A tensor may hold several rows per example (image patches, say), but not fewer."""
     return min(len(tensor) for tensor in batch.values())
 
 
@@ -184,8 +182,7 @@ def count_vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def padding_id(model: PreTrainedModel) -> int:
-    """Return the token id to pad texts with. It is the model's own padding id, because some models find the end of a
-    text by it."""
+    """Return the token id to pad texts with: the model's own, because some models find the end of a text by it."""
     config = text_config(model)
     token = getattr(config, "pad_token_id", None)
     return token if isinstance(token, int) and 0 <= token < getattr(config, "vocab_size", 0) else 0

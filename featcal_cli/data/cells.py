@@ -75,7 +75,7 @@ def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes 
 
 
 def refuse_cell(value: Any, column: str, kind: str, reason: str) -> BadRowError:
-    """Return the error for an image or recording (`kind`) that cannot be decoded; it names the file if the cell has
+    """Return the error for an image or recording (`kind`) that cannot be decoded, with the file's name if there is
     one."""
     name = value.get("path") if isinstance(value, dict) else value
     which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"

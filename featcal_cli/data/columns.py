@@ -125,8 +125,7 @@ def find_audio_column(data: Data, samples: Samples, where: str) -> str:
 
 
 def find_label_column(data: Data, columns: Collection[str], where: str) -> str:
-    """Return the column of labels: the one that the recipe names, else one with a usual name. Raises DataError if there
-    is none."""
+    """Return the recipe's column of labels, else a column with a usual name. Raises DataError if there is none."""
     likely = [name for name in NAMES["label"] if name in columns]
     return _find_column("label", "labels", data, likely, columns, where)
 
@@ -169,8 +168,7 @@ def _looks_like_image(value: Any) -> bool:
 
 
 def has_caption(data: Data, samples: Samples) -> bool:
-    """Whether rows with images also hold texts about them: the recipe names one, or a column has a usual name for
-    one."""
+    """Whether rows with images hold texts about them: the recipe names one, or a column has a usual name."""
     texts = {name.lower(): values for name, values in samples.items()}
     found = (value for name in NAMES["caption"] for value in texts.get(name, ()))
     return names_text(data) or (not data.columns and any(isinstance(x, str) or is_conversation(x) for x in found))

@@ -68,8 +68,7 @@ class TaskExamples:
 
     @property
     def measured(self) -> list[Batch]:
-        """The examples on which drift is measured: the held-out ones, or some of the fitted ones if none are held
-        out."""
+        """The examples on which drift is measured: the held-out ones, or some fitted ones if none are held out."""
         return self.held_out or take_range(self.fitted, 0, self.measured_count)
 
     @property

@@ -1,5 +1,4 @@
-"""Find the files of a Hub dataset's config and split at one commit: its own files, or those of the Hub's parquet
-copy."""
+"""Find the files of a Hub dataset's config and split at one commit: its own, or those of the Hub's parquet copy."""
 
 from __future__ import annotations
 
@@ -241,8 +240,7 @@ def _open_repo(data: Data) -> Repo:
 
 
 def _read_card(repo: Repo) -> dict[str, Any]:
-    """Return the metadata of the dataset card; empty if there is no card. Raises DataError for metadata that are not
-    YAML."""
+    """Return the metadata of the dataset card; empty without a card. Raises DataError if they are not YAML."""
     text = repo.read_card()
     metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
     if reason:
@@ -305,8 +303,7 @@ def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
 
 
 def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, list[str]]:
-    """Return the paths of each split of a config, without empty splits. Raises DataError for files outside of the
-    repo."""
+    """Return the paths of each split of a config, without empty splits. Raises DataError for files outside the repo."""
     folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
     before = f"{folder}/" if folder else ""
     inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
@@ -322,8 +319,7 @@ def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, 
 
 
 def _read_patterns(listed: Any) -> dict[str, list[str]]:
-    """Return the path patterns of each split. Cards write them alone, in a list, under the split's name, or each with
-    its split."""
+    """Return the path patterns of each split. Cards write them alone, in a list, by split, or each with its split."""
     match listed:
         case dict():
             pairs = list(listed.items())

@@ -105,7 +105,7 @@ class _RowGroup:
 
     def count_reached(self, share: float, least: int) -> int:
         """Return how many rows at the beginning of the group may be drawn from, at least `least`, if about `share`
-        bytes may be read of each group. All rows count if the group is not much larger than others or cannot be read in
+        bytes may be read of each group: all rows if the group is not much larger than others or cannot be read in
         part."""
         # groups are about equal, so that half of them are a little above their share
         if self.size <= 2 * share or self.rows <= PAGE_ROWS:
@@ -162,8 +162,7 @@ def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowG
 
 
 def _weighted_order(items: Sequence[Item], weigh: Callable[[Item], float], random: Random) -> list[Item]:
-    """Return the items in random order, with heavier ones more likely to come early. Items without weight are left
-    out."""
+    """Return the items in random order, with heavier ones likely to come early. Items without weight are left out."""
     return sorted((item for item in items if weigh(item) > 0), key=lambda item: random.expovariate(weigh(item)))
 
 

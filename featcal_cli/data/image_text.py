@@ -74,7 +74,7 @@ class DialogueReader(Reader):
 
 @dataclass(frozen=True)
 class _Turns:
-    """A processor's chat template that RowFormatter can use like a tokenizer's; it puts the image before the first
+    """A processor's chat template, used like a tokenizer's by RowFormatter; the image comes before the first
     question."""
 
     processor: Any

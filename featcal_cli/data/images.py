@@ -23,8 +23,7 @@ from featcal_cli.runtime.sanitise import exception_text, list_some
 FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""Image formats that are decoded. Pillow knows more, but for one of them, PostScript, it would run an external
-program."""
+"""Formats that are decoded. Pillow knows more, but for one of them, PostScript, it would run an external program."""
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -76,8 +75,7 @@ def open_images(
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert the first frame to RGB: turned as its EXIF data say, with transparent parts white, as in transformers.
-    Greys of more than 8 bits are scaled, where Pillow would clip them. Raises ValueError for values of no known
-    scale."""
+    Deeper greys are scaled, where Pillow would clip them. Raises ValueError for values of no known scale."""
     image.seek(0)
     kind = image.format  # which a turned copy does not have
     image = ImageOps.exif_transpose(image)

@@ -14,8 +14,7 @@ from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json
 
 Folders = Sequence[Path] | Mapping[Path, str]
-"""Folders that are searched for a preprocessor, the likeliest first; a mapping also says which model each belongs
-to."""
+"""Folders that are searched for a preprocessor, the likeliest first; a mapping names the model of each folder."""
 
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 SETTINGS = ("preprocessor_config.json", "processor_config.json")

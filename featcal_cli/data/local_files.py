@@ -47,8 +47,8 @@ WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of t
 
 
 def local_path(data: Data) -> Path:
-    """Return the path of the file or folder that `data.path` names. Raises DataError when it does not exist, or is a
-    pipe or device."""
+    """Return the file or folder that `data.path` names. Raises DataError if it does not exist, or is a pipe or
+    device."""
     path = Path(data.path or "").expanduser()
     try:
         mode = path.stat().st_mode
@@ -132,8 +132,7 @@ def explaining(file: Path | str) -> Iterator[None]:
 
 
 def open_file(file: Path) -> list[Table]:
-    """Open one data file as tables. Raises DataError for a file of another kind, and what the parser of the file
-    raises."""
+    """Open one data file as tables. Raises DataError for a file of another kind, and what its parser raises."""
     match ending_of(file.name):
         case ".parquet":
             # one table a row group, because a row group is the least that can be read

@@ -30,8 +30,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def answer_of(value: Any) -> str | None:
-    """Return the text of an answer, which is a text, a list whose first item is taken, or a mapping with `text` or
-    `value`; None if there is no text."""
+    """Return the text of an answer: a text, the first of a list, or `text` or `value` of a mapping; None without
+    text."""
     if isinstance(value, Mapping):
         value = value.get("text") or value.get("value")
     if isinstance(value, list) and value:

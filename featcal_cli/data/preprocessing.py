@@ -36,8 +36,8 @@ class Target:
         return forward_names(self.model)
 
     def load(self, kind: str) -> tuple[Any, str]:
-        """Load a preprocessor of this kind, and return it with the name of its model or folder. Raises DataError if
-        none can be loaded."""
+        """Load a preprocessor of this kind, and return it with its model's name. Raises DataError if none can be
+        loaded."""
         return load_preprocessor(kind, self.folders, self.where)
 
     def open_tokens(self) -> TextTokens:

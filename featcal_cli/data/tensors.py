@@ -148,8 +148,8 @@ def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
 
 
 def _find_odd_masks(tensors: Batch) -> Faults:
-    """Yield faults of masks that differ in length from their ids, exclude a whole example, or hold values other than 0
-    and 1."""
+    """Yield faults of masks that differ in length from their ids, exclude a whole example, or hold more than 0 and
+    1."""
     flat = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
     for name, ids in (*MASKS.items(), ("token_type_ids", "input_ids")):
         if ids in flat and name in flat and flat[name].shape != flat[ids].shape:

@@ -180,8 +180,7 @@ def _fill(template: str, row: Row) -> str:
 
 @dataclass(frozen=True)
 class TextReader(Reader):
-    """Turns texts into model inputs with an expert's tokenizer; the ids are those of the model that the examples are
-    for."""
+    """Turns texts into tokens with an expert's tokenizer; the ids are those of the model that the examples are for."""
 
     formatter: RowFormatter
     tokens: TextTokens
@@ -190,8 +189,7 @@ class TextReader(Reader):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that cuts the texts. The ids of examples differ from its ids if the model has another
-        vocabulary."""
+        """The tokenizer that cuts the texts. Examples hold other ids if the model has another vocabulary."""
         return self.tokens.cutting.tokenizer
 
     def read(self, row: Row) -> Example:
@@ -221,8 +219,8 @@ class TextReader(Reader):
         return GLOBAL_MASK in self.target.names and (self.formatter.kind == "encoder-decoder" or not gives_pairs)
 
     def remarks(self, examples: Sequence[Example]) -> list[str]:
-        """Return notes about unknown tokens, texts that are cut, and texts that are all alike. Raises DataError if most
-        tokens are unknown."""
+        """Return notes about unknown tokens, cut texts, and texts that are all alike. Raises DataError if most tokens
+        are unknown."""
         remarks = []
         share, unknown = self._share_of_unknown(examples), self.tokenizer.unk_token
         if share > MOST_UNKNOWN:

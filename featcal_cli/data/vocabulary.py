@@ -1,5 +1,4 @@
-"""Compare vocabularies by their tokens, because a token's id differs between models, and map ids from one to
-another."""
+"""Compare vocabularies token by token, because a token's id differs between models, and map ids between them."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Vocabulary:
 
 
 def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
-    """Return a table with the id in `target` of each token id of `source` [ids of source], or None if all ids are
-    equal.
+    """Return a table of the id in `target` of each token id of `source` [ids of source], or None if all ids are equal.
 
     Padding is mapped to padding. A token that target lacks is mapped to padding, too: the caller must check that no
     such token is read. An id without a token stays as it is.

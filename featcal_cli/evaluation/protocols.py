@@ -86,12 +86,11 @@ class LabelledTask:
         return open_labelled(self.name, self.data, how.split, model, self.folders, limit=self.limit, text_models=models)
 
     def open_tokens(self, where: str) -> Vocabulary:
-        """Return the vocabulary whose tokenizer cuts the task's texts. Raises DataError if no tokenizer can be
-        loaded."""
+        """Return the vocabulary whose tokenizer cuts the texts. Raises DataError if no tokenizer can be loaded."""
         return open_tokens(self.text_models, self.folders, where).cutting
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
-        """Return the model's own vocabulary, or None if equal or unknown."""
+        """Return the model's own vocabulary, or None if it is not known."""
         return None if self.text_models is None else self.text_models.vocabularies.find(role)
 
 
@@ -202,8 +201,7 @@ def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[
 def _take_over(
     module: torch.nn.Module, source: Mapping[str, Tensor], explain: Callable[[str], CheckpointError]
 ) -> None:
-    """Set all parameters of `module` to the values in `source`. `explain` makes the error for a parameter that does not
-    fit."""
+    """Set all parameters of `module` to the values in `source`; `explain` makes the error for one that does not fit."""
     for name, parameter in module.named_parameters():
         if name not in source or source[name].shape != parameter.shape:
             raise explain(name)
@@ -214,8 +212,7 @@ def _take_over(
 
 
 def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel]) -> Comparison:
-    """Compare several models' image features with the text features of `base`; `towers` come from `load_tower`, by
-    role.
+    """Compare several models' image features with the texts of `base`; `towers` come from `load_tower`, by role.
 
     Raises CheckpointError for a base without a text tower, and DataError for classes that have no names.
     """
@@ -245,8 +242,7 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
 
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
     """Load a model in base's class, so that it processes images as base does. A full model is loaded as it is; a vision
-    tower alone gets base's projection. Raises CheckpointError for a model that lacks a parameter of base's image
-    side."""
+    tower alone gets base's projection. Raises CheckpointError for a model that lacks base's image side."""
 
     def explain(name: str) -> CheckpointError:
         what = f"{role} does not see images as base does: {name} is missing, or of another shape"

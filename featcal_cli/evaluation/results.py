@@ -35,8 +35,7 @@ class Score:
     value: float
     """The value of the metric (see recipe/metrics.py), at most 1."""
     low: float
-    """Lower end of the 95 % interval, from percentiles over bootstrap draws of the examples; `high` is the upper
-    end."""
+    """Lower end of the 95 % interval, from percentiles over bootstrap draws; `high` is the upper end."""
     high: float
     error: float
     """Standard deviation of the score over the bootstrap draws."""

@@ -24,8 +24,7 @@ Key = TypeVar("Key")
 
 class Ranks:
     """The processes of a run. Without torchrun there is only one, and no method exchanges anything. All processes must
-    call the same methods in the same order. Every method that exchanges data raises LostRankError when another process
-    has ended."""
+    call the same methods in the same order. Every exchange raises LostRankError when another process has ended."""
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -59,8 +58,7 @@ class Ranks:
         return self.gather(value)[launch.rank - launch.local_rank]
 
     def unite(self, own: Mapping[Key, T]) -> dict[Key, T]:
-        """Return the entries of all processes together; if several have the same key, the lowest rank's value is
-        taken."""
+        """Return the entries of all processes; if several have the same key, the lowest rank's value is taken."""
         united: dict[Key, T] = {}
         for entries in self.gather(dict(own)):
             for key, value in entries.items():
@@ -123,8 +121,7 @@ def join_ranks() -> Ranks:
 
 
 def leave_ranks() -> None:
-    """Close the connections that `join_ranks` opened. Call it only when all work is done, because it may wait for the
-    other ranks."""
+    """Close what `join_ranks` opened. Call it only when all work is done, because it may wait for the other ranks."""
     import torch.distributed as dist
 
     if dist.is_initialized():

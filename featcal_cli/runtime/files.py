@@ -91,8 +91,8 @@ def write_requested(file: Path, content: str | bytes, where: str) -> None:
 
 
 def tell_fix(error: BaseException, otherwise: str) -> str:
-    """Return the fix for an error in writing: the fix for its errno, joined by "or" with `otherwise`, or `otherwise`
-    alone."""
+    """Return the fix for an error in writing: the one for its errno, joined by "or" with `otherwise`, or only
+    `otherwise`."""
     fix = FIXES.get(_find_number(error) or 0)
     if _find_number(error) in (errno.EFBIG, errno.EMFILE):  # the limit is the same in every place
         return str(fix)
@@ -198,8 +198,7 @@ class Unchanged:
     """Remembers the state of files that a run uses, to notice later changes to them."""
 
     def __init__(self, files: Mapping[Path, str]) -> None:
-        """Remember the state of `files`, each given with the model or task that it belongs to, such as `expert
-        mnist`."""
+        """Remember the state of `files`, each given with its model or task, such as `expert mnist`."""
         self._owners = dict(files)
         self._stamps = {file: take_stamp(file) for file in files}
 
@@ -256,8 +255,7 @@ WAIT = "wait for it, stop it, or give another --output"
 @contextmanager
 def hold(folder: Path, target: Path) -> Iterator[None]:
     """Context manager that locks `folder`, creating it if necessary, so that no other run works on the output `target`.
-    The lock of a process that has ended is ignored. Raises OutputError if another run has locked it or no lock can be
-    made."""
+    The lock of a dead process is ignored. Raises OutputError if another run has locked it or no lock can be made."""
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:

@@ -73,8 +73,7 @@ def peak_resident_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the current resident memory of this process in bytes, or its peak if the system does not report it
-    (macOS)."""
+    """Return the current resident memory of this process in bytes, or its peak if only that is known (macOS)."""
     status = Path("/proc/self/statm")
     if not status.is_file():
         return peak_resident_bytes()
@@ -141,8 +140,7 @@ _came: list[int] = []
 
 
 def exit_code() -> int:
-    """Return the exit code of an interrupted process: 128 plus the number of the first signal, or 130 without a
-    signal."""
+    """Return the exit code of an interrupted process: 128 plus the number of the first signal, or 130 without one."""
     return 128 + _came[0] if _came else EXIT_CODE
 
 
@@ -168,8 +166,7 @@ def stop_when_signalled(message: str = STARTING) -> None:
 @contextmanager
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
     """Context manager in which an interrupt raises KeyboardInterrupt. The process is ended if the run does not end
-    within GRACE seconds (a thread may wait for a server), or at the second interrupt. Does nothing outside of the main
-    thread."""
+    within GRACE seconds (a thread may wait for a server), or at the second interrupt. Only works in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

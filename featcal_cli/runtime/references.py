@@ -26,7 +26,7 @@ _PAGE = re.compile(
     rf"(?:/(?:tree|blob|resolve|raw|blame|commits?)/(?P<revision>{_REVISION})|/viewer/(?P<shown>[^/:]+)(?:/(?P<part>[^/:]+))?)?"
     r"(?:/[^:]*)?(?::(?P<config>[^:]*)(?::(?P<split>[^:]*))?)?"
 )
-"""The path of a repo's address on the Hub: the repo, an optional revision, an optional page of the repo, and optional
+"""The path of a repo's address on the Hub: the repo, and optionally a revision, a page of the repo, and
 :CONFIG:SPLIT."""
 
 
@@ -138,10 +138,9 @@ def bare_model(text: str) -> str:
 
 
 def read_page(text: str) -> Page | None:
-    """Return the repo that a web address points to, or None for text that is not an address. Addresses are
+    """Return the repo that a web address points to, or None for text that is no address. Addresses are
     https://HOST/USER/NAME, hf://datasets/USER/NAME and HOST/USER/NAME, optionally followed by /tree/REVISION, /blob/…,
-    /resolve/… or /viewer/CONFIG/SPLIT. Raises RecipeError for other hosts, and for pages of the Hub that are not a
-    repo."""
+    /resolve/… or /viewer/CONFIG/SPLIT. Raises RecipeError for other hosts, and for Hub pages that are no repo."""
     rest = _below_the_hub(text)
     if rest is None:
         return None

@@ -87,13 +87,12 @@ def enumerate_names(names: Iterable[str], most: int = LISTED) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return the text with a replacement sign for every character that would control the terminal, except line
-    breaks."""
+    """Return the text with a replacement sign for every character that would control a terminal, except line breaks."""
     return "".join("�" if category(char) in _OBEYED and char != "\n" else char for char in text)
 
 
 def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
-    """Return one line of Markdown that shows exactly this text, without tokens, in a paragraph, list item or table
+    """Return a line of Markdown that shows exactly the text, without tokens, in a paragraph, list item or table
     cell."""
     shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(text, longest))
     for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
@@ -146,8 +145,7 @@ TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
 
 
 def redact(text: str) -> str:
-    """Remove tokens, passwords and signatures in addresses, and the values of secret environment variables from a
-    text."""
+    """Remove tokens, passwords and signatures in addresses, and values of secret variables from a text."""
     text = _without_secret_values(text, SHORTEST)
     for pattern, hidden in PATTERNS:
         text = pattern.sub(hidden, text)

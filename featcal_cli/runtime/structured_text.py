@@ -21,8 +21,7 @@ memory."""
 MAX_DEPTH = 60
 """Levels of nested values, at most."""
 MAX_DIGITS = 3000
-"""Characters of a whole number in YAML, at most, hexadecimal ones included; Python itself writes at most 4,300
-digits."""
+"""Characters of a whole number in YAML, hexadecimal or not, at most; Python itself writes at most 4,300 digits."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that yaml.SafeLoader raises for text that is not YAML: its own ones, and others for odd tags (`!!int ""`)."""
 
@@ -65,8 +64,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return the number that a scalar stands for, decimal or not. Raises _RefusedError for a number that is too
-        long."""
+        """Return the number that a scalar stands for, decimal or not. Raises _RefusedError for a too long number."""
         text = str(self.construct_scalar(node))
         if len(text) > MAX_DIGITS:
             raise _RefusedError(f"line {node.start_mark.line + 1} holds a number of {len(text):,} digits")
@@ -178,8 +176,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(value: Any, **settings: Any) -> str:
-    """Write a value as JSON. Numbers that are not finite become null, because JSON cannot write them. `settings` are
-    those of json.dumps."""
+    """Write a value as JSON, with null for numbers that are not finite; `settings` are those of json.dumps."""
     try:
         return json.dumps(value, allow_nan=False, **settings)
     except ValueError:
