@@ -23,7 +23,7 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
 MOST_SECONDS = 30
-"""Seconds of a recording that are read; the rest is cut off."""
+"""Number of seconds of a recording that are read; the rest is cut off."""
 SLOWEST, FASTEST = 1_000, 400_000
 """The lowest and highest sampling rate (samples per second) that a recording may have."""
 INSTALL = {"fix": "install what reads sound, in the clone of featcal", "command": "pip install -e '.[audio]'"}

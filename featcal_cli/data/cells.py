@@ -28,7 +28,7 @@ class Table:
 
 AUDIO_FILES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au")
 KEPT_CHARACTERS = 2**16
-"""Characters that are kept at each end of a long text: far more than any model reads from that end."""
+"""Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
 MOST_LEVELS = 6

@@ -20,21 +20,21 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 READERS = 8
-"""Requests that are sent at the same time."""
+"""Number of requests that are sent at the same time."""
 BUFFER_ROWS = 2**11
-"""Rows of a stream that are buffered and drawn from at random."""
+"""Number of rows of a stream that are buffered and drawn from at random."""
 MOST_SHARDS = 16
-"""Greatest number of file groups whose rows are streamed in turn."""
+"""Maximum number of file groups whose rows are streamed in turn."""
 MOST_FILES = 32
-"""Parquet files that are opened at most if they hold enough rows: each costs a request for its footer, up to a MB."""
+"""Maximum number of parquet files that are opened if these hold enough rows: each costs a request, up to a MB."""
 BUDGET_SHARE, FEWEST_BYTES, MOST_BYTES = 0.25, 2**23, 2**26
-"""Share of the parquet files' bytes that one draw may read, and the least and the most bytes of this budget."""
+"""Share of the parquet files' bytes that one draw may read, and the minimum and maximum bytes of this budget."""
 FEWEST_GROUPS, MOST_BYTES_FOR_SPREAD = 16, 2**28
-"""Row groups that a draw is spread over even if that exceeds the budget, as long as it takes at most so many bytes."""
+"""Number of row groups that a draw is spread over even beyond that budget, and the maximum bytes for doing so."""
 PAGE_ROWS = 1024
-"""Fewest rows that writers put into a page. A row group with no more rows than this cannot be read in part."""
+"""Minimum number of rows that writers put into a page. A row group without more rows cannot be read in part."""
 PIECE_BYTES = 2**20
-"""Bytes that are read at a time from a row group that is not read whole."""
+"""Number of bytes that are read at a time from a row group that is not read whole."""
 
 
 def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:

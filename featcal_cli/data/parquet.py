@@ -12,7 +12,7 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import quoted
 
 ROW_GROUP_BYTES = 2**28
-"""Uncompressed bytes of a row group that are in memory at once, at most."""
+"""Maximum number of uncompressed bytes of a row group that are in memory at once."""
 
 
 def open_parquet(source: Any, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 MOST_ERRORS = 12
-"""Number of errors that one message lists at most; the rest are counted."""
+"""Maximum number of errors that one message lists; the rest are counted."""
 
 
 class FeatCalError(Exception):

@@ -12,7 +12,7 @@ from featcal_cli.runtime.errors import FeatCalError
 
 OURS = Path(__file__).parents[1]
 MOST_WORDS = 300
-"""Characters of another package's message that are shown at most."""
+"""Maximum number of characters that are shown of another package's message."""
 
 
 def load_libraries() -> None:

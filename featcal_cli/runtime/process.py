@@ -99,7 +99,7 @@ GONE = 141
 
 
 def check_surroundings() -> None:
-    """Make standard output accept every character, and raise OutputError if the current folder no longer exists."""
+    """Let standard output take every character, and raise FeatCalError where the current folder is gone."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -145,8 +145,8 @@ def exit_code() -> int:
 
 
 def list_signals() -> list[signal.Signals]:
-    """Return the signals that interrupt this process: Ctrl-C, SIGTERM and SIGHUP. The last two are left out if the
-    parent process ignores them (as nohup does) or if torchrun, which ends processes itself, started this one."""
+    """Return the signals that interrupt this process: Ctrl-C, SIGTERM and SIGHUP. The last two are left out if they are
+    set to be ignored (as by nohup), or if torchrun, which ends processes itself, started this process."""
     others = [] if all(os.environ.get(name) for name in NAMES) else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
@@ -166,7 +166,8 @@ def stop_when_signalled(message: str = STARTING) -> None:
 @contextmanager
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
     """Context manager in which an interrupt raises KeyboardInterrupt. The process is ended if the run does not end
-    within GRACE seconds (a thread may wait for a server), or at the second interrupt. Only works in the main thread."""
+    within GRACE seconds (a thread may wait for a server), or at the second interrupt. Has no effect outside the main
+    thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

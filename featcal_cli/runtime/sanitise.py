@@ -10,15 +10,15 @@ from typing import Any
 from unicodedata import category
 
 CONTEXT = 20
-"""Characters before the first difference that a message shows."""
+"""Number of characters before the first difference that a message shows."""
 LISTED = 5
-"""Names that a message shows from a list, at most; the rest are counted."""
+"""Maximum number of names that a message shows from a list; the rest are counted."""
 LONGEST_WORDS = 240
-"""Characters of an exception's text that a message quotes, at most."""
+"""Maximum number of characters that a message quotes from an exception."""
 LONGEST_QUOTED = 80
-"""Characters of any other text that a message quotes, at most."""
+"""Maximum number of characters that a message quotes from any other text."""
 LONGEST_NAME = 200
-"""Characters of a name in a card, a page or a picture, at most."""
+"""Maximum number of characters of a name in a card, a page or a picture."""
 
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories of characters that move the cursor, change the writing direction, or start a terminal command."""
@@ -129,9 +129,10 @@ def without_folders(text: str) -> str:
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL", re.IGNORECASE)
 """Words in the name of an environment variable that mark its value as a secret."""
 SHORTEST = 6
-"""Fewest characters of a secret; removing shorter values would remove ordinary words."""
+"""Minimum length of a secret; removing shorter values would remove ordinary words."""
 SHORTEST_IN_FILES = 16
-"""Fewest characters of a secret that is removed from files; a wrong removal would break programs that read them."""
+"""Minimum length of a secret that is removed from files, because a wrong removal would break programs that read
+them."""
 HIDDEN = "***"
 PATTERNS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), f"hf_{HIDDEN}"),

@@ -14,14 +14,14 @@ import yaml
 from featcal_cli.runtime.sanitise import plain, quoted
 
 MAX_CHARACTERS = 1_000_000
-"""Characters of a YAML text that is parsed, at most; no card or config is longer."""
+"""Maximum number of characters of a YAML text that is parsed; no card or config is longer."""
 MAX_VALUES = 1_000_000
-"""Values that a YAML text may unfold to, at most; a few lines of aliases (&a, *a, <<) can unfold to more than fits into
-memory."""
+"""Maximum number of values that a YAML text may unfold to; a few lines of aliases (&a, *a, <<) can unfold to more than
+fits into memory."""
 MAX_DEPTH = 60
-"""Levels of nested values, at most."""
+"""Maximum number of levels of nested values."""
 MAX_DIGITS = 3000
-"""Characters of a whole number in YAML, hexadecimal or not, at most; Python itself writes at most 4,300 digits."""
+"""Maximum number of characters of a whole number in YAML, hexadecimal or not; Python writes at most 4,300 digits."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that yaml.SafeLoader raises for text that is not YAML: its own ones, and others for odd tags (`!!int ""`)."""
 
