@@ -41,7 +41,7 @@ def axis_lengths(batch: Batch) -> dict[str, int]:
 
 def find_along(batch: Batch, axis: str) -> list[str]:
     """Return the names of the inputs whose dimension 1 runs along a token axis: ids, masks, boxes, embeddings and audio
-    samples. The frames of a spectrogram count only if nothing but the mask, which is then theirs, runs along it."""
+    samples. Spectrogram frames count only if the mask is the only other input that runs along the axis."""
     length = axis_lengths(batch)[axis]
     fitting = [name for name, x in batch.items() if axis_of(name, x) == axis and x.ndim > 1 and x.shape[1] == length]
     along = [

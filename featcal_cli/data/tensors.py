@@ -31,7 +31,7 @@ from featcal_cli.runtime.sanitise import list_some
 
 IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
-"""The token ids that each mask has one value per token for."""
+"""The input with token ids that each mask belongs to."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
 
 
 def _find_odd_masks(tensors: Batch) -> Faults:
-    """Yield faults of masks that differ in length from their ids, exclude a whole example, or hold more than 0 and
-    1."""
+    """Yield faults of masks that differ in length from their ids, exclude a whole example, or hold values other than 0
+    or 1."""
     flat = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
     for name, ids in (*MASKS.items(), ("token_type_ids", "input_ids")):
         if ids in flat and name in flat and flat[name].shape != flat[ids].shape:

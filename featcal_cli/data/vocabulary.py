@@ -66,7 +66,7 @@ def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
 
 
 def renumber(batch: Batch, table: Tensor | None) -> Batch:
-    """Return the batch with each token id replaced by the table's id for it, or the same batch without a table."""
+    """Return the batch with each token id replaced by the table's id for it, or the batch itself without a table."""
     if table is None:
         return batch
     own = table.to(next(iter(batch.values())).device)

@@ -22,7 +22,7 @@ ALLOW = "--allow-code-execution"
 CODE = ("humaneval", "mbpp", "apps", "ds1000", "livecodebench", "codexglue")
 """Beginnings of the names of tasks that run code written by a model; lm-eval itself recognises other such tasks."""
 CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
-"""The environment variable that must be set before the metric that runs code will do so."""
+"""The environment variable that must be set for lm-eval's metric to run code."""
 
 
 def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:

@@ -23,7 +23,7 @@ RESAMPLES = 1000
 SEED = 0
 LEVEL = 0.95
 NORMAL = 1.959964
-"""The middle 95 % of a normal distribution lie within so many standard deviations of the mean."""
+"""Number of standard deviations from the mean within which the middle 95 % of a normal distribution lie."""
 
 Numbers = NDArray[numpy.float64]
 

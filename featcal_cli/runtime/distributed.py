@@ -75,7 +75,7 @@ class Ranks:
         return carried[0]  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite a tensor with the same tensor of the rank `source`."""
+        """Overwrite a tensor with the one that the rank `source` passes."""
         if self._group is not None:
             with _in_touch() as dist:
                 dist.broadcast(tensor, src=source, group=self._group)
