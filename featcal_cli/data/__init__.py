@@ -1,1 +1,1 @@
-"""A source of examples → model-ready batches."""
+"""Turn a source of examples into model-ready batches."""

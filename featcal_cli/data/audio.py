@@ -1,4 +1,4 @@
-"""Rows of sound become what a model's own feature extractor makes of them, with what was said for its decoder."""
+"""Turn recordings into model inputs by the model's own feature extractor, with the transcript for a decoder."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
 MOST_SECONDS = 30
-"""Length of a recording that is read; the rest is cut off."""
+"""Number of seconds of a recording that are read; the rest is cut off."""
 SLOWEST, FASTEST = 1_000, 400_000
-"""Samples a second that a recording may have."""
+"""The lowest and highest sampling rate (samples per second) that a recording may have."""
 INSTALL = {"fix": "install what reads sound, in the clone of featcal", "command": "pip install -e '.[audio]'"}
 Wave = NDArray[numpy.float32]
 
 
 @dataclass(frozen=True)
 class AudioReader(Reader):
-    """Sound through a model's own feature extractor."""
+    """Turns recordings into model inputs with the model's own feature extractor."""
 
     column: str
     folder: Path | None
-    """The folder that relative paths start at, of a local source. None for a Hub dataset, whose rows name no files
-    of this machine."""
+    """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
+    name files on this machine."""
     extractor: Any
     target: Target
     transcript: str | None
-    """The column of what is said."""
+    """The column with the transcript; None if there is none."""
     tokens: TextTokens | None
-    """The tokens of that text."""
+    """The tokens of the transcripts."""
 
     def read(self, row: Row) -> Example:
         model = self.target.model
@@ -53,14 +53,14 @@ class AudioReader(Reader):
         return Example(inputs | decoder_inputs(model, self._encode(row)), is_cut)
 
     def remarks(self, examples: Any) -> list[str]:
-        """Recordings that are cut."""
+        """Say how many recordings were cut off."""
         cut = sum(example.is_cut for example in examples)
         beyond = f"{cut} of {len(examples)} recordings are longer than {MOST_SECONDS} s: what is beyond is cut off"
         return [beyond] if cut else []
 
     def _encode(self, row: Row) -> list[int]:
-        """The ids of what is said, in the vocabulary of the model that the examples are for; none where the decoder
-        gets no text. Raises BadRowError."""
+        """Return the token ids of a row's transcript, in the vocabulary of the model that the examples are for, or an
+        empty list if the decoder gets no text. Raises BadRowError."""
         if self.transcript is None or self.tokens is None:
             return []
         text, config = row.get(self.transcript), self.target.model.config
@@ -77,7 +77,7 @@ class AudioReader(Reader):
         return tokens
 
     def _decode(self, value: Any) -> tuple[Wave, bool]:
-        """The recording as one channel at the extractor's rate, and whether it was longer than MOST_SECONDS."""
+        """Return the recording as one channel at the extractor's rate, and whether it was longer than MOST_SECONDS."""
         try:
             rate, channels = self._read_samples(value)
             if not (isinstance(rate, int) and SLOWEST <= rate <= FASTEST):
@@ -96,7 +96,8 @@ class AudioReader(Reader):
             raise refuse_cell(value, self.column, "recording", reason) from error
 
     def _read_samples(self, value: Any) -> tuple[Any, Wave]:
-        """Samples a second, and so many of them as are heard and one more [samples, channels]."""
+        """Return the sampling rate and the samples [samples, channels]. From an encoded file, at most MOST_SECONDS and
+        one sample more are read."""
         import soundfile
 
         if isinstance(value, dict) and value.get("array") is not None:
@@ -112,8 +113,8 @@ class AudioReader(Reader):
 
 
 def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
-    """The reader of rows of sound. Raises DataError when no column holds any, no folder has a feature extractor, or
-    what reads sound is not installed."""
+    """Open the reader for rows with recordings. Raises DataError when no column holds recordings, no folder has a
+    feature extractor, or the libraries that decode sound are not installed."""
     column = find_audio_column(data, samples, target.where)
     try:
         import soundfile  # noqa: F401

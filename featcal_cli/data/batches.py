@@ -1,4 +1,4 @@
-"""Examples and batches of a model's forward arguments, and what a model says of the arguments that it takes."""
+"""Examples and batches of forward arguments, and functions that find out which inputs a model takes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 GLOBAL_MASK = "global_attention_mask"
-"""The name that Longformer and LED give to an input that is 1 for tokens that attend everywhere."""
+"""The input of Longformer and LED that is 1 for tokens that attend to all others."""
 OTHER_COLUMN = "name the right columns with --columns TASK=ROLE:COLUMN, or give other data"
 OTHER_ROWS = "fix or take out these rows, or give other data"
 
 Batch = dict[str, Tensor]
-"""Forward arguments, dimension 0 the examples."""
+"""Forward arguments by name; dimension 0 of every tensor counts the examples."""
 
 
 class BadRowError(Exception):
-    """One row that cannot become an example, why, and what fixes many of the kind."""
+    """Raised for a row that cannot become an example; says why, and how to fix rows with this fault."""
 
     def __init__(self, reason: str, fix: str = OTHER_ROWS) -> None:
         super().__init__(reason)
@@ -34,15 +34,15 @@ class BadRowError(Exception):
 
 @dataclass(frozen=True)
 class Example:
-    """The forward arguments of a batch of one, which a row of any kind of data becomes."""
+    """The forward arguments made from one row, as a batch of one."""
 
     inputs: Batch
     is_cut: bool = False
-    """Whether the row was longer than what is read of it."""
+    """Whether the row was too long, so that only a part of it was read."""
 
     @cached_property
     def key(self) -> bytes:
-        """A hash of names, dtypes, shapes and values: equal for two examples that a model cannot tell apart."""
+        """A hash of names, dtypes, shapes and values; it is equal for two examples that a model cannot tell apart."""
         digest = sha256()
         for name, tensor in sorted(self.inputs.items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -51,9 +51,9 @@ class Example:
 
 
 def group_examples(examples: Sequence[Example], size: int) -> list[list[int]]:
-    """The positions of the examples that make a batch each, at most `size` of them. Examples of other shapes go into
-    other batches, but for the number of tokens where a mask tells padding from text. The order of all positions does
-    not depend on the size."""
+    """Group examples into batches of at most `size`, and return the positions of the examples of each batch. Only
+    examples of equal shapes share a batch, except that the number of tokens may differ where a mask marks padding. The
+    order of all positions does not depend on the size."""
     padded = [name for name in (examples[0].inputs if examples else ()) if _is_per_token(name, examples)]
     groups: dict[Any, list[int]] = {}
     for position, example in enumerate(examples):
@@ -67,15 +67,16 @@ def group_examples(examples: Sequence[Example], size: int) -> list[list[int]]:
 
 
 def _is_per_token(name: str, examples: Sequence[Example]) -> bool:
-    """Whether an input has a value for every token of a text that a mask says the length of, in all examples."""
+    """Whether an input has one value per token in all examples, and a mask that marks the length of the text."""
     mask = "decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"
     inputs = [example.inputs for example in examples]
     return all({name, mask} <= one.keys() and one[name].shape[:2] == one[mask].shape for one in inputs)
 
 
 def collate(examples: Sequence[Example], padding: int) -> Batch:
-    """The batch of the examples of one group. Texts are padded on the right up to the longest, so that positions are
-    those of a text alone: ids by `padding`, everything else by 0, which in a mask says that it does not count."""
+    """Join the examples of one group into a batch. Texts are padded on the right to the longest, so that tokens keep
+    their positions: token ids with `padding`, other inputs with 0, which in a mask means that a token does not
+    count."""
     batch = {}
     for name in examples[0].inputs:
         tensors = [example.inputs[name] for example in examples]
@@ -88,7 +89,7 @@ def collate(examples: Sequence[Example], padding: int) -> Batch:
 
 
 def longest_example(examples: Sequence[Example], padding: int) -> Batch:
-    """One of these examples (at least one), padded to be as long as any batch of the largest kind."""
+    """Return one of the examples (at least one), padded to the length of the longest batch of the largest kind."""
     largest = max(examples, key=lambda example: sum(tensor.numel() for tensor in example.inputs.values()))
     rest = [largest, *(example for example in examples if example is not largest)]
     kind = [rest[position] for position in group_examples(rest, len(rest))[0]]
@@ -96,7 +97,7 @@ def longest_example(examples: Sequence[Example], padding: int) -> Batch:
 
 
 def count_examples(batch: Batch) -> int:
-    """Examples in a batch: a tensor may hold several rows an example (the patches of an image, say), but not fewer."""
+    """Count the examples in a batch. A tensor may hold several rows per example (image patches, say), but not fewer."""
     return min(len(tensor) for tensor in batch.values())
 
 
@@ -111,7 +112,7 @@ def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
 
 
 def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
-    """The examples from `start` up to `stop` of the batches, counted through all of them."""
+    """Return the examples from number `start` up to `stop`, numbered across all the batches."""
     taken: list[Batch] = []
     before = 0
     for batch in batches:
@@ -127,13 +128,13 @@ def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
 
 
 def forward_names(model: nn.Module) -> set[str]:
-    """The names of the arguments of a model's forward pass."""
+    """Return the names of the arguments of a model's forward pass."""
     return set(inspect.signature(model.forward).parameters) - {"self", "args", "kwargs"}
 
 
 def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
-    """The input of a decoder that is to write the tokens of a target: these shifted to the right, and their mask;
-    without a target the token that it starts from, for a decoder that does not make its input itself."""
+    """Return the inputs of a decoder that is to write the tokens of `target`: the tokens shifted to the right, and
+    their mask. Without a target, return the decoder's start token, unless the decoder makes its input itself."""
     names, config = forward_names(model), model.config
     if not config.is_encoder_decoder or "decoder_input_ids" not in names:
         return {}
@@ -152,8 +153,8 @@ def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
 
 
 def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:
-    """The most tokens that the model has positions for, None for any number; and whether more of them cannot be read at
-    all, because each position has weights of its own."""
+    """Return how many positions for tokens the model has (None: no limit), and whether longer texts are impossible
+    because each position has weights of its own."""
     most = getattr(text_config(model), "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         return None, False
@@ -167,7 +168,7 @@ def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the part that reads tokens; the whole one where there are several."""
+    """Return the config of the part that reads tokens, or the whole config if there are several such parts."""
     try:
         return model.config.get_text_config()
     except ValueError:
@@ -175,20 +176,20 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def count_vocabulary(model: PreTrainedModel) -> int | None:
-    """Tokens that the model has embeddings for; None where it reads none."""
+    """Return the number of tokens that the model has embeddings for, or None if it reads no tokens."""
     weight = find_embeddings(model)
     return None if weight is None else len(weight)
 
 
 def padding_id(model: PreTrainedModel) -> int:
-    """The id with which texts are filled up: the model's own for it, as some models tell by it where a text ends."""
+    """Return the token id to pad texts with: the model's own, because some models find the end of a text by it."""
     config = text_config(model)
     token = getattr(config, "pad_token_id", None)
     return token if isinstance(token, int) and 0 <= token < getattr(config, "vocab_size", 0) else 0
 
 
 def find_embeddings(model: PreTrainedModel) -> Tensor | None:
-    """The embeddings of the tokens that the model reads [tokens, d]; None where it reads none, or has several kinds."""
+    """Return the token embeddings of the model [tokens, d], or None if it reads no tokens or has several embeddings."""
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
     except NotImplementedError:  # models of two towers do not say which of them reads

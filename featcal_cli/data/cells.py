@@ -1,4 +1,4 @@
-"""Rows and their cells: endings of images and recordings, how much of a value is kept, and the files that it names."""
+"""Rows and their cells: shorten long values, and open the images and recordings that cells hold or name."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from featcal_cli.data.batches import OTHER_COLUMN, BadRowError
 from featcal_cli.runtime.sanitise import plain, quoted
 
 Row = dict[str, Any]
-"""Column → value."""
+"""A row: its values by column name."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that can be read by their position."""
+    """A table whose rows can be read by position."""
 
     name: str
-    """The file that the rows are from, or the first of them."""
+    """The file that the rows come from, or the first of several."""
     length: int
     read: Callable[[Sequence[int]], Iterator[Row]]
-    """The rows at these positions, which ascend."""
+    """Read the rows at these positions, which must be in ascending order."""
 
 
 AUDIO_FILES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au")
 KEPT_CHARACTERS = 2**16
-"""Characters of a text that are kept at each end: far more than any model reads of it, from whichever end."""
+"""Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
-"""Bytes of an encoded image or recording; a larger one is not read."""
+"""Largest encoded image or recording that is read, in bytes."""
 MOST_LEVELS = 6
-"""Lists and mappings inside of each other in which a row's texts are looked for."""
+"""How many levels of nested lists and mappings are searched for long values in a row."""
 
 
 def shorten_row(row: Row) -> Row:
-    """The row without what no reader of it needs: the middle of very long texts, and bytes that are too many for an
-    image. Hundreds of rows are held at once, and a tokenizer would take minutes over a book."""
+    """Return the row without the middle of very long texts and without bytes too large for an image. Hundreds of rows
+    are in memory at once, and a tokenizer would take minutes for a book."""
     return {name: _shorten(value, MOST_LEVELS) for name, value in row.items()}
 
 
@@ -55,8 +55,8 @@ def _shorten(value: Any, levels: int) -> Any:
 
 
 def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes | Path:
-    """The encoded image or recording (`kind`) in a cell: bytes, or the file that its text names in `folder`, where that
-    is given. Raises BadRowError."""
+    """Return the encoded image or recording (`kind`) of a cell: its bytes, or the path of the file that it names in
+    `folder` (None: no files may be named). Raises BadRowError."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes) and len(value) <= LARGEST_FILE:
@@ -75,7 +75,8 @@ def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes 
 
 
 def refuse_cell(value: Any, column: str, kind: str, reason: str) -> BadRowError:
-    """The error for an image or recording (`kind`) that cannot be decoded, named by its file where it has one."""
+    """Return the error for an image or recording (`kind`) that cannot be decoded, with the file's name if there is
+    one."""
     name = value.get("path") if isinstance(value, dict) else value
     which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"
     return BadRowError(f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})")

@@ -1,4 +1,4 @@
-"""Which column of a row plays which role: the recipe says so, or names and values tell."""
+"""Find the column for each role: the recipe names it, or the names and values of the columns show it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 Samples = Mapping[str, Sequence[Any]]
-"""Column → its values in the first rows."""
+"""The values of each column in the first rows."""
 TextKind = Literal["encoder", "causal", "encoder-decoder"]
 
 NAMES = {
@@ -38,8 +38,8 @@ NAMES = {
                 "instruction", "messages", "conversations", "conversation"),
     "label": ("label", "labels", "class", "cls", "target"),
 }  # fmt: skip
-"""Role → the names of columns that play it, the likeliest first. Besides a recipe's roles: `words` (of one text, in a
-list), `transcript` (of a recording) and `caption` (what is said about an image)."""
+"""Names of columns that may play each role, the likeliest first. Besides a recipe's roles: `words` (the words of one
+text, in a list), `transcript` (the text of a recording) and `caption` (a text about an image)."""
 TEXT_PAIRS = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
     ("question", "passage"), ("question", "context"), ("query", "passage"), ("text1", "text2"), ("text_a", "text_b"),
@@ -48,17 +48,17 @@ TEXT_PAIRS = (
 ABOUT = {
     "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
 }  # fmt: skip
-"""A prompt's column → columns that hold what it is about, where there is something."""
+"""Columns that may hold the text that a prompt is about, by the name of the prompt's column."""
 
 LOOKED_AT_CHARACTERS = 1000
-"""Characters of a text that tell whether it is one."""
+"""Characters at the start of a text that are examined to tell natural language from ids and paths."""
 
 
 # --- what the recipe names ---
 
 
 def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
-    """Raise DataError for a role, a column or a template field that there is not."""
+    """Raise DataError if the recipe names an unknown role, or a column or template field that does not exist."""
     for role, column in data.columns.items():
         if role not in ROLES:
             raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
@@ -75,8 +75,8 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
 
 
 def template_fields(template: str) -> list[str]:
-    """The columns that a template names. Raises ValueError for a broken one, and for one that asks for more than values
-    of columns: it may be that of a recipe that somebody else wrote."""
+    """Return the columns that a template names. Raises ValueError for a broken template, and for one that asks for more
+    than column values, because a template may come from a recipe by somebody else."""
     names = []
     for _, name, form, _ in string.Formatter().parse(template):
         if re.search(r"[.\[]_", name or ""):
@@ -89,12 +89,12 @@ def template_fields(template: str) -> list[str]:
 
 
 def names_text(data: Data) -> bool:
-    """Whether the recipe says where a text is."""
+    """Whether the recipe names a text column or a template."""
     return data.template is not None or bool({"text", "prompt", "messages"} & data.columns.keys())
 
 
 def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> list[str]:
-    """The columns with what the prompt is about."""
+    """Return the columns with the text that the prompt is about, such as `context`."""
     if data.template is not None:
         return []
     names = ABOUT.get(_bare_name(roles.get("prompt", "")), ())
@@ -104,7 +104,7 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
 
 
 def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
-    """The error that says which columns there are and how to name one, for a task that `where` begins with."""
+    """Return the error that lists the columns and says how to name one, for the task whose name begins `where`."""
     what = f"no column holds {what}; the columns are {list_some(columns)}"
     option = f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
     return DataError(what, where=where, fix=f"name it: {option}")
@@ -114,24 +114,24 @@ def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> Dat
 
 
 def find_image_column(data: Data, samples: Samples, where: str) -> str:
-    """The recipe's column of images, else one called like images, else the first that looks so. Raises DataError for
-    none."""
+    """Return the column of images: the one that the recipe names, else one with a usual name, else the first whose
+    values look like images. Raises DataError if there is none."""
     return _find_column("image", "images", data, find_encoded_images(samples), samples, where)
 
 
 def find_audio_column(data: Data, samples: Samples, where: str) -> str:
-    """The column of recordings, found like that of images. Raises DataError for none."""
+    """Return the column of recordings, chosen like the column of images. Raises DataError if there is none."""
     return _find_column("audio", "recordings", data, _find_likely(samples, _looks_like_audio), samples, where)
 
 
 def find_label_column(data: Data, columns: Collection[str], where: str) -> str:
-    """The recipe's column of labels, else one that is called so. Raises DataError for none."""
+    """Return the recipe's column of labels, else a column with a usual name. Raises DataError if there is none."""
     likely = [name for name in NAMES["label"] if name in columns]
     return _find_column("label", "labels", data, likely, columns, where)
 
 
 def find_encoded_images(samples: Samples) -> list[str]:
-    """The columns whose values look like images: encoded, or the names of files."""
+    """Return the columns whose values look like encoded images or names of image files."""
     return _find_likely(samples, _looks_like_image)
 
 
@@ -168,15 +168,15 @@ def _looks_like_image(value: Any) -> bool:
 
 
 def has_caption(data: Data, samples: Samples) -> bool:
-    """Whether rows with images hold texts about them: the recipe names one, or a column is called like one."""
+    """Whether rows with images hold texts about them: the recipe names one, or a column has a usual name."""
     texts = {name.lower(): values for name, values in samples.items()}
     found = (value for name in NAMES["caption"] for value in texts.get(name, ()))
     return names_text(data) or (not data.columns and any(isinstance(x, str) or is_conversation(x) for x in found))
 
 
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
-    """Role → column: the recipe's where it names a text, else found. `chat`: whether the tokenizer has a chat template.
-    Raises DataError when no column holds text."""
+    """Return the column of each text role: the recipe's if it names a text, else found by names and values. `chat` says
+    whether the tokenizer has a chat template. Raises DataError when no column holds text."""
     if names_text(data):
         return dict(data.columns)
     return _find_text_columns(samples, kind, chat, where) | data.columns
@@ -217,18 +217,19 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
 
 
 def _bare_name(column: str) -> str:
-    """A column's name without what people spell differently."""
+    """Return a column's name in lower case with underscores, so that spelling variants are equal."""
     return column.strip().lower().replace(" ", "_").replace("-", "_")
 
 
 def _looks_natural(values: Sequence[Any]) -> bool:
-    """Whether most of the values are several words, unlike ids, paths and class names."""
+    """Whether most of the values are several words long, unlike ids, paths and class names."""
     texts = [value[:LOOKED_AT_CHARACTERS] for value in values if is_text(value)]
     return sum(len(text.split()) > 1 for text in texts) * 2 > len(texts)
 
 
 def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str) -> int:
-    """The class number of a label that is one, or a name in `numbers`. Raises DataError, also for a hidden one (−1)."""
+    """Return the class number of a label, which is a number itself or a name in `numbers`. Raises DataError for any
+    other label, and for hidden ones (−1)."""
     if isinstance(value, str) and value in numbers:
         return int(numbers[value])
     with suppress(TypeError, ValueError, OverflowError):  # no number at all

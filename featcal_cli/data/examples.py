@@ -1,4 +1,4 @@
-"""A task's fitted and held-out batches, and labelled rows of a split, a batch at a time."""
+"""Draw a task's fitted and held-out examples, and read the labelled rows of a split in batches."""
 
 from __future__ import annotations
 
@@ -35,39 +35,40 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 PEEKED_ROWS = 16
-"""Rows by which columns are found."""
+"""First rows of a source that are examined to choose its columns."""
 SOUND = ("input_values", "input_features")
-"""Main inputs of models that read sound."""
+"""Names of the main input of models that read sound."""
 SEED = 42
-"""Seed of the choice of rows where only some labelled ones are wanted."""
+"""Seed for choosing labelled rows when only some of them are evaluated."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
-"""Different rows from which on some are held out where there are no further ones; one in how many; fewest in a half."""
+"""Rules for sources without further rows: from FEWEST_ROWS different rows on, one in HELD_OUT_SHARE is held out, with
+at least FEWEST_IN_HALF rows in each half."""
 
 
 @dataclass(frozen=True)
 class TaskExamples:
-    """The examples of one task, in the roles they play."""
+    """The batches of one task: fitted, selection and held-out examples."""
 
     task: str
     batch_size: int
-    """Examples in a batch that is not cut short by the end of its list."""
+    """Examples in a full batch; the last batch of a list may have fewer."""
     fitted: list[Batch]
-    """The examples that are calibrated with: as many as asked for, fewer when the source has fewer."""
+    """The calibration examples: as many as requested, or fewer when the source has fewer."""
     selection: list[Batch]
-    """First half of the held-out rows, possibly empty."""
+    """First half of the held-out examples, which the guard uses; possibly empty."""
     held_out: list[Batch]
-    """Second half: only for figures that are reported."""
+    """Second half of the held-out examples, used only for reported figures."""
     notes: list[str]
     fitted_count: int
-    """Examples in `fitted`; of the two others below."""
+    """Number of examples in `fitted`; the next two fields count `selection` and `held_out`."""
     selection_count: int
     held_out_count: int
     is_whole: bool = False
-    """All rows of the source were read: there are no others."""
+    """Whether all rows of the source were read, so that there are no others."""
 
     @property
     def measured(self) -> list[Batch]:
-        """The examples that a calibration's drift is measured on: where none are held out, some of the fitted ones."""
+        """The examples on which drift is measured: the held-out ones, or some fitted ones if none are held out."""
         return self.held_out or take_range(self.fitted, 0, self.measured_count)
 
     @property
@@ -75,7 +76,7 @@ class TaskExamples:
         return self.held_out_count or _count_measured(self.fitted_count)
 
     def remove_padding(self) -> None:
-        """Cut the examples into batches without padding, in place."""
+        """Split the examples into batches without padding, in place."""
         first = 0 if self.held_out else self.measured_count
         parts = (take_range(self.fitted, start, stop) for start, stop in ((0, first), (first, self.fitted_count)))
         self.fitted[:] = [batch for part in parts for batch in remove_padding(part, self.batch_size)]
@@ -85,7 +86,7 @@ class TaskExamples:
 
 @dataclass(frozen=True)
 class DrawnExamples:
-    """The examples of one task that are yet to be cut into batches as TaskExamples has them."""
+    """The examples of one task before they are put into batches."""
 
     task: str
     reader: Reader
@@ -96,11 +97,11 @@ class DrawnExamples:
     is_whole: bool
 
     def longest(self) -> Batch:
-        """One example that is as long as any batch."""
+        """Return one example padded to the length of the longest batch."""
         return longest_example([*self.fitted, *self.selection, *self.held_out], self.reader.padding)
 
     def cut(self, batch_size: int) -> TaskExamples:
-        """The examples in batches."""
+        """Put the examples into batches of at most `batch_size`."""
         # where none are held out, the fitted ones that are measured have batches of their own: one pass for both
         first = 0 if self.held_out else _count_measured(len(self.fitted))
         lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
@@ -128,13 +129,14 @@ def draw_examples(
     sampled: int | None = None,
     text_models: TextModels | None = None,
 ) -> DrawnExamples:
-    """Up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, to be fed to `model`.
+    """Draw up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, as inputs of
+    `model`.
 
-    The first of `preprocessor_folders` with a usable image processor or tokenizer gives it. Rows are chosen at random,
-    the same ones for the same seed (.safetensors: in file order). Equal rows are never both fitted and held out.
-    hold_out: where the source has too few rows for both, some of the `count` are held out. sampled: read only so many
-    to fit, unless the source has no more anyway. text_models: those that read the texts together; without them every
-    model has the vocabulary of the tokenizer.
+    The image processor, tokenizer or other preprocessor comes from the first of `preprocessor_folders` that has a
+    usable one. Rows are chosen at random but are equal for equal seeds (.safetensors: in file order). Equal rows are
+    never both fitted and held out. hold_out: if the source has too few rows for both, hold out some of the `count`.
+    sampled: read only this many rows to fit, unless the source has no more anyway. text_models: the models that read
+    the texts together; None if every model has the tokenizer's vocabulary.
 
     Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
     bad.
@@ -167,9 +169,10 @@ def draw_examples(
 
 
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
-    """The reader for what the model reads of the first rows. Raises DataError for columns that do not fit it.
+    """Open the reader that suits the model and the columns of the first rows. Raises DataError if they do not fit.
 
-    labelled: one tower's answers are compared with labels, so that two towers read the image alone."""
+    labelled: the rows are for comparing answers with labels, so that a model with two towers reads only the image.
+    """
     model, where = target.model, target.where
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
@@ -196,21 +199,21 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
 
 @dataclass
 class _UsableRows:
-    """The examples that the usable rows of a source become."""
+    """The examples made from the usable rows of a source."""
 
     fitted: list[Example] = field(default_factory=list)
     further: list[Example] = field(default_factory=list)
-    """Examples that are all different, none of them fitted."""
+    """Examples that all differ from each other and from the fitted ones."""
     bad: list[str] = field(default_factory=list)
     copies: int = 0
     left_out: int = 0
-    """Copies that are neither fitted nor held out, as what they equal is on the other side."""
+    """Number of rows that are neither fitted nor held out, because they equal a row on the other side."""
     is_whole: bool = False
-    """Whether the source has no more."""
+    """Whether all rows of the source were read."""
 
     def divide(self, count: int, *, hold_out: bool) -> None:
-        """Fit `count` of all rows, if there are as many; with `hold_out`, fewer where the others are less than about a
-        fifth of all different ones."""
+        """Fit `count` of all rows, or as many as there are. With `hold_out`, fit fewer if less than about a fifth of
+        the different rows would be left to hold out."""
         room = max(0, count - len(self.fitted))
         self.fitted, self.further = self.fitted + self.further[:room], self.further[room:]
         different = list({example.key: example for example in self.fitted}.values())
@@ -226,17 +229,17 @@ class _UsableRows:
 
 
 def most_held_out(count: int) -> int:
-    """How many further examples of a task are held out where `count` are to be fitted, if there are so many."""
+    """Return how many further examples are held out, at most, when `count` are fitted."""
     return min(64, max(8, count // 4))
 
 
 def _count_measured(fitted: int) -> int:
-    """How many of so many fitted examples a calibration's drift is measured on, where none are held out."""
+    """Return on how many of the fitted examples drift is measured when none are held out."""
     return min(fitted, most_held_out(fitted) // 2)
 
 
 def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _UsableRows:
-    """Up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
+    """Read up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
     usable = _UsableRows(is_whole=True)
     keys: set[bytes] = set()
     fix = ""
@@ -269,7 +272,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
 
 
 def _check_finite(example: Example, where: str) -> None:
-    """Raise DataError for an example that would make every result NaN."""
+    """Raise DataError if an input is NaN or infinite, because every result would become NaN."""
     for name, tensor in example.inputs.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             fix = "take this example out of the data, or fix it"
@@ -277,7 +280,7 @@ def _check_finite(example: Example, where: str) -> None:
 
 
 def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
-    """Notes about the rows that were found."""
+    """Yield notes about bad, repeated and missing rows."""
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
     if usable.copies:
@@ -295,7 +298,7 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Rows of a split with their labels; they are read once, a batch at a time."""
+    """Rows of a split with their labels, which are read once, in batches."""
 
     reader: Reader
     rows: Iterable[Any]
@@ -304,8 +307,8 @@ class LabelledRows:
     where: str
 
     def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
-        """Batches, each with its labels as the rows have them. Raises DataError for a row that cannot be used: accuracy
-        is over all rows, or it means little."""
+        """Yield batches, each with its labels as they are in the rows. Raises DataError for a row that cannot be used,
+        because accuracy counts all rows."""
         rows = enumerate(self.rows, 1)
         while numbered := list(islice(rows, size)):
             examples = [self._read(number, row) for number, row in numbered]
@@ -332,8 +335,8 @@ def open_labelled(
     limit: int | None = None,
     text_models: TextModels | None = None,
 ) -> LabelledRows:
-    """All rows of the split in order; or `limit` of them, chosen at random, always the same ones.
-    Raises DataError for data that cannot be read or understood, or has no labels."""
+    """Open all rows of the split in order, or `limit` rows chosen at random with a fixed seed. Raises DataError for
+    data that cannot be read or understood, or that have no labels."""
     where = f"{task}: {data.model_copy(update={'split': split})}"
     if data.is_self_written:
         what, fix = "what an expert writes itself has no labels", f"name labelled data: --data {task}=SOURCE"

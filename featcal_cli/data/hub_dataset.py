@@ -1,4 +1,4 @@
-"""A Hub dataset at one commit: which files are a config's and split's, its own or those of the Hub's parquet copy."""
+"""Find the files of a Hub dataset's config and split at one commit: its own, or those of the Hub's parquet copy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # read when `datasets` is importe
 
 Config = Mapping[str, Any]
 Splits = Mapping[str, Sequence[str]]
-"""Split → paths of its files in the repo."""
+"""The paths of each split's files in the repo."""
 
 COPY = "refs/convert/parquet"
 """The branch on which the Hub keeps a dataset's rows as parquet files: CONFIG/SPLIT/0000.parquet."""
@@ -45,17 +45,17 @@ COPY = "refs/convert/parquet"
 
 @dataclass(frozen=True)
 class HubSource:
-    """The files that the rows of a config are in, at one commit."""
+    """The files of each split of one config of a Hub dataset, at one commit."""
 
     repo: Repo
     config: str
     splits: Splits
     is_copy: bool = False
-    """Whether they are the Hub's parquet copy rather than the dataset's own files."""
+    """Whether the files are the Hub's parquet copy rather than the dataset's own files."""
 
     def pin(self, data: Data) -> Data:
-        """Return `data` pinned to the commit that was found. If that is the Hub's parquet copy, the config is set too,
-        as the copy has no dataset card that would choose one."""
+        """Return `data` pinned to the commit that was found. For the Hub's parquet copy, the config is set too, because
+        the copy has no dataset card that would choose one."""
         chosen = {"config": self.config} if self.is_copy else {}
         return data.model_copy(update={"revision": self.repo.commit, **chosen})
 
@@ -64,7 +64,7 @@ class HubSource:
 class HubFile:
     path: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     url: str
     """The address by which `datasets` and HfFileSystem find it: hf://datasets/ID@COMMIT/PATH."""
 
@@ -75,12 +75,12 @@ class HubSplit:
     """The dataset's Hub id."""
     split: str
     format: str
-    """parquet, or the builder of `datasets` that reads the files."""
+    """The format of the files: parquet, or the name of the `datasets` builder that reads them."""
     files: list[HubFile]
     splits: Mapping[str, Sequence[HubFile]]
-    """The files of every split by its name."""
+    """The files of each split of the config."""
     features: Sequence[Mapping[str, Any]]
-    """Columns as the card describes them."""
+    """The columns as the dataset card describes them."""
     system: Any
 
     def open(self, file: HubFile, **options: Any) -> Any:
@@ -97,9 +97,9 @@ class HubSplit:
 
 
 def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
-    """The files of a split (None: see `choose_split`) of the config that `data` or the dataset names. Asks nothing but
-    the Hub's endpoint: for the list of the commit's files, and the card. Raises DataError for a config or split that
-    there is not or that must be named, and for files of no known kind; HubError when the Hub refuses."""
+    """Find the files of a split (None: see `choose_split`) of the config that `data` or the dataset names. Only the
+    Hub's endpoint is asked: for the list of the commit's files, and for the card. Raises DataError for a config or
+    split that does not exist or that must be named, and for files of no known kind; HubError when the Hub refuses."""
     from huggingface_hub import HfFileSystem
 
     source = find_source(_open_repo(data), data, open_repo, note)
@@ -127,9 +127,9 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
-    """The dataset's own parquet files; else, where the revision is the main branch, the Hub's copy of the dataset as
-    parquet, which `note` is told; else its files of other formats. Raises DataError for a config that there is not or
-    that must be named, and where there is nothing to read; HubError when the Hub refuses or does not answer."""
+    """Find the files to read: the dataset's own parquet files; else, on the main branch, the Hub's parquet copy, which
+    is reported to `note`; else the dataset's files of other formats. Raises DataError for a config that does not exist
+    or that must be named, and when there is nothing to read; HubError when the Hub refuses or does not answer."""
     if not repo.files:
         raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
     script = f"{repo.name.split('/')[-1]}.py"
@@ -160,7 +160,7 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
 
 
 def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
-    """The Hub's parquet copy of a dataset; None where there is none. Raises HubError like `open_repo`."""
+    """Open the Hub's parquet copy of a dataset, or return None if there is none. Raises HubError like `open_repo`."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
@@ -173,7 +173,7 @@ def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
 
 @contextmanager
 def naming_task(task: str) -> Iterator[None]:
-    """Let errors about data name the task that the data are for, and what to type for it."""
+    """Add the task's name, and the option to type for it, to DataErrors and HubErrors raised inside."""
     try:
         yield
     except (DataError, HubError) as error:
@@ -182,8 +182,8 @@ def naming_task(task: str) -> Iterator[None]:
 
 @contextmanager
 def explaining_hub(data: Data) -> Iterator[None]:
-    """Turn whatever reading a Hub dataset raises into a HubError (refusals, the network), an OutputError (a
-    cache without room) or a DataError (its files)."""
+    """Turn every exception from reading a Hub dataset into a HubError (a refusal, or the network), an OutputError (no
+    room in a cache) or a DataError (broken files)."""
     try:
         yield
     except FeatCalError:
@@ -197,7 +197,7 @@ def explaining_hub(data: Data) -> Iterator[None]:
 
 
 def _explain_hub(error: BaseException, data: Data) -> HubError | None:
-    """The error for what the Hub or the connection did, if that is the cause of another error."""
+    """Return the HubError for a refusal of the Hub or a broken connection among the causes of an error, or None."""
     for cause in _causes(error):
         if type(cause).__module__.split(".")[0] in ("huggingface_hub", "httpx", "httpx2"):
             try:
@@ -211,7 +211,7 @@ def _explain_hub(error: BaseException, data: Data) -> HubError | None:
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-    """An error, and what caused it, the last first."""
+    """Return an error and its causes, from the last one raised to the first."""
     causes: list[BaseException] = []
     while error is not None and error not in causes:
         causes.append(error)
@@ -240,7 +240,7 @@ def _open_repo(data: Data) -> Repo:
 
 
 def _read_card(repo: Repo) -> dict[str, Any]:
-    """The metadata of the card, empty without one. Raises DataError for what is no YAML."""
+    """Return the metadata of the dataset card; empty without a card. Raises DataError if they are not YAML."""
     text = repo.read_card()
     metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
     if reason:
@@ -250,7 +250,7 @@ def _read_card(repo: Repo) -> dict[str, Any]:
 
 
 def _entries(listed: Any) -> list[dict[str, Any]]:
-    """The mappings in a list of a card, or the one that stands there alone."""
+    """Return the mappings in a list of the card; a single mapping counts as a list of one."""
     return [entry for entry in (listed if isinstance(listed, list) else [listed]) if isinstance(entry, dict)]
 
 
@@ -260,8 +260,8 @@ def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_configs(repo: Repo) -> dict[str, Config]:
-    """Config → its keys, from the card, else as the Hub's own parquet copies lie in folders, else one without keys.
-    Raises DataError for a card that cannot be read."""
+    """Return the settings of each config: from the card, else from the folder layout of the Hub's parquet copies, else
+    one config without settings. Raises DataError for a card that cannot be read."""
     card = _read_card(repo)
     if named := _named_configs(card):
         return {str(entry["config_name"]): entry for entry in named}
@@ -272,7 +272,8 @@ def _read_configs(repo: Repo) -> dict[str, Config]:
 
 
 def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Config → split → files, when all lie like refs/convert/parquet: CONFIG/SPLIT/0000.parquet."""
+    """Return the files by config and split if all paths look like those of the Hub's parquet copies,
+    CONFIG/SPLIT/0000.parquet; else an empty mapping."""
     configs: dict[str, dict[str, list[str]]] = {}
     for path in paths:
         match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4,}\.parquet", path)
@@ -283,7 +284,8 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
-    """The config that `data` names, else the dataset's default. Raises DataError when there is none such."""
+    """Return the config that `data` names, else the dataset's default. Raises DataError when it does not exist, or
+    several configs have no default."""
     names = list(configs)
     if data.config is not None:
         if data.config in configs:
@@ -301,7 +303,7 @@ def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
 
 
 def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, list[str]]:
-    """Split → paths of a config; splits without files are left out. Raises DataError for files outside of the repo."""
+    """Return the paths of each split of a config, without empty splits. Raises DataError for files outside the repo."""
     folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
     before = f"{folder}/" if folder else ""
     inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
@@ -317,7 +319,7 @@ def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, 
 
 
 def _read_patterns(listed: Any) -> dict[str, list[str]]:
-    """Split → patterns of paths, which cards write alone, in a list, under the split's name, or each with its split."""
+    """Return the path patterns of each split. Cards write them alone, in a list, by split, or each with its split."""
     match listed:
         case dict():
             pairs = list(listed.items())
@@ -329,7 +331,7 @@ def _read_patterns(listed: Any) -> dict[str, list[str]]:
 
 
 def _match(pattern: str, paths: Collection[str]) -> list[str]:
-    """The paths that a pattern names."""
+    """Return the paths that match a pattern."""
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
     pattern = pattern.removeprefix("./")
@@ -342,14 +344,14 @@ def _readable_files(paths: Collection[str]) -> list[str]:
 
 
 def _infer_format(paths: Sequence[str]) -> str | None:
-    """The format of most of the files, of two that are as frequent the first; None without files."""
+    """Return the format of most files; between equally frequent formats, the first in FORMATS; None without files."""
     counts = Counter(map(format_of, filter(holds_rows, paths))) or Counter(map(format_of, paths))
     order = list(dict.fromkeys(FORMATS.values()))
     return min(counts, key=lambda name: (-counts[name], order.index(str(name))), default=None)
 
 
 def _belongs_to(path: str, kind: str) -> bool:
-    """Whether a file is one of this format, or says what is known about images that are."""
+    """Whether a file has this format, or is a metadata file beside images of this format."""
     return format_of(path) == kind or (kind == "imagefolder" and not holds_rows(path))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a Hub dataset's files: some from each of many row groups of parquet files, others streamed by `datasets`."""
+"""Read rows of a Hub dataset: from many row groups of parquet files, or streamed by `datasets` from other files."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 READERS = 8
-"""Requests at the same time."""
+"""Number of requests that are sent at the same time."""
 BUFFER_ROWS = 2**11
-"""Rows of a stream among which are those that are drawn."""
+"""Number of rows of a stream that are buffered and drawn from at random."""
 MOST_SHARDS = 16
-"""Files of a stream that take turns."""
+"""Maximum number of file groups whose rows are streamed in turn."""
 MOST_FILES = 32
-"""Parquet files that are opened at most while they hold enough rows: the footer of each is a request, up to a MB."""
+"""Maximum number of parquet files that are opened if these hold enough rows: each costs a request, up to a MB."""
 BUDGET_SHARE, FEWEST_BYTES, MOST_BYTES = 0.25, 2**23, 2**26
-"""Share of the parquet files' bytes that one draw may read, and its bounds."""
+"""Share of the parquet files' bytes that one draw may read, and the minimum and maximum bytes of this budget."""
 FEWEST_GROUPS, MOST_BYTES_FOR_SPREAD = 16, 2**28
-"""Row groups that a draw is spread over even beyond that budget, up to so many bytes."""
+"""Number of row groups that a draw is spread over even beyond that budget, and the maximum bytes for doing so."""
 PAGE_ROWS = 1024
-"""Rows that writers put into a page at least, so that a group without more cannot be read in part."""
+"""Minimum number of rows that writers put into a page. A row group without more rows cannot be read in part."""
 PIECE_BYTES = 2**20
-"""Bytes that are read at a time of a row group that is not read whole."""
+"""Number of bytes that are read at a time from a row group that is not read whole."""
 
 
 def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
-    """Up to `count` rows of files that are not parquet and can only be read from their start: `datasets` shuffles the
-    files, and the first rows of several, which take turns, in a buffer. Raises what `datasets` and HfFileSystem
-    raise."""
+    """Draw up to `count` rows from files that are not parquet and can only be read from their start. `datasets`
+    shuffles the files, takes the first rows of several files in turn, and shuffles these rows in a buffer. Raises what
+    `datasets` and HfFileSystem raise."""
     import datasets
 
     seed = Random(seed).getrandbits(32)
@@ -52,7 +52,7 @@ def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
-    """All rows of the split's files, in order. Raises like `stream_hub_rows`."""
+    """Read all rows of the split's files in order. Raises like `stream_hub_rows`."""
     if split.format != "parquet":
         yield from _fetch_all(split, _open_stream(split))
         return
@@ -66,8 +66,8 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
 
 
 def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
-    """The classes of a column by number, as the files' features or the card say; None where neither does. Raises like
-    `stream_hub_rows`."""
+    """Return the class names of a column, ordered by class number, from the features in the files or the card; None if
+    neither has them. Raises like `stream_hub_rows`."""
     if split.format == "parquet":
         with split.open(split.files[0]) as stream:
             classes = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
@@ -85,7 +85,7 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
 
 
 def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """The results for all items, in order, READERS at a time."""
+    """Yield the results for all items in order, computing READERS of them at a time."""
     left = iter(items)
     with ThreadPoolExecutor(READERS) as pool:
         while part := list(islice(left, READERS)):
@@ -94,18 +94,19 @@ def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterat
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """The least that parquet lets one read, of one file."""
+    """One row group of a file, which is the smallest part that parquet lets one read."""
 
     file: HubFile
     footer: Any
     number: int
     rows: int
     size: int
-    """Bytes, as stored."""
+    """Compressed size in bytes."""
 
     def count_reached(self, share: float, least: int) -> int:
-        """The rows from which `least` may be drawn where so many bytes may be read of each group: all of a group that
-        is not much larger than others, or that cannot be read in part; else the beginning."""
+        """Return how many rows at the beginning of the group may be drawn from, at least `least`, if about `share`
+        bytes may be read of each group: all rows if the group is not much larger than others or cannot be read in
+        part."""
         # groups are about equal, so that half of them are a little above their share
         if self.size <= 2 * share or self.rows <= PAGE_ROWS:
             return self.rows
@@ -113,9 +114,9 @@ class _RowGroup:
 
 
 def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
-    """The row groups of a split's parquet files, or their beginnings, from which `count` rows can be drawn that lie all
-    over it: random ones, the same for the same seed, as many as the budget allows. Raises what the readers of parquet
-    and HfFileSystem raise."""
+    """Choose row groups of a split's parquet files, or beginnings of them, from which `count` rows can be drawn that
+    are spread over the split. The choice is random but equal for equal seeds, and takes as many groups as the budget
+    allows. Raises what the readers of parquet and HfFileSystem raise."""
     random = Random(seed)
     groups = _weighted_order(_list_row_groups(split, count, random), lambda group: group.rows, random)
     if not groups:
@@ -141,7 +142,7 @@ def _read_rows(split: HubSplit, group: _RowGroup, whole: bool, rows: Sequence[in
 
 
 def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowGroup]:
-    """The row groups of MOST_FILES files, or of as many more as it takes to have `enough` rows."""
+    """Return the row groups of MOST_FILES files, or of more files if these have fewer than `enough` rows."""
 
     def read_footer(file: HubFile) -> tuple[HubFile, Any]:
         with split.open(file, cache_type="none") as stream:
@@ -161,12 +162,12 @@ def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowG
 
 
 def _weighted_order(items: Sequence[Item], weigh: Callable[[Item], float], random: Random) -> list[Item]:
-    """The items in random order, the heavier ones likelier to come early; those without weight are left out."""
+    """Return the items in random order, with heavier ones likely to come early. Items without weight are left out."""
     return sorted((item for item in items if weigh(item) > 0), key=lambda item: random.expovariate(weigh(item)))
 
 
 def _open_stream(split: HubSplit) -> Any:
-    """The rows of the split as `datasets` streams them; images stay encoded."""
+    """Open the split as a stream of `datasets`, with images left encoded."""
     import datasets
     from datasets.data_files import DataFilesList
 
@@ -186,12 +187,12 @@ def _open_stream(split: HubSplit) -> Any:
 
 
 def _fetch_all(split: HubSplit, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows with the bytes of the files that their cells name."""
+    """Yield the rows, with the bytes of each file that a cell names put into the cell."""
     files = {file.url: file for file in split.files}
 
     def fetch(value: Any) -> Any:
-        """The cell with the bytes of the file that it names, where that is one of the split's: what a dataset says must
-        not make anything else be read, no other repo, no other host, and no file on this machine."""
+        """Return the cell with the bytes of the file that it names, if that file belongs to the split. A dataset must
+        not make anything else be read: no other repo, no other host, and no file on this machine."""
         file = files.get(value["path"]) if isinstance(value, dict) and value.get("path") else None
         if file is None or value.get("bytes"):
             return value

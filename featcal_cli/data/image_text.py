@@ -1,4 +1,4 @@
-"""Rows of an image and a text, for models that read both: two towers, and models that answer about an image."""
+"""Read rows of an image and a text, for models with two towers and for models that answer about an image."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 MARK = "<image>"
-"""Placeholder that datasets write into a text at the place of its image."""
+"""Placeholder that datasets write into a text in place of its image."""
 
 
 @dataclass(frozen=True)
 class PairReader(Reader):
-    """An image and a text, each through its own preprocessor."""
+    """Turns rows into an image and a text, each processed by its own preprocessor."""
 
     images: ImageReader
     texts: TextReader
@@ -39,7 +39,7 @@ class PairReader(Reader):
 
 @dataclass(frozen=True)
 class DialogueReader(Reader):
-    """An image and what is said about it, through the processor of a model that writes."""
+    """Turns rows into an image and a text about it, both processed by the processor of a model that generates text."""
 
     images: ImageReader
     formatter: RowFormatter
@@ -74,7 +74,8 @@ class DialogueReader(Reader):
 
 @dataclass(frozen=True)
 class _Turns:
-    """A processor's chat template, as RowFormatter uses a tokenizer's: the image stands before the first question."""
+    """A processor's chat template, used like a tokenizer's by RowFormatter; the image comes before the first
+    question."""
 
     processor: Any
 
@@ -96,14 +97,14 @@ class _Turns:
 
 
 def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
-    """The reader of rows for two towers. Raises DataError like those of images and of texts."""
+    """Open the reader for a model with two towers. Raises DataError like `open_images` and `open_text`."""
     images = open_images(data, samples, target)
     texts = open_text(data, _without(samples, images.column), target)
     return PairReader(f"{images.chosen}; {texts.chosen}", texts.padding, images, texts)
 
 
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
-    """The reader of rows for a causal model that answers about an image. Raises DataError when a column lacks, or no
+    """Open the reader for a causal model that answers about an image. Raises DataError when a column is missing, or no
     folder has a processor."""
     processor, source = target.load("processor")
     images = open_images(data, samples, target, processor=(processor.image_processor, source))

@@ -1,4 +1,4 @@
-"""Image rows become pixel_values: images of any kind, as eight bits of red, green and blue."""
+"""Turn rows with images into pixel_values; images of any kind are first converted to 8-bit RGB."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from featcal_cli.runtime.sanitise import exception_text, list_some
 FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""Formats that are decoded. Pillow knows more; one of them, PostScript, is a program that Pillow would have run."""
+"""Formats that are decoded. Pillow knows more, but for one of them, PostScript, it would run an external program."""
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 @dataclass(frozen=True)
 class ImageReader(Reader):
-    """Images through a model's own image processor."""
+    """Turns images into model inputs with the model's own image processor."""
 
     column: str
     folder: Path | None
-    """The folder that relative paths start at, of a local source. None for a Hub dataset, whose rows name no files
-    of this machine."""
+    """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
+    name files on this machine."""
     processor: Any
     target: Target
 
@@ -43,7 +43,7 @@ class ImageReader(Reader):
         return Example(self.target.preprocess("pixel_values", process) | decoder_inputs(self.target.model, ()))
 
     def picture(self, row: Row) -> Image.Image:
-        """The image of a row, decoded. Raises BadRowError."""
+        """Return the decoded image of a row. Raises BadRowError."""
         value = row.get(self.column)
         if isinstance(value, list):
             if len(value) > 1:
@@ -65,8 +65,8 @@ class ImageReader(Reader):
 def open_images(
     data: Data, samples: Samples, target: Target, *, processor: tuple[Any, str] | None = None
 ) -> ImageReader:
-    """The reader of image rows. Raises DataError when no column holds images or no folder has an image processor, which
-    may be given with the name of where it is from."""
+    """Open the reader for rows with images. `processor` is an image processor with the name of its source; by default
+    it is loaded. Raises DataError when no column holds images or no folder has an image processor."""
     column = find_image_column(data, samples, target.where)
     images, source = processor or target.load("image processor")
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
@@ -74,8 +74,8 @@ def open_images(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The first frame, turned as its EXIF says, transparency on white as transformers has it. Deeper greys are scaled,
-    where Pillow would cut them off. Raises ValueError for values that no scale is known of."""
+    """Convert the first frame to RGB: turned as its EXIF data say, with transparent parts white, as in transformers.
+    Deeper greys are scaled, where Pillow would clip them. Raises ValueError for values of no known scale."""
     image.seek(0)
     kind = image.format  # which a turned copy does not have
     image = ImageOps.exif_transpose(image)
@@ -92,8 +92,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _scale_to_bytes(values: Any, *, is_deep: bool) -> Any:
-    """Greys as uint8: 16 bits (`is_deep`, or as they show) and floats of 0 … 1 are scaled, what fits into eight bits
-    stays. Raises ValueError for what is no picture: negative numbers, NaN, numbers beyond 16 bits."""
+    """Scale grey values to uint8. 16-bit values (`is_deep`, or any value above 255) and floats from 0 to 1 are scaled;
+    values that fit into eight bits stay. Raises ValueError for negative numbers, NaN, and numbers beyond 16 bits."""
     least, most = float(values.min()), float(values.max())
     is_float = values.dtype.kind == "f"
     if not 0 <= least <= most <= (255 if is_float else 65535):  # nor is NaN

@@ -1,4 +1,4 @@
-"""A model's own tokenizer, image processor and feature extractor, loaded from its files; their code is never run."""
+"""Load a model's own tokenizer, image processor or feature extractor from its files, without running code in them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json
 
 Folders = Sequence[Path] | Mapping[Path, str]
-"""Folders in which a preprocessor may lie, the likeliest first; a mapping's values say whose folder each is."""
+"""Folders that are searched for a preprocessor, the likeliest first; a mapping names the model of each folder."""
 
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
-"""Files with the settings of processors of images and sound."""
+"""Files with the settings of image processors, feature extractors and processors."""
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
     "sentencepiece.bpe.model",
@@ -27,10 +27,10 @@ LARGEST = {
     **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17,
     "sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600,
 }  # fmt: skip
-"""The most that a processor's settings may say, in pixels, samples and the like: beyond it each example would take
-gigabytes. For some processors the shortest edge is a number of all pixels."""
+"""The largest allowed values of a processor's settings, in pixels, samples and the like; with larger ones, each example
+would take gigabytes. For some processors the shortest edge is a total number of pixels."""
 LARGEST_OF_SOUND = 2**16
-"""The most that any other setting of a feature extractor may say."""
+"""The largest allowed value of every other setting of a feature extractor."""
 
 Automatic: Any = {
     "tokenizer": AutoTokenizer, "image processor": AutoImageProcessor, "feature extractor": AutoFeatureExtractor,
@@ -40,12 +40,12 @@ NEEDED = {
     "tokenizer": ("model_max_length",), "image processor": (), "feature extractor": ("sampling_rate",),
     "processor": ("tokenizer", "image_processor", "image_token"),
 }  # fmt: skip
-"""Attributes without which a preprocessor of a kind is none that can be used."""
+"""Attributes that each kind of preprocessor must have to be usable."""
 
 
 def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str]:
-    """The tokenizer, image processor, feature extractor or processor (of images with texts) of the first folder that
-    has one, and whose it is or the name of the folder. Raises DataError where there is none that can be loaded."""
+    """Load a tokenizer, image processor, feature extractor or processor (for images with texts) from the first folder
+    that has a usable one. Return it with the name of its model or folder. Raises DataError if none can be loaded."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
     reasons: list[str] = []
     for folder in folders:
@@ -62,7 +62,7 @@ def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str
 
 
 def load_tokenizer(folders: Folders, where: str) -> tuple[Any, str]:
-    """A tokenizer, and whose it is or the name of the folder it is from. Raises DataError where there is none."""
+    """Load a tokenizer, and return it with the name of its model or folder. Raises DataError if none can be loaded."""
     return load_preprocessor("tokenizer", folders, where)
 
 
@@ -81,7 +81,7 @@ def _load(kind: str, folder: Path) -> Any:
 
 
 def _check_sizes(file: Path, otherwise: float) -> None:
-    """Raise ValueError for settings of a processor that makes what no model reads."""
+    """Raise ValueError if a settings file asks for inputs larger than any model reads."""
     left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
     while left:
         match left.pop():
@@ -94,7 +94,7 @@ def _check_sizes(file: Path, otherwise: float) -> None:
 
 
 def _repo_name(folder: Path) -> str:
-    """The repo whose snapshot the folder is, else the folder's name."""
+    """Return the id of the Hub repo whose snapshot the folder is, else the folder's name."""
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.resolve().name

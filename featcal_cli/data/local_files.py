@@ -1,4 +1,4 @@
-"""Files of examples on this machine as tables of rows; what cannot be read is refused with its file and line."""
+"""Open files of examples on this machine as tables of rows; errors name the file and, in text files, the line."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ OTHER_KINDS = {
     **dict.fromkeys((".zip", ".tar", ".7z", ".zst", ".bz2", ".xz"), "unpack it, and give the folder"),
 }
 WHOLE_JSON = 2**30
-"""Bytes of a .json file; a larger one would have to be in memory at once."""
+"""Largest .json file that is read, in bytes, because such a file has to be in memory whole."""
 WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
 
 
 def local_path(data: Data) -> Path:
-    """The file or folder that `data.path` names. Raises DataError when there is none, or it is a pipe or device."""
+    """Return the file or folder that `data.path` names. Raises DataError if it does not exist, or is a pipe or
+    device."""
     path = Path(data.path or "").expanduser()
     try:
         mode = path.stat().st_mode
@@ -63,14 +64,14 @@ def local_path(data: Data) -> Path:
 
 
 def folder_of(data: Data) -> Path | None:
-    """The folder that paths in a local source's rows are relative to. None for a Hub dataset, whose rows name no files
-    of this machine."""
+    """Return the folder that relative paths in a local source's rows start from. None for a Hub dataset, because its
+    rows may not name files on this machine."""
     path = local_path(data) if data.path is not None else None
     return path.parent if path and path.is_file() else path
 
 
 def check_split_of_file(data: Data, split: str | None) -> None:
-    """Raise DataError for a split other than train of a source that is one file: a file is all train."""
+    """Raise DataError if a split other than train is wanted from a single file, whose rows are all train."""
     if split is not None and SPLIT_WORDS.get(split) != "train":
         what = f"the source is one file, so it has no split {split}"
         fix = "put train.* and test.* into one folder and give the folder, or say split: train"
@@ -78,8 +79,8 @@ def check_split_of_file(data: Data, split: str | None) -> None:
 
 
 def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list[Path], list[str]]:
-    """The files of one split of a local source, and the classes that folders of images or recordings tell apart. Raises
-    DataError."""
+    """Return the files of one split of a local source, and the names of the classes if its images or recordings lie in
+    one folder per class. Raises DataError."""
     path = local_path(data)
     if path.is_file():
         check_split_of_file(data, split)
@@ -109,7 +110,7 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
 
 
 def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
-    """The rows of one split of a local source. Raises DataError."""
+    """Open the rows of one split of a local source as tables. Raises DataError."""
     files, classes = list_files(data, split, note)
     if ending_of(files[0].name) in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
         return [_open_media(files, classes)]
@@ -131,7 +132,7 @@ def explaining(file: Path | str) -> Iterator[None]:
 
 
 def open_file(file: Path) -> list[Table]:
-    """The tables of one data file. Raises DataError for a file of another kind, and what its parser raises."""
+    """Open one data file as tables. Raises DataError for a file of another kind, and what its parser raises."""
     match ending_of(file.name):
         case ".parquet":
             # one table a row group, because a row group is the least that can be read
@@ -157,7 +158,8 @@ def open_file(file: Path) -> list[Table]:
 
 
 def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
-    """Rows of image or audio and, for files in a folder called like one of the classes, label: the class's position."""
+    """Make a table of image or audio files. A file in a folder named like one of the classes also gets a label, the
+    position of that class."""
 
     def row_of(file: Path) -> Row:
         row: Row = {"audio" if ending_of(file.name) in AUDIO_FILES else "image": str(file)}
@@ -167,9 +169,10 @@ def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """The lines of a text file with their ends, which are line feeds alone: a text may hold every other character that
-    Unicode calls a line's end. The file is UTF-8, or UTF-16 with its mark, and unpacked where it ends with .gz. Raises
-    DataError for other bytes, and OSError, EOFError or zlib.error for a damaged archive."""
+    """Yield the lines of a text file with their line feeds. No other character ends a line, because texts may hold
+    every character that Unicode counts as a line's end. The file is UTF-8, or UTF-16 with a byte order mark, and is
+    unpacked if its name ends with .gz. Raises DataError for other encodings, and OSError, EOFError or zlib.error for a
+    damaged archive."""
     number = 0
     with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
         mark = stream.read(2)
@@ -188,12 +191,12 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 Scan = Iterator[Callable[[], Row]]
-"""A parser for each row of a text file in turn: most rows of a large file are passed over."""
+"""One parser for each row of a text file, in order; only the parsers of the wanted rows are called."""
 
 
 def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:
-    """A table whose rows are found by reading the file from its start, so that only the wanted ones are in memory.
-    Raises DataError where the last row cannot be parsed, as in a file that was cut off, whether it is wanted or not."""
+    """Make a table that finds its rows by reading the file from the start, so that only the wanted rows are in memory.
+    Raises DataError if the last row cannot be parsed, as in a file that was cut off, even if that row is not wanted."""
     length = 0
     for length, parse in enumerate(scan(), 1):  # noqa: B007
         pass
@@ -216,7 +219,7 @@ def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:
 
 
 def _scan_lines(file: Path, parse: Callable[[int, str], Row]) -> Scan:
-    """Every line that is not empty, parsed with its number."""
+    """Yield a parser for every line that is not empty; the parser gets the line and its number."""
     return (partial(parse, number, line) for number, line in enumerate(read_lines(file), 1) if line.strip())
 
 
@@ -228,7 +231,7 @@ def _parse_line(file: Path, number: int, line: str) -> Row:
 
 
 def _open_list(file: Path) -> Table:
-    """The objects of a .json file that is one list."""
+    """Open a .json file that holds one list of objects."""
     if file.stat().st_size > WHOLE_JSON:
         raise DataError(f"{file.name} is too large to be read whole", where=str(file), fix=WRITE_LINES)
     rows = _parse_json(file, "".join(read_lines(file)), 1)
@@ -238,7 +241,7 @@ def _open_list(file: Path) -> Table:
 
 
 def _parse_json(file: Path, text: str, line: int) -> Any:
-    """The value of JSON text that begins at this line. Raises DataError."""
+    """Parse JSON text that begins at this line of the file. Raises DataError."""
     try:
         return parse_json(text, unique=True)
     except json.JSONDecodeError as error:
@@ -250,8 +253,8 @@ def _parse_json(file: Path, text: str, line: int) -> Any:
 
 
 def _scan_csv(file: Path, separator: str) -> Scan:
-    """The rows of a file whose first line names the columns. Every value is text: a type guessed from the first rows
-    breaks on later ones."""
+    """Yield the rows of a file whose first line names the columns. Every value stays text, because a type guessed from
+    the first rows may not fit later ones."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long documents
     reader = csv.reader(read_lines(file), delimiter=separator, strict=True)
     names: Sequence[str] = []
@@ -278,7 +281,7 @@ def _name_values(names: Sequence[str], values: Sequence[str], where: str) -> Row
 
 
 def _open_arrow(file: Path) -> Table:
-    """The rows of a file that `datasets` has saved to a disk, or of a feather file; it is mapped, not read whole."""
+    """Open an .arrow file that `datasets` has saved, or a feather file. It is memory-mapped, not read whole."""
     import pyarrow as arrow
 
     mapped = arrow.memory_map(str(file))

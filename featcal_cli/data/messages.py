@@ -1,4 +1,4 @@
-"""Conversations as datasets write them → messages as chat templates take them."""
+"""Turn the conversations of datasets into the messages that chat templates take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
     "chatgpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
-"""Name of a speaker in datasets → the one in chat templates."""
+"""The speaker's name in chat templates for each name that datasets use."""
 
 Message = dict[str, Any]
-"""{role, content}, and what else the dataset says."""
+"""One message: its role, its content, and further keys from the dataset."""
 
 
 def is_text(value: Any) -> TypeGuard[str]:
@@ -22,7 +22,7 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, or lists of what each has: {role: […], content: […]}."""
+    """Whether a value is a list of messages, or a mapping of lists such as {role: […], content: […]}."""
     if isinstance(value, dict):
         kinds = value.keys() & {"role", "from"}, value.keys() & {"content", "value"}
         return all(kinds) and all(isinstance(value[name], list) for name in set().union(*kinds))
@@ -30,7 +30,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def answer_of(value: Any) -> str | None:
-    """The text of an answer: a text, the first of several, or that of {text: …} and {value: …}; None for no text."""
+    """Return the text of an answer: a text, the first of a list, or `text` or `value` of a mapping; None without
+    text."""
     if isinstance(value, Mapping):
         value = value.get("text") or value.get("value")
     if isinstance(value, list) and value:
@@ -39,8 +40,9 @@ def answer_of(value: Any) -> str | None:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """OpenAI's {role, content}, ShareGPT's {from, value} or {human, assistant} messages, as the first; a null content
-    is empty, as is that of a call of a tool without words. Raises BadRowError."""
+    """Return messages as {role, content}. They may come as OpenAI's {role, content}, ShareGPT's {from, value}, or
+    {human, assistant}. A null content becomes empty, and so does a missing one in a message that calls a tool. Raises
+    BadRowError."""
     if not is_conversation(value):
         raise BadRowError("the messages are not a list of messages", OTHER_COLUMN)
     if isinstance(value, dict):
@@ -67,7 +69,7 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def _says_something(message: Message) -> bool:
-    """Whether a message has text or parts, or calls a tool."""
+    """Whether a message has text or other parts, or calls a tool."""
     content = message["content"]
     return bool(content.strip() if isinstance(content, str) else content) or _calls(message)
 
@@ -78,5 +80,5 @@ def _calls(message: Mapping[str, Any]) -> bool:
 
 
 def _first_of(message: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """The first value under one of the keys that is not null."""
+    """Return the value of the first key whose value is not null, or None."""
     return next((message[key] for key in keys if message.get(key) is not None), None)

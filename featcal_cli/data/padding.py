@@ -1,7 +1,7 @@
-"""Padding of batches: the masks that mark it, and batches that have none.
+"""Find the padding of batches by their masks, and make batches without padding.
 
-A mask [examples, length] marks the tokens of one axis: the encoder's (or only) text, the decoder's, or one of its own
-that the mask is named after, such as the patches of `pixel_attention_mask`.
+A mask [examples, length] marks the real tokens of one axis: the encoder's (or only) text, the decoder's text, or an
+axis that the mask is named after, such as the patches of `pixel_attention_mask`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MASK = "attention_mask"
 
 
 def is_mask(name: str, tensor: Tensor) -> bool:
-    """Whether an input marks padding of tokens [examples, length]."""
+    """Whether an input is a mask [examples, length] that marks padding."""
     return name.endswith(MASK) and name != GLOBAL_MASK and tensor.ndim == 2
 
 
 def axis_of(name: str, tensor: Tensor) -> str:
-    """The token axis that an input is about, by its name."""
+    """Return the token axis that an input belongs to, judging by its name."""
     if name.startswith(f"{DECODER_AXIS}_"):
         return DECODER_AXIS
     return name.removesuffix(MASK).strip("_") or ENCODER_AXIS if is_mask(name, tensor) else ENCODER_AXIS
 
 
 def axis_lengths(batch: Batch) -> dict[str, int]:
-    """Length of each token axis that has a mask or ids."""
+    """Return the length of each token axis that has a mask or token ids."""
     lengths: dict[str, int] = {}
     for name in sorted(batch, key=lambda name: (not is_mask(name, batch[name]), not name.endswith("input_ids"), name)):
         if batch[name].ndim == 2 and not batch[name].is_floating_point():
@@ -40,8 +40,8 @@ def axis_lengths(batch: Batch) -> dict[str, int]:
 
 
 def find_along(batch: Batch, axis: str) -> list[str]:
-    """Names of the inputs whose dimension 1 runs along a token axis: ids, masks, boxes, embeddings and audio samples;
-    the frames of a spectrogram only if nothing else does but the mask, which is then about them."""
+    """Return the names of the inputs whose dimension 1 runs along a token axis: ids, masks, boxes, embeddings and audio
+    samples. Spectrogram frames count only if the mask is the only other input that runs along the axis."""
     length = axis_lengths(batch)[axis]
     fitting = [name for name, x in batch.items() if axis_of(name, x) == axis and x.ndim > 1 and x.shape[1] == length]
     along = [
@@ -55,13 +55,13 @@ def find_along(batch: Batch, axis: str) -> list[str]:
 
 
 def token_masks(batch: Batch) -> dict[str, Tensor]:
-    """The masks [examples, length] of the axes that have padding, 1 for tokens that count."""
+    """Return the mask [examples, length] of each axis that has padding; it is 1 for tokens that count."""
     masks = {axis_of(name, mask): mask for name, mask in batch.items() if is_mask(name, mask)}
     return {axis: mask for axis, mask in masks.items() if not mask.all()}
 
 
 def count_tokens(batch: Batch) -> list[int]:
-    """Number of text tokens of each example, without padding; 0 if the inputs are no text."""
+    """Count the text tokens of each example without padding; 0 if the inputs are not text."""
     ids = batch.get("input_ids")
     if ids is None:
         return [0] * count_examples(batch)
@@ -71,8 +71,8 @@ def count_tokens(batch: Batch) -> list[int]:
 
 
 def seed_examples(batch: Batch, seed: int) -> list[int]:
-    """A seed for each example, made from its unpadded content and `seed`: the same in every batch and at every
-    position."""
+    """Return a seed for each example, made from its content without padding and from `seed`. It does not depend on the
+    batch or on the example's position."""
     seeds = []
     for number in range(count_examples(batch)):
         digest = sha256(str(seed).encode())
@@ -86,8 +86,8 @@ def seed_examples(batch: Batch, seed: int) -> list[int]:
 
 
 def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """The examples of some batches in new ones without padding: each is cut to its length, and examples of equal shapes
-    make batches of at most `size`. The order of the examples does not depend on the size."""
+    """Put the examples into new batches without padding. Each example is cut to its length, and examples of equal
+    shapes share batches of at most `size`. The order of the examples does not depend on the size."""
     alike: dict[tuple[tuple[str, torch.Size], ...], list[Batch]] = {}
     for batch in batches:
         for number in range(count_examples(batch)):
@@ -101,7 +101,7 @@ def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
 
 
 def _cut(example: Batch) -> Batch:
-    """One example with only the tokens that its masks keep."""
+    """Return one example with only the tokens that its masks keep."""
     cut = dict(example)
     for name, mask in example.items():
         if is_mask(name, mask) and not mask.all():

@@ -1,4 +1,4 @@
-"""Parquet files, local ones and those of the Hub: some rows of a row group, and the classes in a footer."""
+"""Parquet files, local or on the Hub: read some rows of a row group, and the class names in a footer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import quoted
 
 ROW_GROUP_BYTES = 2**28
-"""Bytes of a row group that are in memory at once."""
+"""Maximum number of uncompressed bytes of a row group that are in memory at once."""
 
 
 def open_parquet(source: Any, **options: Any) -> Any:
-    """A parquet file, a path or a stream, whose footer is read. Raises DataError for columns of one name, and what its
-    parser raises."""
+    """Open a parquet file (a path or a stream) and read its footer. Raises DataError if several columns have one name,
+    and what the parser raises."""
     from pyarrow import parquet  # it takes long to import, and most sources are none
 
     opened = parquet.ParquetFile(source, **options)
@@ -26,8 +26,8 @@ def open_parquet(source: Any, **options: Any) -> Any:
 
 
 def read_group(opened: Any, number: int, rows: Sequence[int], *, whole: bool = True) -> Iterator[Row]:
-    """These rows, in ascending order, of a row group of a parquet file; not `whole`: nothing after the last of them is
-    read. Of a group that unfolds to more than ROW_GROUP_BYTES bytes only so many are in memory at once."""
+    """Yield these rows (positions in ascending order) of a row group. Unless `whole`, nothing after the last of them is
+    read. At most ROW_GROUP_BYTES of a larger group are in memory at once."""
     group = opened.metadata.row_group(number)
     most = max(1, group.num_rows * ROW_GROUP_BYTES // max(1, group.total_byte_size))
     if whole and most >= group.num_rows:
@@ -45,7 +45,7 @@ def read_group(opened: Any, number: int, rows: Sequence[int], *, whole: bool = T
 
 
 def classes_in_footer(opened: Any, column: str) -> list[str] | None:
-    """The classes of a column that `datasets` has noted in the footer of an open parquet file; None without any."""
+    """Return the class names of a column that `datasets` has noted in the footer of an open parquet file, or None."""
     metadata = opened.schema_arrow.metadata or {}
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
@@ -55,7 +55,7 @@ def classes_in_footer(opened: Any, column: str) -> list[str] | None:
 
 
 def check_repeated(names: Iterable[str], where: str) -> None:
-    """Raise DataError for columns of one name, of which a row could hold but one."""
+    """Raise DataError if several columns have one name, because a row could hold only one of their values."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         what = f"several columns are called {quoted(twice[0])}"
         raise DataError(what, where=where, fix="give each a name of its own")

@@ -1,4 +1,4 @@
-"""The model that examples are made for, and what every reader of rows offers to make them."""
+"""The model that examples are made for, and the base class of all readers of rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CHECK_PROCESSOR = "check the files beside the model that say how inputs are proc
 
 @dataclass(frozen=True)
 class Target:
-    """A model that examples are made for, and where its preprocessors may lie."""
+    """The model that examples are made for, and the folders to search for its preprocessors."""
 
     model: PreTrainedModel
     folders: Folders
     where: str
-    """The task and its source, as messages name them."""
+    """The task and its source, as error messages name them."""
     text_models: TextModels | None = None
-    """The models that read the task's texts together; without them every model has the vocabulary of the tokenizer."""
+    """The models that read the task's texts together; None if every model has the vocabulary of the tokenizer."""
 
     @cached_property
     def names(self) -> set[str]:
@@ -36,21 +36,22 @@ class Target:
         return forward_names(self.model)
 
     def load(self, kind: str) -> tuple[Any, str]:
-        """The model's preprocessor of this kind, and whose it is. Raises DataError where none can be loaded."""
+        """Load a preprocessor of this kind, and return it with its model's name. Raises DataError if none can be
+        loaded."""
         return load_preprocessor(kind, self.folders, self.where)
 
     def open_tokens(self) -> TextTokens:
-        """The tokens that the models' tokenizer makes of texts. Raises DataError where none can be loaded."""
+        """Open the tokenizer that cuts the task's texts into tokens. Raises DataError if none can be loaded."""
         return open_tokens(self.text_models, self.folders, self.where)
 
     def tokens_of(self, processor: Any, source: str) -> TextTokens:
-        """The tokens that the tokenizer of a processor from `source` makes of texts."""
+        """Return the tokens that a processor's tokenizer makes of texts; `source` names the origin of the processor."""
         cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
         return TextTokens(cutting) if self.text_models is None else self.text_models.relate(cutting, self.where)
 
     def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
-        """The tensors that a preprocessor, called for one example, makes for the model; floating point as float32.
-        Raises BadRowError where it fails, or makes no tensor `main`."""
+        """Call a preprocessor for one example, and return the tensors that the model takes, floating-point ones as
+        float32. Raises BadRowError if the preprocessor fails, or makes no tensor `main`."""
         try:
             output = call()
         except Exception as error:  # what its files say may make a processor raise anything
@@ -63,17 +64,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """Turns rows into examples, each by itself, so that none depends on its neighbours."""
+    """Turns rows into examples, each on its own, so that no example depends on its neighbours."""
 
     chosen: str
-    """The chosen columns and preprocessing."""
+    """A note that says which columns and preprocessing were chosen."""
     padding: int
-    """The id that fills up texts in batches."""
+    """The token id that pads texts in batches."""
 
     @abstractmethod
     def read(self, row: Any) -> Example:
-        """The example that a row becomes. Raises BadRowError."""
+        """Turn a row into an example. Raises BadRowError."""
 
     def remarks(self, examples: Sequence[Example]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
-        """Remarks about all these examples together. Raises DataError where they mean nothing to the model."""
+        """Return notes about all the examples together. Raises DataError if the model cannot make sense of them."""
         return ()

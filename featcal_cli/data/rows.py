@@ -1,4 +1,4 @@
-"""A data source (Hub dataset, local file or folder) becomes rows: dictionaries of column → value."""
+"""Read the rows of a data source (Hub dataset, local file or folder) as dictionaries of values by column."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from featcal_cli.recipe.schema import Data
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
-    """Rows chosen at random from the whole source, the same ones for the same seed, none twice.
+    """Draw random rows from the whole source, none twice; equal seeds give equal rows.
 
     Yields up to 2 · count rows, so that a caller who needs `count` good ones may skip as many bad ones; most sources
-    are read `count` rows at a time. Of a Hub dataset only as much is read as it takes to spread the rows over it (see
-    `open_row_groups` and `stream_hub_rows`). `note` is told what was chosen without being asked for. Raises DataError
-    for a source that cannot be found or read, and HubError when the Hub refuses or does not answer.
+    are read `count` rows at a time. Only as much of a Hub dataset is read as it takes to spread the rows over it (see
+    `open_row_groups` and `stream_hub_rows`). `note` is told of choices that the user did not make. Raises DataError for
+    a source that cannot be found or read, and HubError when the Hub refuses or does not answer.
     """
     with explaining_hub(data) if data.dataset is not None else nullcontext():
         if data.dataset is None:
@@ -41,7 +41,7 @@ def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterato
 
 
 def read_rows(data: Data, split: str | None) -> Iterator[Row]:
-    """All rows of one split, in order. Raises DataError and HubError like `draw_rows`."""
+    """Read all rows of one split in order. Raises DataError and HubError like `draw_rows`."""
     if data.dataset is not None:
         with explaining_hub(data):
             yield from map(shorten_row, read_hub_rows(find_split(data, split)))
@@ -52,8 +52,9 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
 
 
 def read_classes(data: Data, split: str | None, column: str) -> list[str] | None:
-    """The classes of a column by number, as the dataset's features say in its files or its card, or as folders of
-    images are called; None where nothing says. Raises DataError and HubError like `read_rows`."""
+    """Return the class names of a column, ordered by class number. They come from the features in the dataset's files
+    or card, or from the names of its image folders; None without any of these. Raises DataError and HubError like
+    `read_rows`."""
     if data.dataset is not None:
         with explaining_hub(data):
             return read_hub_classes(find_split(data, split), column)
@@ -65,7 +66,7 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
 
 
 def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """Pass on the rows; errors about them name the task."""
+    """Yield the rows, and add the task's name to errors that reading them raises."""
     with naming_task(task):
         yield from rows
 
@@ -73,7 +74,7 @@ def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
 def _read_scattered(
     tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int], *, is_local: bool
 ) -> Iterator[Row]:
-    """The rows at these positions of all tables together, in this order, each table read once."""
+    """Yield the rows at these positions, counted across all tables, in the given order; each table is read once."""
     parts = [(number, list(part)) for number, part in groupby(sorted(positions), lambda at: bisect_right(ends, at))]
 
     def read(part: tuple[int, list[int]]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Files of a dataset or folder: how each is read by its ending, and which split it belongs to."""
+"""Tell a file's format from its ending, and its split from its name or folder."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some
 
 Note = Callable[[str], None]
-"""A listener that is told what was chosen without being asked for."""
+"""A function that is told of a choice that the user did not make."""
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 TABLE_FILES = {
     ".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv",
     ".tsv": "csv",
 }  # fmt: skip
-"""Ending of a file of rows → its format, in the words of `datasets`."""
+"""The format, as `datasets` calls it, of each ending of a file of rows."""
 FORMATS = TABLE_FILES | {".txt": "text"} | dict.fromkeys(IMAGE_FILES, "imagefolder")
-"""Ending of a file on the Hub → its format."""
+"""The format of each ending of a file on the Hub."""
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-"""Files about the data or a model, which lie beside them."""
+"""Names of files that describe the data or a model and hold no examples."""
 SPLIT_WORDS = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
-"""Word in a file's or folder's name → the split that it names, as in `datasets`."""
+"""The split (as `datasets` calls it) for each word in a file's or folder's name."""
 
 
 def ignore(_: str) -> None:
-    """A `Note` that nobody reads."""
+    """A `Note` that does nothing."""
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of the path says that the file is not meant to be seen."""
+    """Whether a part of the path begins like the name of a hidden file."""
     return any(part.startswith((".", "__")) for part in path.split("/"))
 
 
 def ending_of(path: str) -> str:
-    """The ending that says what a file is, in small letters: .jsonl of a.jsonl.gz."""
+    """Return the ending that tells a file's format, in lower case: .jsonl for a.jsonl.gz."""
     endings = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
     return endings[-2] if len(endings) > 1 and endings[-1] == ".gz" else "".join(endings[-1:])
 
 
 def holds_rows(path: str) -> bool:
-    """Whether a file of a table's ending is one of examples, rather than about them or a model."""
+    """Whether a file with a table's ending holds examples, rather than describing the data or a model."""
     name = PurePosixPath(path).name
     return name not in NO_ROWS and not name.startswith(("metadata.", "cache-"))
 
 
 def format_of(path: str) -> str | None:
-    """The format of a file on the Hub, None for one that is not read: a.jsonl.zst is json."""
+    """Return the format of a file on the Hub (a.jsonl.zst is json), or None if such files are not read."""
     endings = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
     return next((FORMATS[ending] for ending in endings if ending in FORMATS), None)
 
 
 def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:
-    """Split → paths in folders that are called like it; paths in no such folder are left out."""
+    """Group paths by the split that a folder in them is named after; other paths are left out."""
     splits: dict[str, list[str]] = {}
     for path in paths:
         words = [part.lower() for part in PurePosixPath(path).parts[:-1] if part.lower() in SPLIT_WORDS]
@@ -69,8 +69,8 @@ def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:
 
 
 def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
-    """Split → paths: by names like data/train_sft-00000-of-00002, else by folders, else by words in the names, else
-    all of them are train."""
+    """Group paths by split: by names like data/train_sft-00000-of-00002, else by folders, else by words in the names;
+    else all paths are train."""
     sharded: dict[str, list[str]] = {}
     worded: dict[str, list[str]] = {}
     for path in paths:
@@ -83,10 +83,10 @@ def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
 
 
 def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Note) -> str:
-    """Choose which split to read: the wanted one, or train if none was asked for, under any of its usual names.
+    """Choose the split to read: the wanted one, or train if none was requested, under any of its usual names.
 
-    If none was asked for and there is no train split, it is the only split whose name begins with train; if no name
-    does, it is validation, else test, else the only split. `note` is told of such a substitute. Raises DataError if the
+    If none was requested and there is no train split, choose the only split whose name begins with train; if no name
+    does, validation, else test, else the only split. `note` is told of such a substitute. Raises DataError if the
     wanted split does not exist, or if several splits remain to choose from.
     """
     named = SPLIT_WORDS.get(wanted or "train", wanted)

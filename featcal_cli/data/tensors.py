@@ -1,4 +1,4 @@
-"""Model-ready tensors of a .safetensors file become examples: the way in for any modality."""
+"""Turn the model-ready tensors of a .safetensors file into examples, which works for any modality."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ IDS = ("input_ids", "decoder_input_ids", "token_type_ids", "position_ids")
 DECODERS_OWN = ("decoder_vocab_size", "tgt_vocab_size")
 """Keys of a config which say that a decoder has other tokens than its encoder."""
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
-"""A mask → the ids that it has a value for each of."""
+"""The input with token ids that each mask belongs to."""
 
 
 @dataclass(frozen=True)
 class TensorReader(Reader):
-    """Model-ready tensors; a row is a position in them."""
+    """Reads model-ready tensors; a row is an example's position in them."""
 
     tensors: Batch
     labels: Tensor | None
-    """[rows], where the file has some."""
+    """The labels [rows], if the file has any."""
 
     @property
     def positions(self) -> range:
         return range(count_examples(self.tensors))
 
     def read(self, row: int) -> Example:
-        """The row of every tensor, floating point as float32, without what a mask leaves out at its ends."""
+        """Return the example at this position: floating-point tensors become float32, and tokens that a mask excludes
+        at either end are removed."""
         inputs = take_examples(self.tensors, [row])
         inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
         for mask in MASKS:
@@ -71,7 +72,7 @@ def is_tensor_file(data: Data) -> bool:
 
 
 def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: str) -> TensorReader:
-    """The reader of a .safetensors file. Raises DataError for tensors that the model cannot take."""
+    """Open the reader of a .safetensors file. Raises DataError for tensors that the model cannot take."""
     check_split_of_file(data, split)
     try:
         with safe_open(local_path(data), framework="pt") as file:
@@ -94,11 +95,11 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
 
 
 Faults = Iterator[tuple[str, str]]
-"""Faults of tensors, each with a way to fix it; a later one relies on there being no earlier one."""
+"""Faults of tensors, each with a way to fix it. Looking for a fault relies on the absence of the earlier ones."""
 
 
 def _find_odd_shapes(tensors: Batch) -> Faults:
-    """Tensors without values, and those that hold no common number of examples."""
+    """Yield faults of tensors without values, and of tensors that do not agree on a number of examples."""
     for name, tensor in tensors.items():
         if tensor.dim() and 0 in tensor.shape[1:]:
             yield f"{_show(name, tensor)} holds nothing", "write examples with at least one token or value each"
@@ -111,7 +112,8 @@ def _find_odd_shapes(tensors: Batch) -> Faults:
 
 
 def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
-    """Tensors that are no inputs, numbers of a kind that no model reads, and ids that this one does not know."""
+    """Yield faults of tensors that are not inputs of the model, hold numbers of the wrong type, or hold ids unknown to
+    the model."""
     names = forward_names(model)
     if not tensors or not names.issuperset(tensors):
         unknown = list_some(sorted(set(tensors) - names))
@@ -151,7 +153,8 @@ def _find_odd_inputs(tensors: Batch, model: PreTrainedModel) -> Faults:
 
 
 def _find_odd_masks(tensors: Batch) -> Faults:
-    """Masks that are as long as no ids, that leave nothing of an example, or that are none."""
+    """Yield faults of masks that differ in length from their ids, exclude a whole example, or hold values other than 0
+    or 1."""
     flat = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
     for name, ids in (*MASKS.items(), ("token_type_ids", "input_ids")):
         if ids in flat and name in flat and flat[name].shape != flat[ids].shape:

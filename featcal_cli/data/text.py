@@ -1,4 +1,4 @@
-"""Text rows → token ids, by way of what the tokenizer is given."""
+"""Turn text rows into token ids: first into the texts that the tokenizer is given, then into tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
 MAX_TOKENS = 512
 MOST_UNKNOWN, SOME_UNKNOWN = 0.5, 0.1
-"""Shares of unknown tokens: with more of them texts and tokenizer do not fit, or that is said."""
+"""Shares of unknown tokens. Above the first, texts and tokenizer do not fit, which is an error; above the second, a
+note reports them."""
 
 OTHER_TEMPLATE = "write another template, or give other data"
 OTHER_CONVERSATIONS = (
@@ -47,7 +48,7 @@ OTHER_CONVERSATIONS = (
 
 @dataclass(frozen=True)
 class TokenizerInput:
-    """The texts of a row that a tokenizer is given."""
+    """The texts of a row as they are given to a tokenizer."""
 
     text: str
     pair: str | None = None
@@ -57,7 +58,7 @@ class TokenizerInput:
 
 @dataclass(frozen=True)
 class RowFormatter:
-    """How a row becomes the tokenizer's input, by the roles of its columns."""
+    """Turns a row into the tokenizer's input, by the roles of its columns."""
 
     roles: Mapping[str, str]
     about: Sequence[str]
@@ -67,18 +68,18 @@ class RowFormatter:
 
     @property
     def joins_turns(self) -> bool:
-        """Whether the turns of a conversation become one text, for want of a chat template."""
+        """Whether the turns of a conversation are joined to one text, because no chat template is used."""
         return self.kind != "causal" or not self.tokenizer.chat_template
 
     @property
     def holds_turns(self) -> bool:
-        """Whether rows are conversations; a question with its answer is one, but to an encoder, which reads two texts
-        together."""
+        """Whether rows are conversations. A prompt with its response counts as one, except for an encoder, which reads
+        it as a pair of texts."""
         has_answers = self.kind != "encoder" and {"prompt", "response"} <= self.roles.keys()
         return self.template is None and ("messages" in self.roles or has_answers)
 
     def compose(self, row: Row) -> TokenizerInput:
-        """The tokenizer's input of a row. Raises BadRowError for a value that is missing or not text."""
+        """Return the tokenizer's input for a row. Raises BadRowError for a value that is missing or not text."""
         if self.holds_turns:
             return self._join(self._read_turns(row))
         pair = target = None
@@ -126,8 +127,8 @@ class RowFormatter:
         return answered if is_whole else [*asked, *answered]
 
     def _join(self, messages: list[Message]) -> TokenizerInput:
-        """The conversation by the chat template; without one, its turns one below the other, the last of them for the
-        decoder where there is one."""
+        """Format a conversation by the chat template. Without one, join its turns with line breaks; in an
+        encoder-decoder, the last turn becomes the decoder's target."""
         if not self.joins_turns:
             try:
                 text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
@@ -145,7 +146,7 @@ class RowFormatter:
         return TokenizerInput("\n".join(turns))
 
     def describe(self, samples: Samples) -> str:
-        """Which columns become what, in words."""
+        """Describe which column plays which role, for a note."""
         shown = [(role, column) for role, column in self.roles.items() if role not in ("image", "audio", "label")]
         used = " and ".join(f"column {column} as {role}" for role, column in shown)
         used = f"template {self.template!r}" if self.template else used
@@ -165,7 +166,7 @@ def _say(role: str, content: str) -> Message:
 
 
 def _fill(template: str, row: Row) -> str:
-    """The text that a template makes of a row. Raises BadRowError."""
+    """Fill a template with the values of a row. Raises BadRowError."""
     try:
         text = template.format(**row)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -179,7 +180,7 @@ def _fill(template: str, row: Row) -> str:
 
 @dataclass(frozen=True)
 class TextReader(Reader):
-    """Text through an expert's tokenizer, with the ids of the model that the examples are for."""
+    """Turns texts into tokens with an expert's tokenizer; the ids are those of the model that the examples are for."""
 
     formatter: RowFormatter
     tokens: TextTokens
@@ -188,7 +189,7 @@ class TextReader(Reader):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that cuts the texts; examples have other ids where the model has another vocabulary."""
+        """The tokenizer that cuts the texts. Examples hold other ids if the model has another vocabulary."""
         return self.tokens.cutting.tokenizer
 
     def read(self, row: Row) -> Example:
@@ -210,15 +211,16 @@ class TextReader(Reader):
 
     @property
     def attends_from_first(self) -> bool:
-        """Whether the first token is to attend to all others, and they to it, in a model that leaves this to its user
-        (Longformer, LED): a classifier or summariser is trained so. Of a pair, Longformer chooses the question itself.
-        """
+        """Whether the first token is to attend globally, in a model that leaves this to its user (Longformer, LED) and
+        whose classifiers and summarisers are trained so. For a pair of texts, Longformer itself lets the question
+        attend globally."""
         roles = self.formatter.roles.keys() if self.formatter.template is None else set()
         gives_pairs = "text_pair" in roles or {"prompt", "response"} <= roles
         return GLOBAL_MASK in self.target.names and (self.formatter.kind == "encoder-decoder" or not gives_pairs)
 
     def remarks(self, examples: Sequence[Example]) -> list[str]:
-        """Unknown tokens, texts that are cut, and texts that are all alike. Raises DataError where most are unknown."""
+        """Return notes about unknown tokens, cut texts, and texts that are all alike. Raises DataError if most tokens
+        are unknown."""
         remarks = []
         share, unknown = self._share_of_unknown(examples), self.tokenizer.unk_token
         if share > MOST_UNKNOWN:
@@ -249,8 +251,8 @@ class TextReader(Reader):
         return counts[self.tokens.number([unknown])[0]] / max(1, total)
 
     def _encode(self, given: Sequence[str], *texts: str, **options: Any) -> dict[str, list[int]]:
-        """A text's ids and masks [tokens], cut at `max_tokens`. Raises BadRowError where the tokenizer cannot read it,
-        and DataError for tokens that a model does not know."""
+        """Return a text's ids and masks [tokens], cut at `max_tokens`. Raises BadRowError if the tokenizer cannot read
+        the text, and DataError for tokens that a model does not know."""
         try:
             encoded = dict(self.tokenizer(*texts, truncation=True, max_length=self.max_tokens,
                                           return_attention_mask=True, **options))  # fmt: skip
@@ -267,7 +269,7 @@ class TextReader(Reader):
 
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
-    """The reader of text rows. Raises DataError when no column holds text or no folder has a tokenizer."""
+    """Open the reader for rows with text. Raises DataError when no column holds text or no folder has a tokenizer."""
     model, tokens = target.model, target.open_tokens()
     tokenizer, vocabulary = tokens.cutting.tokenizer, count_vocabulary(model)
     pad = tokenizer.pad_token_id

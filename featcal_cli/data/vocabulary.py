@@ -1,4 +1,4 @@
-"""Vocabularies compared token by token: an id means nothing in another model, so each gets its own of the tokens."""
+"""Compare vocabularies token by token, because a token's id differs between models, and map ids between them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
-"""Forward arguments that hold ids of tokens."""
+"""Forward arguments that hold token ids."""
 SHOWN = 3
-"""Tokens that a message shows of a text, or of a list of tokens."""
+"""Tokens that a message shows when it quotes a text or a list of tokens."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokenizer, and the id of each of its tokens, added and special ones included."""
+    """A model's tokenizer and the id of each token, including added and special ones."""
 
     role: str
     """The model's part in the job, such as `merged` or `expert red`."""
     name: str
-    """The repo or folder that the tokenizer is from."""
+    """The repo or folder that the tokenizer comes from."""
     tokenizer: Any
     ids: Mapping[str, int]
 
@@ -38,24 +38,24 @@ class Vocabulary:
 
     @property
     def padding(self) -> int:
-        """The id that becomes of tokens that another vocabulary lacks."""
+        """The id that replaces tokens of another vocabulary that this one lacks."""
         tokens = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((token for token in tokens if token is not None), 0)
 
     def spell(self, ids: Iterable[int]) -> list[str]:
-        """The tokens with these ids."""
+        """Return the tokens with these ids."""
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]
 
     def cut(self, text: str) -> list[str]:
-        """A text's tokens, without those that the tokenizer puts around it."""
+        """Return a text's tokens, without the special tokens that the tokenizer puts around it."""
         return self.spell(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
-    """The id that each token of `source` has in `target` [ids of source]; None where all ids are the same ones.
+    """Return a table of the id in `target` of each token id of `source` [ids of source], or None if all ids are equal.
 
-    Padding becomes padding. A token that target lacks becomes its padding, too: whoever uses the map checks that no
-    such token is read. An id that is no token's stays as it is.
+    Padding is mapped to padding. A token that target lacks is mapped to padding, too: the caller must check that no
+    such token is read. An id without a token stays as it is.
     """
     if source.ids == target.ids:
         return None
@@ -66,7 +66,7 @@ def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
 
 
 def renumber(batch: Batch, table: Tensor | None) -> Batch:
-    """The batch with each id replaced by the one that the table has for it; without a table the batch itself."""
+    """Return the batch with each token id replaced by the table's id for it, or the batch itself without a table."""
     if table is None:
         return batch
     own = table.to(next(iter(batch.values())).device)
@@ -79,14 +79,14 @@ def renumber(batch: Batch, table: Tensor | None) -> Batch:
 
 @dataclass
 class Vocabularies:
-    """The vocabularies of a job's models, each read when it is first asked for."""
+    """The vocabularies of a job's models; each is loaded when it is first needed."""
 
     folders: Mapping[str, Sequence[Path]]
-    """Folders in which the tokenizer of each model may lie, by role."""
+    """The folders that are searched for each model's tokenizer, by the model's role."""
     _found: dict[str, Vocabulary | None] = field(default_factory=dict)
 
     def find(self, role: str) -> Vocabulary | None:
-        """The vocabulary of a model; None where it has no tokenizer that can be loaded."""
+        """Return the vocabulary of a model, or None if it has no tokenizer that can be loaded."""
         if role not in self._found:
             try:
                 tokenizer, name = load_tokenizer(self.folders.get(role, ()), "")
@@ -98,18 +98,18 @@ class Vocabularies:
 
 @dataclass(frozen=True)
 class TextModels:
-    """The models that read a task's texts together, and whose tokenizer cuts them."""
+    """The models that read a task's texts together, and the expert whose tokenizer cuts them."""
 
     vocabularies: Vocabularies
     expert: str
-    """The role whose tokenizer cuts the texts, if it has one."""
+    """The role of the model whose tokenizer cuts the texts, if it has one."""
     readers: Sequence[str]
-    """Roles of the other models that read the texts; their tokenizers have to cut them into the same tokens."""
+    """Roles of the other models that read the texts; their tokenizers have to cut texts into the same tokens."""
     target: str = ""
-    """The reader whose ids the batches hold; without one they hold the expert's."""
+    """The role of the reader whose ids the batches hold; if empty, they hold the expert's ids."""
 
     def relate(self, cutting: Vocabulary, where: str) -> TextTokens:
-        """The tokens that the tokenizer of `cutting` makes, for these models."""
+        """Return the tokens that the tokenizer of `cutting` makes, with the ids that these models need."""
         found = map(self.vocabularies.find, (self.expert, *self.readers))
         others = [other for other in found if other is not None and other.ids != cutting.ids]
         target = self.vocabularies.find(self.target) if self.target else None
@@ -129,9 +129,9 @@ class TextModels:
 
 
 def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:
-    """The tokens of texts that these models read, cut by the expert's tokenizer, or that of the first reader that has
-    one, or what `folders` hold; without models, of one model whose tokenizer lies in `folders`. Raises DataError where
-    none can be loaded."""
+    """Open the tokenizer for texts that these models read: the expert's, else that of the first reader that has one,
+    else one found in `folders`. Without models, the tokenizer in `folders` is used. Raises DataError if none can be
+    loaded."""
     if models is not None:
         for role in (models.expert, *models.readers):
             if (cutting := models.vocabularies.find(role)) is not None:
@@ -143,25 +143,25 @@ def open_tokens(models: TextModels | None, folders: Folders, where: str) -> Text
 
 @dataclass(frozen=True)
 class TextTokens:
-    """The tokens that texts are cut into, and their ids in the vocabulary of the model that batches are made for."""
+    """The tokenizer that cuts texts into tokens, and the ids of these tokens in the model that batches are made for."""
 
     cutting: Vocabulary
     others: Sequence[Vocabulary] = ()
-    """Vocabularies of further models that read the texts, as far as they differ."""
+    """Vocabularies of other models that read the texts and have different ids."""
     table: Tensor | None = None
-    """From the ids of `cutting` to those of the batches; None where they are the same."""
+    """A table from the ids of `cutting` to those of the batches; None if they are equal."""
     source: str = ""
-    """Whose tokenizer it is, in words."""
+    """A phrase that says which model the tokenizer belongs to."""
     where: str = ""
 
     def number(self, ids: Sequence[int]) -> list[int]:
-        """The ids that batches hold for these ids of `cutting`."""
+        """Return the ids that batches hold for these ids of `cutting`."""
         return list(ids) if self.table is None else self.table[list(ids)].tolist()
 
     def check(self, ids: Iterable[int], texts: Iterable[str], most: int, side: str = "right") -> None:
-        """Raise DataError where another model's tokenizer cuts the texts otherwise, or lacks one of the tokens `ids`,
-        which the tokenizer has made of them. Only `most` tokens of a text are compared; what is beyond them, on the
-        `side` where texts are cut off, is not read."""
+        """Raise DataError if another model's tokenizer cuts the texts differently, or lacks one of the tokens `ids`
+        that the texts were cut into. Only `most` tokens of a text are compared, because the rest, on the `side` where
+        texts are cut off, is not read."""
         for other in self.others:
             for text in texts:
                 kept = slice(-most, None) if side == "left" else slice(most)
@@ -177,7 +177,7 @@ class TextTokens:
 
 
 def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:
-    """Some tokens of two lists, from where they begin to differ."""
+    """Return the first few tokens of two lists from where they begin to differ, for a message."""
     place = next(number for number, (x, y) in enumerate(zip_longest(one, other)) if x != y)
     shown = (" ".join(plain(token) for token in tokens[place : place + SHOWN]) or "nothing" for tokens in (one, other))
     return " against ".join(shown)

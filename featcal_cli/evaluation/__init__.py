@@ -1,1 +1,1 @@
-"""Accuracy: protocols, and scores with their intervals."""
+"""Measure the accuracy of models: evaluation protocols, and scores with their confidence intervals."""

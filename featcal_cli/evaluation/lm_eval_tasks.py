@@ -1,5 +1,5 @@
-"""Evaluation of language models on lm-eval's tasks through its Python API; lm-eval is an optional extra, imported where
-it is needed."""
+"""Evaluate language models on lm-eval's tasks through its Python API. lm-eval is an optional extra and is imported only
+where it is needed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from featcal_cli.runtime.sanitise import exception_text, list_some
 INSTALL = {"fix": "install it, in the clone of featcal", "command": "pip install -e '.[lm-eval]'"}
 ALLOW = "--allow-code-execution"
 CODE = ("humaneval", "mbpp", "apps", "ds1000", "livecodebench", "codexglue")
-"""Beginnings of the names of tasks that run code written by a model; lm-eval itself knows the others."""
+"""Beginnings of the names of tasks that run code written by a model; lm-eval itself recognises other such tasks."""
 CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
-"""The environment variable without which the metric that runs code refuses to."""
+"""The environment variable that must be set for lm-eval's metric to run code."""
 
 
 def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
-    """Raise RecipeError for tasks of a recipe that lm-eval is to measure where it is not installed, or where they run
-    code written by a model and nobody has allowed that."""
+    """Raise RecipeError if a recipe has tasks for lm-eval and it is not installed, or if such a task runs code written
+    by a model and the user has not allowed that."""
     wanted = {task: spec for task, spec in tasks.items() if spec.protocol == "lm-eval"}
     if wanted and find_spec("lm_eval") is None:
         what = "lm-eval, which measures language models, is not installed"
@@ -38,7 +38,7 @@ def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
 
 
 def read_version() -> str:
-    """The installed version of lm-eval; empty where there is none."""
+    """Return the installed version of lm-eval, or an empty text if it is not installed."""
     try:
         return version("lm-eval")
     except PackageNotFoundError:
@@ -46,10 +46,11 @@ def read_version() -> str:
 
 
 def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bool) -> Score:
-    """The mean of lm-eval's figures for its tasks; intervals are drawn from its samples.
+    """Return the mean of lm-eval's figures for its tasks; the intervals are computed from its samples.
 
-    A limit means the first examples of each task. allow_code: tasks may run code written by the model on this machine.
-    Raises RecipeError for tasks and metrics that lm-eval does not know, and where running code is not allowed.
+    A limit selects the first examples of each task. allow_code: tasks may run code written by the model on this
+    machine. Raises RecipeError for tasks and metrics that lm-eval does not know, and for tasks that run code without
+    permission.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -1,5 +1,5 @@
-"""Predictions of several models on the same labelled examples: by an expert's head, by names of classes, or by
-generated text."""
+"""Compare the predictions of several models on the same labelled examples: by an expert's head, by the names of the
+classes, or by generated text."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.runtime.progress import quiet_transformers
 
 TEXTS = 256
-"""The number of texts that are encoded at once."""
+"""Number of texts that are encoded at once."""
 IMAGE_SIDE = ("vision", "visual")
-"""Beginnings of the names of a two-tower model's parameters that process images."""
+"""Beginnings of the names of the parameters that process images in a two-tower model."""
 SECONDS_BETWEEN_COUNTS = 5.0
 
 GROUP_BYTES = 2**29
-"""Bytes of the batches that each model processes while it is on the device, before the next model takes its place."""
+"""Bytes of batches that a model processes on the device before the next model takes its place there."""
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """One model and the function by which it predicts."""
+    """One model with the function that makes its predictions."""
 
     module: torch.nn.Module
-    """The model, which lies on the host."""
+    """The model, in host memory."""
     predict: Callable[[Batch], list[Any]]
-    """Function from a batch to one prediction for each example; model and batch are on the device then."""
+    """Function from a batch to one prediction per example; it is called with model and batch on the device."""
 
 
 @contextmanager
 def on_device(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager in which the weights and buffers of a model are on the device; enter it outside of torch's
-    inference mode."""
+    """Context manager in which the weights and buffers of a model are on the device. It must be entered outside of
+    torch's inference mode."""
     tensors = [] if device.type == "cpu" else [*module.parameters(), *module.buffers()]
     homes = [tensor.data for tensor in tensors]
     try:
@@ -72,25 +72,25 @@ class LabelledTask:
     data: Data
     how: Evaluate
     folders: Sequence[Path]
-    """Folders in which preprocessors and tokenizer are looked for."""
+    """Folders that are searched for preprocessors and the tokenizer."""
     device: torch.device
     batch_size: int
     limit: int | None
-    """The number of examples, chosen at random; None for all."""
+    """Number of examples, chosen at random; None for all examples."""
     text_models: TextModels | None = None
-    """The models that read the task's texts, by role; None where all have one vocabulary."""
+    """The models that read the task's texts, by role; None if all have one vocabulary."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
-        """The rows for models like this one. Raises DataError."""
+        """Open the labelled rows as inputs for models of this architecture. Raises DataError."""
         how, models = self.how, self.text_models
         return open_labelled(self.name, self.data, how.split, model, self.folders, limit=self.limit, text_models=models)
 
     def open_tokens(self, where: str) -> Vocabulary:
-        """The vocabulary by which texts are tokenized. Raises DataError where no tokenizer can be loaded."""
+        """Return the vocabulary whose tokenizer cuts the texts. Raises DataError if no tokenizer can be loaded."""
         return open_tokens(self.text_models, self.folders, where).cutting
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
-        """The model's own vocabulary; None where it is not known."""
+        """Return the model's own vocabulary, or None if it is not known."""
         return None if self.text_models is None else self.text_models.vocabularies.find(role)
 
 
@@ -101,13 +101,13 @@ class Comparison:
     task: LabelledTask
     rows: LabelledRows
     read_label: Callable[[Any], Any]
-    """Function from a row's label to the right prediction."""
+    """Function from a row's label to the correct prediction."""
     predictors: Mapping[str, Predictor]
-    """Models by role."""
+    """The models to compare, by role."""
 
     def score(self, tell: Callable[[int], None]) -> dict[str, Score]:
-        """The figure of every model by role; `tell` is called now and then with the number of finished examples. Raises
-        DataError for rows that cannot be used."""
+        """Return the score of each role. `tell` is called every few seconds with the number of finished examples.
+        Raises DataError for rows that cannot be used."""
         right: list[Any] = []
         predictions: dict[str, list[Any]] = {role: [] for role in self.predictors}
         last = time.monotonic()
@@ -126,7 +126,7 @@ class Comparison:
         return {role: score(metric, given, right) for role, given in predictions.items()}
 
     def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
-        """Groups of batches with their labels; every model processes a whole group while it is on the device."""
+        """Yield groups of batches with their labels; a model processes a whole group each time it is on the device."""
         most = 0 if self.task.device.type == "cpu" else GROUP_BYTES
         group: list[tuple[Batch, list[Any]]] = []
         for batch, labels in self.rows.batches(self.task.batch_size):
@@ -142,8 +142,8 @@ class Comparison:
 
 
 def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None]) -> Comparison:
-    """A comparison of the expert's head on several bodies, by role; None is its own. Raises CheckpointError and
-    DataError."""
+    """Compare the expert's head on several bodies, by role; None stands for the expert's own body. Raises
+    CheckpointError and DataError."""
     rows = task.open(expert.module)
     numbers = getattr(expert.module.config, "label2id", None) or {}
     own = task.find_vocabulary(EXPERT)
@@ -156,10 +156,10 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
 
 
 def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Predictor:
-    """A model that predicts the class ranked first by the expert's head, on its own body or on another model's
-    (everything inside `base_model`). The table has the body's ids of the expert's tokens, where these differ.
+    """Make the predictor of the class that the expert's head ranks first, on its own body or on another model's
+    (everything inside `base_model`). `table` has the body's id of each of the expert's tokens if these differ.
 
-    Raises CheckpointError for an expert without a head, or when the two do not fit.
+    Raises CheckpointError for an expert without a head, or if body and head do not fit.
     """
     if not hasattr(expert.module, "num_labels") or expert.module.base_model is expert.module:
         raise CheckpointError(
@@ -187,8 +187,8 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
 
 
 def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[str, Tensor]:
-    """The body's token embeddings by their name in the body, in the expert's order of tokens; empty where both have one
-    order."""
+    """Return the body's token embeddings, by their name in the body, in the expert's order of tokens; empty if the
+    order is equal in both."""
     if table is None:
         return {}
     own, other = (model.module.base_model.get_input_embeddings().weight for model in (expert, body))
@@ -212,9 +212,9 @@ def _take_over(
 
 
 def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel]) -> Comparison:
-    """A comparison of several models' images with the texts of `base`, by role; `towers` come from `load_tower`.
+    """Compare several models' image features with the texts of `base`; `towers` come from `load_tower`, by role.
 
-    Raises CheckpointError for a base without a text tower, DataError for classes that have no names.
+    Raises CheckpointError for a base without a text tower, and DataError for classes that have no names.
     """
     vision = getattr(base.module, "vision_model", None)
     if not hasattr(base.module, "get_text_features") or not isinstance(vision, PreTrainedModel):
@@ -241,8 +241,8 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
 
 
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
-    """The model in base's class, so that it processes images as base does: a full model as it is, a vision tower alone
-    with base's projection. Raises CheckpointError for a model that lacks base's image side."""
+    """Load a model in base's class, so that it processes images as base does. A full model is loaded as it is; a vision
+    tower alone gets base's projection. Raises CheckpointError for a model that lacks base's image side."""
 
     def explain(name: str) -> CheckpointError:
         what = f"{role} does not see images as base does: {name} is missing, or of another shape"
@@ -262,8 +262,8 @@ def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
 
 
 def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], where: str) -> Tensor:
-    """The direction of each class [classes, width]: the normalised text features of every prompt with its name,
-    averaged and normalised again. Raises DataError without a tokenizer."""
+    """Return the direction of each class [classes, width]: the normalised text features of all prompts with the class's
+    name, averaged and normalised again. Raises DataError without a tokenizer."""
     tokenizer, _ = load_tokenizer([base.snapshot.folder, *task.folders], where)
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
@@ -279,7 +279,7 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], wher
 
 
 def _predict_by_texts(tower: Any, texts: Tensor) -> Predictor:
-    """A model that predicts the class whose direction in `texts` [classes, width] is nearest to an image's features."""
+    """Make the predictor of the class whose direction in `texts` [classes, width] is nearest to an image's features."""
 
     def predict(batch: Batch) -> list[int]:
         features = _pool(tower.get_image_features(pixel_values=batch["pixel_values"].to(tower.dtype))).float()
@@ -290,13 +290,13 @@ def _predict_by_texts(tower: Any, texts: Tensor) -> Predictor:
 
 
 def _pool(features: Any) -> Tensor:
-    """The features themselves; versions of transformers 5 return them alone or inside an output."""
+    """Return the features, which some versions of transformers 5 wrap in an output object."""
     pooled: Tensor = getattr(features, "pooler_output", features)
     return pooled
 
 
 def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, label: Any) -> int:
-    """The label as the number of one of `count` classes. Raises DataError for one that has no name."""
+    """Return a label as the number of one of `count` classes. Raises DataError for a class without a name."""
     number = number_label(label, rows.column, numbers, rows.where)
     if number >= count:
         what = f"label {number} in column {rows.column} has no name: there are {count} classes"
@@ -309,7 +309,7 @@ def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, labe
 
 
 def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Comparison:
-    """A comparison of several models that generate text, by role. Raises CheckpointError for models that are not
+    """Compare several models that generate text, by role. Raises CheckpointError for models that are not
     encoder-decoders, and DataError."""
     for model in models.values():
         if not (model.module.config.is_encoder_decoder and model.module.can_generate()):
@@ -329,8 +329,8 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
 
 
 def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Predictor:
-    """A model that predicts by generating text, the likeliest token at each step, without special tokens. cutting: the
-    vocabulary of the batches; own: the model's, None where it is the same."""
+    """Make the predictor that generates text with the likeliest token at each step, and leaves out special tokens.
+    cutting: the vocabulary of the batches; own: the model's vocabulary, None if equal or unknown."""
     module: Any = model.module
     table = None if own is None else map_ids(cutting, own)
     tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer
@@ -348,8 +348,8 @@ def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: L
 
 
 def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -> str:
-    """The wanted text for a label, looked up by its number or made by a format. Raises DataError where there is
-    none."""
+    """Return the correct text for a label, looked up by its number or made by a format string. Raises DataError if
+    there is none."""
     if isinstance(answers, str):
         try:
             return answers.format(label)

@@ -1,4 +1,4 @@
-"""Scores with their bootstrap intervals, the schema of an evaluation's JSON, and the cache of scores."""
+"""Scores with their bootstrap intervals, the content of an evaluation's JSON, and the cache of scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESAMPLES = 1000
 SEED = 0
 LEVEL = 0.95
 NORMAL = 1.959964
-"""Standard deviations from the mean to either end of the middle 95 % of a normal distribution."""
+"""Number of standard deviations from the mean within which the middle 95 % of a normal distribution lie."""
 
 Numbers = NDArray[numpy.float64]
 
@@ -33,27 +33,27 @@ class Score:
     """The score of one model on one task."""
 
     value: float
-    """The value of a metric (recipe/metrics.py), at most 1."""
+    """The value of the metric (see recipe/metrics.py), at most 1."""
     low: float
-    """Lower end of its 95 % interval, from percentiles over examples drawn with replacement."""
+    """Lower end of the 95 % interval, from percentiles over bootstrap draws; `high` is the upper end."""
     high: float
     error: float
-    """Standard deviation of the score over these draws."""
+    """Standard deviation of the score over the bootstrap draws."""
     examples: int
 
 
 def score(metric: Metric, predictions: Sequence[Any], labels: Sequence[Any]) -> Score:
-    """The metric of one model's predictions, with its interval."""
+    """Compute the metric of one model's predictions, with its interval."""
     return bootstrap(metric.pair(predictions, labels), metric.measure)
 
 
 def score_mean(values: Sequence[float]) -> Score:
-    """The mean of values, one for each example, with its interval."""
+    """Compute the mean of values, one per example, with its interval."""
     return bootstrap(numpy.asarray(values, dtype=numpy.float64)[:, None], lambda rows: float(rows.mean()))
 
 
 def combine(scores: Sequence[Score]) -> Score:
-    """The mean of independent scores, all with the same weight; its interval assumes normal errors."""
+    """Compute the mean of independent scores with equal weights; its interval assumes normal errors."""
     value = sum(score.value for score in scores) / len(scores)
     error = sqrt(sum(score.error**2 for score in scores)) / len(scores)
     return make_normal_score(value, error, sum(score.examples for score in scores))
@@ -64,7 +64,7 @@ def make_normal_score(value: float, error: float, examples: int) -> Score:
 
 
 def bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
-    """The score of all rows [examples, …], and its spread when as many rows are drawn with replacement."""
+    """Measure all rows [examples, …], and the spread of the measure over draws of as many rows with replacement."""
     random = numpy.random.default_rng(SEED)
     count = len(rows)
     draws = numpy.array([measure(rows[random.integers(count, size=count)]) for _ in range(RESAMPLES)])
@@ -73,7 +73,7 @@ def bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
 
 
 EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
-"""Roles of models; others are called by their names."""
+"""Fixed roles of models; other models are called by their names."""
 
 
 @dataclass(frozen=True)
@@ -81,33 +81,33 @@ class TaskScores:
     """The scores of all models on one task."""
 
     protocol: str
-    """The protocol: zero-shot, generation, lm-eval or heads."""
+    """How the models were measured: zero-shot, generation, lm-eval or heads."""
     metric: str
     """The metric's name in METRICS; for lm-eval, its tasks with their metrics."""
     data: str
-    """The dataset, file or folder; empty for lm-eval."""
+    """The dataset, file or folder that was evaluated; empty for lm-eval."""
     split: str
     scores: Mapping[str, Score]
-    """Scores by role: expert, merged, and further models."""
+    """The score of each role: expert, merged, and further models."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of several models side by side on the tasks of a recipe."""
+    """Scores of several models, side by side, on the tasks of a recipe."""
 
     featcal_version: str
     names: Mapping[str, str]
-    """The model of each role; for the expert, each task's."""
+    """The name of the model in each role; for the expert, the name in each task."""
     tasks: Mapping[str, TaskScores]
     notes: list[str]
     recipe: Mapping[str, Any]
     environment: Mapping[str, str]
     limit: int | None
-    """Examples per task, where not all were asked for."""
+    """Examples per task if their number was limited, else None."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of --json."""
+        """Return the content of --json."""
         values = asdict(self)
         about = {key: values.pop(key) for key in ("featcal_version", "names", "tasks")}
         means = {role: asdict(score) for role, score in average_tasks(self.tasks).items()}
@@ -115,25 +115,25 @@ class Evaluation:
 
 
 def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
-    """The plain mean over the tasks, of which there is at least one, by role."""
+    """Return the plain mean over the tasks for each role; there must be at least one task."""
     roles = next(iter(tasks.values())).scores
     return {role: combine([task.scores[role] for task in tasks.values()]) for role in roles}
 
 
 VERSION = 1
-"""Version of the ways to measure; cached scores of another version are not used."""
+"""Version of the measuring code; cached scores of another version are not used."""
 
 
 class ScoreCache:
-    """A small file for each score in featcal's cache; a score that cannot be written is measured again."""
+    """A cache with one small file per score. A score that cannot be written is measured again next time."""
 
     def __init__(self) -> None:
         self._folder = cache_folder() / "evaluations"
         self.reused = 0
-        """The number of scores taken from the cache."""
+        """Number of scores that were taken from the cache."""
 
     def read(self, about: Mapping[str, Any]) -> Score | None:
-        """The cached score for exactly this description, if there is one."""
+        """Return the cached score for exactly this description, or None."""
         try:
             score = Score(**json.loads(self._file(about).read_text(encoding="utf-8"))["score"])
         except (OSError, ValueError, LookupError, TypeError):  # none, or broken
@@ -144,7 +144,7 @@ class ScoreCache:
         return score
 
     def write(self, about: Mapping[str, Any], score: Score) -> None:
-        """Write a score down, whole or not at all."""
+        """Write a score to the cache, whole or not at all."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._file(about), write_json({"of": about, "score": asdict(score)}))
@@ -155,7 +155,7 @@ class ScoreCache:
 
 
 def stamp(path: Path, skip: Collection[str] = ()) -> list[Any]:
-    """Names, times of change and sizes of a local file, or of the files in a folder, by which changes are noticed.
+    """Return the names, modification times and sizes of a local file or of the files in a folder, to notice changes.
     Files named in `skip` are left out."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return [[os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files if file.name not in skip]

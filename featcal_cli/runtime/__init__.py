@@ -1,1 +1,1 @@
-"""The foundation of every other package: errors, files, processes, devices, memory, sanitising, logs."""
+"""Foundations that every other package uses: errors, files, processes, devices, memory, sanitising, logs."""

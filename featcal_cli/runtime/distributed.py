@@ -1,4 +1,4 @@
-"""The processes of one run: torchrun starts them, and torch.distributed carries what they exchange."""
+"""The processes (ranks) of one run: torchrun starts them, and torch.distributed exchanges data between them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:  # one process alone does without, and need not wait for it
     from torch import Tensor
 
 PATIENCE = timedelta(hours=2)
-"""Time that a process waits for another, which may be downloading or pushing. When one process ends, torchrun ends all
-of them."""
+"""How long a process waits for another, which may be downloading or pushing. If one process ends, torchrun ends all of
+them."""
 T = TypeVar("T")
 Key = TypeVar("Key")
 
 
 class Ranks:
-    """The processes of a run; a single one without torchrun, and then no method does anything. All processes must call
-    the same methods in the same order. Every method raises LostRankError when another process has ended."""
+    """The processes of a run. Without torchrun there is only one, and no method exchanges anything. All processes must
+    call the same methods in the same order. Every exchange raises LostRankError when another process has ended."""
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
-        """The number of this process."""
+        """The number of this process in the run."""
         self.size, self._group = size, group
 
     @property
@@ -37,14 +37,14 @@ class Ranks:
         return self.rank == 0
 
     def own(self, tasks: Iterable[str]) -> list[str]:
-        """The tasks that belong to this rank. Each task belongs to one rank; a rank's tasks are contiguous, and all
-        ranks have about equally many."""
+        """Return the tasks that belong to this rank. Each task belongs to exactly one rank, a rank's tasks are
+        contiguous, and all ranks have about equally many."""
         names = list(tasks)
         return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, ordered by rank. Meant for small values; tensors among them must be on the
-        CPU."""
+        """Return the values of all processes, ordered by rank. It is meant for small values; tensors in them must be on
+        the CPU."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -53,12 +53,12 @@ class Ranks:
         return values
 
     def of_machine(self, value: T) -> T:
-        """The value of the first rank on this machine. All ranks of the run must call it."""
+        """Return the value of the first rank on this machine. All ranks of the run must call it."""
         launch = read_launch()
         return self.gather(value)[launch.rank - launch.local_rank]
 
     def unite(self, own: Mapping[Key, T]) -> dict[Key, T]:
-        """The entries of all processes; where several have a key, the value of the lowest rank is taken."""
+        """Return the entries of all processes; if several have the same key, the lowest rank's value is taken."""
         united: dict[Key, T] = {}
         for entries in self.gather(dict(own)):
             for key, value in entries.items():
@@ -66,7 +66,7 @@ class Ranks:
         return united
 
     def broadcast(self, value: T) -> T:
-        """The value of the first process; the values passed by the others are ignored."""
+        """Return the value of the first process; the values passed by the others are ignored."""
         if self._group is None:
             return value
         carried: list[Any] = [value if self.is_first else None]
@@ -75,7 +75,7 @@ class Ranks:
         return carried[0]  # type: ignore[no-any-return]
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite a tensor with the one of the rank `source`."""
+        """Overwrite a tensor with the one that the rank `source` passes."""
         if self._group is not None:
             with _in_touch() as dist:
                 dist.broadcast(tensor, src=source, group=self._group)
@@ -93,9 +93,9 @@ class Ranks:
 
     @contextmanager
     def on_its_own(self) -> Iterator[None]:
-        """Context manager for code that may fail on this rank alone. A NumericsError in it ends the run: it
-        becomes a plain FeatCalError, so that nobody catches it and tries something else, which the other ranks
-        would not know of."""
+        """Context manager for code that may fail on this rank alone. If there are several ranks, a NumericsError in it
+        becomes a plain FeatCalError, which ends the run: nobody can catch it and try something that the other ranks do
+        not know of."""
         try:
             yield
         except NumericsError as error:
@@ -105,8 +105,8 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """Wait until all ranks of this run have called this, and return them. NCCL carries tensors on GPUs, Gloo everything
-    else."""
+    """Wait until all ranks of this run have called this function, and return them. NCCL exchanges tensors on GPUs, and
+    Gloo everything else."""
     launch = read_launch()
     if not launch.by_torchrun:
         return Ranks()
@@ -121,7 +121,7 @@ def join_ranks() -> Ranks:
 
 
 def leave_ranks() -> None:
-    """End what `join_ranks` began. Call it only when all work is done, because it may wait for the other ranks."""
+    """Close what `join_ranks` opened. Call it only when all work is done, because it may wait for the other ranks."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -129,7 +129,7 @@ def leave_ranks() -> None:
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other rank of this run has called this before, so that only one of them prints the error."""
+    """Whether this rank of the run is the first to call this function, so that only one rank prints the error."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -142,7 +142,7 @@ def is_first_to_fail() -> bool:
 
 @contextmanager
 def _in_touch() -> Iterator[Any]:
-    """Context manager for code that calls torch.distributed: lost connections become LostRankError."""
+    """Context manager for code that calls torch.distributed; it turns lost connections into LostRankError."""
     import torch
 
     try:

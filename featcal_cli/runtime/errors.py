@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 MOST_ERRORS = 12
-"""The most errors that one message lists; the others are counted."""
+"""Maximum number of errors that one message lists; the rest are counted."""
 
 
 class FeatCalError(Exception):
@@ -21,14 +21,14 @@ class FeatCalError(Exception):
         """The repo, file, tensor, key or option that the error was found in."""
         advice = ": ".join(filter(None, (fix, command)))
         self.fix = advice.replace("TASK=", f"{task}=") if task else advice
-        """The change to make or the text to type; an option in it for a task that is not known yet has TASK=."""
+        """The change to make or the text to type. An option for a task that is not known yet contains TASK=."""
         self.command = command
-        """The command line that it ends with, if it does."""
+        """The command line at the end of `fix`, or an empty text."""
         parts = (what, self.where and f"in: {self.where}", self.fix and f"fix: {self.fix}")
         super().__init__("\n".join(part for part in parts if part))
 
     def of_task(self, task: str) -> FeatCalError:
-        """This error, about a task."""
+        """Return this error with the task's name added."""
         fix = self.fix.removesuffix(f": {self.command}")
         return type(self)(self.what, where=self.where, fix=fix, task=task, command=self.command)
 
@@ -47,8 +47,8 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
 
 
 class Obstacles:
-    """Collector of the errors that stop a run: each is raised at once, or kept with `collect`, so that all can be
-    shown."""
+    """Collects the errors that stop a run: each is raised at once, or kept if `collect` is set, so that all can be
+    shown together."""
 
     def __init__(self, *, collect: bool = False) -> None:
         self.found: list[FeatCalError] = []
@@ -56,7 +56,7 @@ class Obstacles:
 
     @contextmanager
     def look(self) -> Iterator[None]:
-        """Context manager around one check, whose error is raised or kept."""
+        """Context manager for one check, whose error is raised or kept."""
         try:
             yield
         except FeatCalError as error:
@@ -67,7 +67,7 @@ class Obstacles:
 
 
 def join_errors(summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> FeatCalError:
-    """The only error as it is, or several as one SeveralErrors."""
+    """Return the only error as it is, or several as one SeveralErrors."""
     return errors[0] if len(errors) == 1 else SeveralErrors(summary, errors, where=where, fix=fix)
 
 
@@ -85,7 +85,7 @@ class HubError(FeatCalError):
 
 
 class LineageError(FeatCalError):
-    """Nothing tells what a merged model was made from, or what it names cannot be calibrated."""
+    """The models that a merged model was made from cannot be found out, or cannot be used for calibration."""
 
 
 class CheckpointError(FeatCalError):
@@ -119,12 +119,12 @@ class BugError(FeatCalError):
 
 
 class GateError(FeatCalError):
-    """A measured figure is over the limit that the user set."""
+    """A measured figure exceeds the limit that the user set."""
 
     exit_code = 3
 
 
 class LostRankError(FeatCalError):
-    """Another process of a run under torchrun has ended; its own message says why."""
+    """Another process of a run under torchrun has ended; that process prints the reason."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""Files: reasons why they cannot be written, links, changes during a run, and locks on outputs."""
+"""Write and copy files safely, explain why a file cannot be written, notice changes during a run, and lock outputs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ UNFLUSHABLE = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 def name_reason(error: BaseException) -> str:
-    """The reason of an error in the system's words. Libraries not written in Python only put the errno into their
-    message."""
+    """Return the reason of an error in the system's words, also for libraries not written in Python, which put the
+    errno only into the message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = _find_number(error)
@@ -39,7 +39,7 @@ def name_reason(error: BaseException) -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
+    """Return the folder of featcal's own cache: $FEATCAL_CACHE, else featcal/ in the user's cache folder."""
     if chosen := os.environ.get("FEATCAL_CACHE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "featcal"
@@ -58,16 +58,16 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(draft: Path, target: Path) -> None:
-    """Rename a finished file so that, even after a loss of power, the name stands either for the old file or for the
-    whole new one. Raises OSError."""
+    """Rename a finished file so that, even after a power failure, the name stands for either the old file or the
+    complete new one. Raises OSError."""
     flush(draft)
     draft.replace(target)
     flush(target.parent)
 
 
 def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> None:
-    """Write a file whole or not at all; the old file stays until then. `draft` is the path that is written first, on
-    the same disk (by default a hidden one in the same folder). Raises OSError."""
+    """Write a file completely or not at all; until then the old file stays. `draft` is the path that is written first,
+    on the same disk (by default a hidden file in the same folder). Raises OSError."""
     draft = draft or file.with_name(f".{file.name}.{os.getpid()}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -91,7 +91,8 @@ def write_requested(file: Path, content: str | bytes, where: str) -> None:
 
 
 def tell_fix(error: BaseException, otherwise: str) -> str:
-    """The fix for an error in writing: the one for its errno, joined by "or" with `otherwise`, or `otherwise` alone."""
+    """Return the fix for an error in writing: the one for its errno, joined by "or" with `otherwise`, or only
+    `otherwise`."""
     fix = FIXES.get(_find_number(error) or 0)
     if _find_number(error) in (errno.EFBIG, errno.EMFILE):  # the limit is the same in every place
         return str(fix)
@@ -113,12 +114,12 @@ def explain_full(error: BaseException) -> OutputError | None:
 
 
 def tell_bytes(count: float) -> str:
-    """A number of bytes for people: 1.3 GB, 0.2 MB."""
+    """Format a number of bytes for people: 1.3 GB, 0.2 MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def _find_number(error: BaseException) -> int | None:
-    """The errno of an error, also where only its message holds it."""
+    """Return the errno of an error, even if only its message contains it, or None."""
     if isinstance(error, OSError):
         return error.errno
     number = re.search(r"\(os error (\d+)\)", str(error))
@@ -126,8 +127,8 @@ def _find_number(error: BaseException) -> int | None:
 
 
 def check_links(folder: Path, skip: Collection[str]) -> None:
-    """Raise CheckpointError for a link that leads out of a model's folder. Hidden files and paths in `skip` may be such
-    links; so may all files of a snapshot in the Hub's cache, which are links to its blobs."""
+    """Raise CheckpointError if a link in a model's folder points out of it. Such links are allowed for hidden files and
+    paths in `skip`, and in a snapshot of the Hub's cache, whose files are links to its blobs."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -136,15 +137,15 @@ def check_links(folder: Path, skip: Collection[str]) -> None:
 
 
 def visible_files(folder: Path) -> list[str]:
-    """The paths of all files in and below a folder, relative to it and sorted, without hidden ones."""
+    """Return the paths of all files in and below a folder, relative to it and sorted, without hidden ones."""
     paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
 
 
 def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collection[str] = ()) -> None:
-    """Copy files of a model's folder, named by their paths in it. Links are replaced by the files that they lead to: a
-    link would break, or let an edit through to the original. weights: tensor files that were read; these may lie
-    anywhere. Raises CheckpointError for other links out of the folder, and OSError."""
+    """Copy files of a model's folder, named by their relative paths. A link is replaced by the file it points to,
+    because a copied link could break, or an edit would change the original. weights: tensor files that were read, whose
+    links may point anywhere. Raises CheckpointError for other links out of the folder, and OSError."""
     for name in names:
         if (folder / name).is_symlink() and name not in weights:
             _check_link(folder, folder / name)
@@ -166,16 +167,16 @@ def _check_link(folder: Path, link: Path) -> None:
 
 
 SAMPLED = (".safetensors", ".bin", ".json")
-"""Endings of a model's files, whose contents are hashed too."""
+"""Endings of a model's files, for which the contents are hashed too."""
 PIECES, PIECE = 512, 1 << 15
-"""The number and the bytes of the evenly spaced pieces that are hashed of a file: few matrices of a model are small
-enough to lie between two of them."""
+"""Number of evenly spaced pieces of a file that are hashed, and bytes of each piece. Few matrices of a model are small
+enough to lie between two pieces."""
 
 
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
-    """A stamp for each file by which its changes are noticed, also days later and in a copy: size, time of change and,
-    for a model's files, a hash of the contents. `paths` are files and folders; of a folder, the files directly in it
-    count."""
+    """Return a stamp for each file that shows whether the file changed, also days later and in a copy: size,
+    modification time and, for a model's files, a hash of the contents. `paths` are files and folders; only files
+    directly in a folder count."""
     inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
     files = sorted(file for file in inside if file.is_file())
     with ThreadPoolExecutor() as pool:
@@ -197,21 +198,21 @@ def _stamp(file: Path) -> str:
 
 
 class Unchanged:
-    """A record of files in use, by which later changes to them are noticed."""
+    """Remembers the state of files that a run uses, to notice later changes to them."""
 
     def __init__(self, files: Mapping[Path, str]) -> None:
-        """files: each file with the model or task that it belongs to, such as `expert mnist`."""
+        """Remember the state of `files`, each given with its model or task, such as `expert mnist`."""
         self._owners = dict(files)
         self._stamps = {file: take_stamp(file) for file in files}
 
     def check(self) -> None:
-        """Raise CheckpointError where a file was written to, replaced or deleted since, even if its size and time of
-        change are unchanged."""
+        """Raise CheckpointError if a file has since been written to, replaced or deleted, even if its size and
+        modification time are unchanged."""
         if (error := self.find_change()) is not None:
             raise error
 
     def find_change(self) -> CheckpointError | None:
-        """The error for the first file that has changed; None where none has."""
+        """Return the error for the first file that has changed, or None."""
         for file, before in self._stamps.items():
             try:
                 now = take_stamp(file)
@@ -230,7 +231,7 @@ class Unchanged:
 
 @contextmanager
 def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
-    """Context manager that raises CheckpointError where a file or folder of `inputs` is not found any more."""
+    """Context manager that raises CheckpointError if code in it no longer finds a file or folder of `inputs`."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -242,22 +243,22 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
 
 
 def take_stamp(file: Path) -> tuple[int, ...]:
-    """Numbers of which at least one changes with any change to a file: a write, a time that was set back, another file
-    under its name. Raises OSError."""
+    """Return numbers of which at least one changes with any change to a file: a write, a reset modification time, or
+    another file under its name. Raises OSError."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 LOCK = "lock"
-"""File name of the lock in a hidden folder."""
+"""Name of the lock file in a hidden folder."""
 HELD = "another run is working on this output"
 WAIT = "wait for it, stop it, or give another --output"
 
 
 @contextmanager
 def hold(folder: Path, target: Path) -> Iterator[None]:
-    """Context manager that locks `folder`, which is made if need be, so that no other run works on the output `target`.
-    A lock that a dead process left is ignored. Raises OutputError where another run holds it or no lock can be made."""
+    """Context manager that locks `folder`, creating it if necessary, so that no other run works on the output `target`.
+    The lock of a dead process is ignored. Raises OutputError if another run has locked it or no lock can be made."""
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:
@@ -273,7 +274,7 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
 
 
 def check_holdable(folder: Path, target: Path) -> None:
-    """Raise OutputError where `hold` would, as far as that can be found out without writing."""
+    """Raise OutputError in the cases in which `hold` would, as far as they can be found without writing."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         reason = "permission denied" if place.is_dir() else "this is no folder"
@@ -286,7 +287,7 @@ def check_holdable(folder: Path, target: Path) -> None:
 
 
 def _acquire(folder: Path) -> int:
-    """The descriptor of the locked file. Raises BlockingIOError when it is locked already."""
+    """Lock the lock file and return its descriptor. Raises BlockingIOError if it is already locked."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:

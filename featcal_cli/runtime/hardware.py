@@ -1,5 +1,5 @@
-"""The machine that a run is on: its devices, versions and memory, and the memory that mapped weights take (only on
-Linux: their pages are read ahead of their use, and given back afterwards)."""
+"""The hardware of a run: devices, versions and memory. On Linux it also controls the memory that memory-mapped weights
+take: their pages are read before use and released afterwards."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from featcal_cli.runtime.process import read_launch
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers of these settings in glibc."""
 WORTHWHILE = 2**20
-"""The fewest bytes that are worth the milliseconds of looking up what is mapped."""
+"""Fewest bytes that are worth the milliseconds it takes to look up the mapped files."""
 LARGEST_REUSED = 2**26
-"""Bytes of the largest piece of memory that is kept: between larger ones, gaps would stay that nothing fits into."""
+"""Size in bytes of the largest freed piece of memory that is kept; keeping larger pieces would leave unusable gaps."""
 MAPS = Path("/proc/self/maps")
 FILE_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ (?!0 )\d+ +\S", re.MULTILINE)
-"""Pattern for a line of /proc/self/maps about a file (one with an inode) that holds no code."""
+"""Pattern of a line of /proc/self/maps about a mapped file (one with an inode) that holds no code."""
 
 
 def fetch_ahead(tensors: Iterable[Tensor]) -> None:
-    """Let the system begin to read tensors that lie in mapped files; returns at once."""
+    """Ask the system to start reading tensors in mapped files; returns at once."""
     for start, size in _mapped(tensors, _known_maps()):
         advise(start, size, "MADV_WILLNEED")
 
 
 def give_back(tensors: Iterable[Tensor]) -> int:
-    """Take tensors that lie in mapped files, and that nobody has written to, out of this process's memory; when read
-    again, they have the files' values. Returns the number of bytes given back: 0 where they are not WORTHWHILE."""
+    """Release the memory of tensors that lie in mapped files and that nobody has written to; when read again, they have
+    the files' values. Returns the number of bytes released, or 0 for less than WORTHWHILE bytes."""
     mapped, given = list(tensors), 0
     if sum(tensor.numel() * tensor.element_size() for tensor in mapped) < WORTHWHILE:
         return 0
@@ -60,9 +60,9 @@ def give_back(tensors: Iterable[Tensor]) -> int:
 
 
 def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
-    """Move tensors that take this process's own memory, and are WORTHWHILE, to mapped files without names in the
-    folder. The system then keeps them in memory only while they are in use, as it does with weights that are read from
-    a checkpoint. Raises OutputError when they cannot be written."""
+    """Move tensors of at least WORTHWHILE bytes from this process's own memory to nameless mapped files in `folder`.
+    The system then keeps them in memory only while they are in use, like weights read from a checkpoint. Raises
+    OutputError when they cannot be written."""
     files = _read_maps()
     for tensor in tensors if MAPS.is_file() else ():
         if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
@@ -77,11 +77,10 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
 
 
 def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tensor:
-    """Copy bytes to a mapped file that has no name, so that its space is freed with the returned tensor. `data` [n] is
-    of uint8.
+    """Copy bytes (`data` [n] of uint8) to a nameless mapped file, whose space is freed with the returned tensor.
 
-    Raises OutputError when they cannot be written (`what` failed, and the fix for the errno or else `otherwise`), and
-    MemoryError when they cannot be mapped.
+    Raises OutputError when they cannot be written (its message is `what`, its fix that for the errno or else
+    `otherwise`), and MemoryError when they cannot be mapped.
     """
     try:
         # written, not filled through the mapping: so a full disk is an error, and not the end of the process
@@ -97,8 +96,8 @@ def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tenso
 
 
 def reuse_memory() -> None:
-    """Tell glibc to keep freed memory for the next tensors rather than hand it to the system: the blocks of a model
-    need the same sizes again and again, and fresh pages cost time."""
+    """Tell glibc to keep freed memory for the next tensors rather than return it to the system, because a model's
+    blocks need the same sizes again and again, and fresh pages cost time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
@@ -107,8 +106,8 @@ def reuse_memory() -> None:
 
 @contextmanager
 def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Iterator[None]:
-    """Context manager in which a model draws the same random numbers every time; the generators outside are not
-    touched."""
+    """Context manager in which a model draws the same random numbers every time; the random generators outside are left
+    unchanged."""
     if not draws:
         yield
         return
@@ -118,14 +117,15 @@ def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Ite
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system: the C library keeps what does not lie at the end. Only with glibc."""
+    """Return freed memory to the system, because the C library keeps freed memory that is not at the end of the heap.
+    Works only with glibc."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)
 
 
 def advise(start: int, size: int, advice: str) -> None:
-    """Tell the system how mapped memory will be used, by the name of the advice; nothing is done where the system has
-    no such advice."""
+    """Tell the system how mapped memory will be used, by the name of the advice. Does nothing if the system does not
+    know this advice."""
     if hasattr(mmap, advice):
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
         madvise = ctypes.CDLL(None).madvise
@@ -134,7 +134,7 @@ def advise(start: int, size: int, advice: str) -> None:
 
 
 def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Start and size of the spans of memory that these tensors take, as far as they lie in mapped files."""
+    """Yield start and size of the memory ranges that these tensors take in mapped files."""
     spans = sorted(
         (tensor.data_ptr(), tensor.numel() * tensor.element_size())
         for tensor in tensors
@@ -155,33 +155,33 @@ def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iter
 
 
 def _read_maps() -> list[tuple[int, int]]:
-    """Start and end of every address range that a file is mapped to."""
+    """Return start and end of every address range that a file is mapped to."""
     if not MAPS.is_file():
         return []
     return [(int(first, 16), int(last, 16)) for first, last in FILE_MAPPING.findall(MAPS.read_bytes())]
 
 
 _known_maps = cache(_read_maps)
-"""The mappings as they were at the first call. Advice to read an address that has moved does no harm, but what is given
-back must be looked up anew."""
+"""The mappings at the time of the first call. Asking to read an outdated address ahead does no harm, but memory is only
+released after a new look-up."""
 
 
 PACKAGES = (
     "featcal-cli", "datasets", "huggingface_hub", "numpy", "peft", "pillow", "pyarrow", "safetensors", "tokenizers",
 )  # fmt: skip
-"""Packages besides torch and transformers that turn files into numbers."""
+"""Packages, besides torch and transformers, whose versions can affect a result."""
 SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
-"""Parts of the messages by which a plain RuntimeError of torch is recognised as a lack of memory: CPU allocators and
-oneDNN raise nothing more specific."""
+"""Parts of messages that mark a plain RuntimeError of torch as a lack of memory, because CPU allocators and oneDNN
+raise nothing more specific."""
 GROUPS = Path("/sys/fs/cgroup")
 """The folder in which Linux lists control groups."""
 FEATURES_SHARE, DEVICE_SHARE = 4, 8
-"""The features of paused passes may take one part in so many of the machine's and of a device's memory."""
+"""Divisors of the machine's and of a device's memory that give the largest size of the features of paused passes."""
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda[:K]`; under torchrun each process gets a GPU of its own. Raises RecipeError
-    when the device is not there."""
+    """Return the device for `auto`, `cpu` or `cuda[:K]`; under torchrun each process gets a GPU of its own. Raises
+    RecipeError if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     launch = read_launch()
@@ -222,7 +222,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:
-    """Versions and hardware that a result depends on."""
+    """Return the versions and hardware that a result depends on."""
     size = read_launch().size
     return {
         "python": platform.python_version(),
@@ -236,19 +236,19 @@ def describe_environment(device: torch.device) -> dict[str, str]:
 
 
 def read_versions() -> dict[str, str]:
-    """The versions of this package and of the others that take part in a result."""
+    """Return the versions of featcal and of other packages that affect a result."""
     return {name: version(name) for name in PACKAGES}
 
 
 def rooms_for_features(device: torch.device) -> tuple[int, int]:
-    """Bytes of the device's memory (0 for a CPU) and of this machine's that features may take."""
+    """Return how many bytes features may take in the device's memory (0 for a CPU) and in this machine's memory."""
     host = memory_of(torch.device("cpu")) // FEATURES_SHARE
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
 
 
 def memory_of(device: torch.device) -> int:
-    """Total memory of a device in bytes, used or not. All devices but CUDA's share this machine's memory, and the
-    processes of torchrun share it too."""
+    """Return the total memory of a device in bytes, used or not. All devices except CUDA's share this machine's memory,
+    which is also divided among the processes of torchrun."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -258,9 +258,9 @@ def memory_of(device: torch.device) -> int:
 
 
 def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
-    """The memory limits in bytes of this process's control groups (a container, a job of a scheduler) and of
-    their parents. groups: the text of /proc/PID/cgroup, lines of ID:CONTROLLERS:PATH; folder: where the groups
-    are mounted."""
+    """Yield the memory limits in bytes of this process's control groups (a container, a scheduler's job) and of their
+    parents. groups: the text of /proc/PID/cgroup, lines of ID:CONTROLLERS:PATH; folder: where the groups are
+    mounted."""
     for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
         if not controllers:  # version 2
             top, name = folder, "memory.max"
@@ -277,12 +277,12 @@ def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
 
 
 def free_bytes(place: Path) -> int:
-    """Free bytes on the disk of a folder, or of the nearest parent that exists."""
+    """Return the free bytes on the disk of a folder, or of its nearest parent that exists."""
     return shutil.disk_usage(_existing_part(place)).free
 
 
 def disk_of(place: Path) -> int:
-    """The device number of that disk."""
+    """Return the device number of the disk that `free_bytes` measures."""
     return _existing_part(place).stat().st_dev
 
 

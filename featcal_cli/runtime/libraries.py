@@ -1,4 +1,4 @@
-"""The libraries that featcal computes with: where they are imported, and the message for one that cannot be."""
+"""Import the libraries that featcal computes with, and explain why one cannot be imported."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from featcal_cli.runtime.errors import FeatCalError
 
 OURS = Path(__file__).parents[1]
 MOST_WORDS = 300
-"""The most characters of another package's message that are passed on."""
+"""Maximum number of characters that are shown of another package's message."""
 
 
 def load_libraries() -> None:
-    """Import torch, transformers and peft, which takes seconds; nothing is done where torch is imported already.
+    """Import torch, transformers and peft, which takes seconds, unless torch is imported already.
 
-    It is called in the main thread, after everything that can be found out and shown without them. Nothing that they
-    make is garbage, and the garbage collector would take a fifth of the time.
+    Call it in the main thread, after everything that can be found out and shown without these libraries. The garbage
+    collector is off meanwhile, because imports make no garbage and it would take a fifth of the time.
     """
     if "torch" in sys.modules:
         return
@@ -32,8 +32,8 @@ def load_libraries() -> None:
 
 
 def explain_broken_package(error: BaseException) -> FeatCalError | None:
-    """The message for an error that was raised while a package other than featcal was imported; None for any other
-    error."""
+    """Return the message for an error that was raised while a package other than featcal was imported; None for any
+    other error."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and cause not in causes:  # lazy modules raise errors of their own
         causes.append(cause)

@@ -1,4 +1,4 @@
-"""The log of a run as lines of JSON, and the message for an unexpected error."""
+"""Write the log of a run as lines of JSON, and turn an unexpected error into a message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from featcal_cli.runtime.structured_text import write_json
 
 
 class Log(Listener):
-    """A listener that writes all it is told to the log, and passes it on to another listener."""
+    """A listener that writes every event to the log and passes it on to another listener."""
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
@@ -42,7 +42,7 @@ class Log(Listener):
                 self._file = None
 
     def end(self, code: int, error: FeatCalError | None = None) -> None:
-        """Write the last line, and before it the error, if it was an expected one."""
+        """Write the last line, and before it the error if it is an expected one."""
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self.began, 3)
@@ -79,8 +79,8 @@ class Log(Listener):
 
 
 def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
-    """The message for an error that is none of ours: a full disk, a broken package, or else a bug. log_file: the file
-    that holds its traceback."""
+    """Return the message for an error that featcal did not raise itself: a full disk, a broken package, or else a bug.
+    log_file: the file that contains its traceback."""
     if known := explain_full(error) or explain_broken_package(error):
         return known
     words = " ".join(redact(str(error)).split())[:MOST_WORDS]
@@ -96,9 +96,9 @@ def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
 
 @contextmanager
 def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
-    """Context manager that adds the events of a command and the warnings of libraries to the log file, if there is one;
-    the last line says how the command ended. Raises OutputError for a file that cannot be written, and BugError for an
-    unexpected error, whose traceback the file then holds."""
+    """Context manager that writes the events of a command and the warnings of libraries to the log file, if there is
+    one; the last line says how the command ended. Raises OutputError for a file that cannot be written, and BugError
+    for an unexpected error, whose traceback is then in the file."""
     with _opened(file) as stream:
         log = Log(shown, stream)
         log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))

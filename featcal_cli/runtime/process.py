@@ -1,4 +1,4 @@
-"""This process: how it was started, how it is interrupted, its streams and its memory."""
+"""How this process was started, how it can be interrupted, and its output streams and memory."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process among all processes of a run."""
+    """The position of this process among all processes of a run."""
 
     rank: int = 0
-    """The number of this process; process 0 is the one that prints and writes."""
+    """The number of this process in the run; process 0 prints and writes."""
     size: int = 1
-    """The number of processes."""
+    """Number of processes in the run."""
     local_rank: int = 0
     """The number of this process on this machine."""
     local_size: int = 1
-    """The number of processes on this machine."""
+    """Number of processes on this machine."""
     by_torchrun: bool = False
 
 
 def read_launch() -> Launch:
-    """The place of this process; it is the only one unless the environment holds all of NAMES. Raises RecipeError where
-    these are no numbers."""
+    """Return the position of this process in the run; it is the only process unless the environment holds all of NAMES.
+    Raises RecipeError if these are not numbers."""
     if not all(os.environ.get(name) for name in NAMES):
         return Launch()
     try:
@@ -52,7 +52,7 @@ def read_launch() -> Launch:
 
 
 def check_device(name: str) -> None:
-    """Raise RecipeError for a text that cannot name a device; `hardware.choose_device` finds out whether the device
+    """Raise RecipeError for a text that cannot name a device. `hardware.choose_device` checks whether the device
     exists."""
     if name.partition(":")[0] == "mps":
         what = "Apple's GPUs (mps) are not used: they have no float64, which small values of --ridge need"
@@ -64,7 +64,7 @@ def check_device(name: str) -> None:
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident memory of this process in bytes."""
+    """Return the peak resident memory of this process in bytes."""
     status = Path("/proc/self/status")  # of Linux: what getrusage says there may be that of the process that forked
     if status.is_file() and (line := re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text("ascii", "replace"), re.M)):
         return int(line[1]) * 1024
@@ -73,7 +73,7 @@ def peak_resident_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now, in bytes; the peak where the system does not tell (macOS)."""
+    """Return the current resident memory of this process in bytes, or its peak if only that is known (macOS)."""
     status = Path("/proc/self/statm")
     if not status.is_file():
         return peak_resident_bytes()
@@ -84,18 +84,18 @@ _began: float | None = None
 
 
 def count_from_start() -> None:
-    """Measure the run time of a process that runs featcal alone from now on."""
+    """Measure run time from now on, in a process that runs only featcal."""
     global _began
     _began = time.monotonic()
 
 
 def read_start() -> float:
-    """The start of the command by the monotonic clock; now, where another program calls featcal."""
+    """Return the start of the command by the monotonic clock, or the current time if another program calls featcal."""
     return time.monotonic() if _began is None else _began
 
 
 GONE = 141
-"""Exit code when the reader of our output has gone, equal to that of a program ended by SIGPIPE."""
+"""Exit code when the reader of featcal's output has closed the pipe, as for a program ended by SIGPIPE."""
 
 
 def check_surroundings() -> None:
@@ -117,8 +117,8 @@ def check_surroundings() -> None:
 
 
 def end_at_once(code: object) -> None:
-    """End the process after the exit functions have run, but without freeing modules and models, which takes a second.
-    Returns where the output cannot be written, or the code is a message: the interpreter then prints it."""
+    """Run the exit functions and end the process without freeing modules and models, which would take a second. Returns
+    if the output cannot be written, or if the code is a message, which the interpreter then prints."""
     if not (code is None or isinstance(code, int)):
         return
     try:
@@ -133,7 +133,7 @@ def end_at_once(code: object) -> None:
 # Ctrl-C, SIGTERM, SIGHUP: a run ends soon, and says how to go on
 
 GRACE = 1.0
-"""Seconds that an interrupted run has to end by itself; files on the disk are whole at any time."""
+"""Seconds that an interrupted run gets to end by itself. Files on the disk are complete at any time."""
 EXIT_CODE = 130
 """Exit code after Ctrl-C, which typer also uses for every KeyboardInterrupt."""
 STARTING = "interrupted"
@@ -142,26 +142,26 @@ MEASURING = "interrupted: nothing was written"
 CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
 """Escape sequence that clears the terminal's last line, such as a progress bar, and shows the cursor."""
 _told = threading.Lock()
-"""A lock that is taken, and never released, by the code that prints the message of the interruption."""
+"""A lock that whoever prints the message of the interruption takes and never releases, so that it is printed once."""
 _came: list[int] = []
-"""The signals that interrupted this process."""
+"""The signals that interrupted this process, in order."""
 
 
 def exit_code() -> int:
-    """The exit code of an interrupted process: 128 plus the number of the first signal; 130 where none has come."""
+    """Return the exit code of an interrupted process: 128 plus the number of the first signal, or 130 without one."""
     return 128 + _came[0] if _came else EXIT_CODE
 
 
 def list_signals() -> list[signal.Signals]:
-    """The signals that interrupt this process: Ctrl-C, and SIGTERM and SIGHUP unless the parent process lets them be
-    ignored (as nohup does) or torchrun, which ends processes itself, has started this one."""
+    """Return the signals that interrupt this process: Ctrl-C, SIGTERM and SIGHUP. The last two are left out if they are
+    set to be ignored (as by nohup), or if torchrun, which ends processes itself, started this process."""
     others = [] if all(os.environ.get(name) for name in NAMES) else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
 
 def stop_when_signalled(message: str = STARTING) -> None:
-    """Install handlers by which Ctrl-C, SIGTERM and SIGHUP end this process at once with a message: libraries that are
-    being imported would turn a KeyboardInterrupt into other errors. Only for the main thread."""
+    """Install handlers that end this process at once, with a message, on Ctrl-C, SIGTERM or SIGHUP. A KeyboardInterrupt
+    would be turned into other errors by libraries that are being imported. Call it only in the main thread."""
 
     def handle(number: int, _: object) -> NoReturn:
         _came.append(number)
@@ -173,8 +173,9 @@ def stop_when_signalled(message: str = STARTING) -> None:
 
 @contextmanager
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
-    """Context manager in which an interrupt raises KeyboardInterrupt. Where the run does not end within GRACE (a thread
-    waits for a server), or at the second interrupt, the process is ended. Does nothing outside of the main thread."""
+    """Context manager in which an interrupt raises KeyboardInterrupt. The process is ended if the run does not end
+    within GRACE seconds (a thread may wait for a server), or at the second interrupt. Has no effect outside the main
+    thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -205,8 +206,8 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
 
 
 def stop(message: str) -> NoReturn:
-    """End the process at once: the interpreter's own ending can take longer than users wait. The message is printed
-    unless one was before."""
+    """End the process at once, because the interpreter's normal ending can take too long, and print the message unless
+    one was printed before."""
     _tell(message)
     os._exit(exit_code())
 

@@ -1,4 +1,4 @@
-"""Events of a run as it goes: its stages, its progress, and what it waits for."""
+"""Report the events of a run while it runs: its stages, its progress, and what it waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from featcal_cli.runtime.process import read_launch
 
 LOGGER = logging.getLogger(__name__)
 CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggingface_hub.hf_api")
-"""Loggers of the client's modules that retry by themselves, and log addresses that nobody should see."""
+"""Loggers of the huggingface_hub modules that retry by themselves and log addresses that nobody should see."""
 _FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
 _BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
 _RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
@@ -32,24 +32,24 @@ _USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash fo
 
 
 def announce(reason: str, pause: float | None = None) -> None:
-    """Log what goes wrong, and that there will be another try after `pause` seconds."""
+    """Log a problem, and that the next try follows after `pause` seconds (None: there is none)."""
     LOGGER.warning("%s%s", reason, "" if pause is None else f", next try in {round(pause, 1):g} s")
 
 
 def hub_host() -> str:
-    """The Hub's address without a user name or password."""
+    """Return the Hub's host and port, without a user name or password."""
     from huggingface_hub import constants
 
     return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]
 
 
 def host_of(address: str) -> str:
-    """The host of an address, with its port; the Hub's where the address has none."""
+    """Return the host of an address with its port, or the Hub's if the address has none."""
     return urlsplit(address).netloc.rpartition("@")[2] or hub_host()
 
 
 def is_hub(host: str) -> bool:
-    """Whether a host, with its port, is the Hub's, in any spelling."""
+    """Whether a host with its port is the Hub's, in any spelling."""
 
     def plain(name: str) -> str:
         return name.lower().removesuffix(":443").removesuffix(":80")
@@ -58,25 +58,25 @@ def is_hub(host: str) -> bool:
 
 
 def name_hosts(text: str) -> str:
-    """The text with every address replaced by its host."""
+    """Return the text with every address replaced by its host."""
     return _ADDRESS.sub(lambda address: host_of(address[0]), text)
 
 
 def describe_status(status: int) -> str:
-    """A phrase that says how a host behaves that responded with this HTTP status."""
+    """Describe, in a phrase, how a host behaves that responds with this HTTP status."""
     return f"{_STATUSES.get(status) or ('failed' if status >= 500 else 'refused')} ({status})"
 
 
 def name_host(address: str, *, by_name: bool = False) -> str:
-    """The name of an address's host for messages: "the Hub" for the Hub's, unless `by_name`."""
+    """Return the name of an address's host for messages: "the Hub" for the Hub's own, unless `by_name`."""
     host = host_of(address)
     return "the Hub" if is_hub(host) and not by_name else host
 
 
 @contextmanager
 def heard(listener: Callable[[str], None]) -> Iterator[None]:
-    """Context manager in which `listener` is told of every wait of ours and of huggingface_hub, whose own log messages
-    are kept back."""
+    """Context manager in which `listener` is told of every wait of featcal and of huggingface_hub, whose own log
+    messages are hidden."""
     # of several processes the first one speaks
     waits = _WaitFilter(listener if read_launch().rank == 0 else lambda _: None)
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
@@ -93,18 +93,18 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class _WaitFilter(logging.Filter):
-    """A logging filter that passes messages about waits to a listener, each once. Nothing of these loggers is shown:
-    the errors that are raised say more, and without addresses."""
+    """A logging filter that passes each message about a wait to a listener once, and hides all messages of its loggers,
+    because the raised errors say more and contain no addresses."""
 
     def __init__(self, listener: Callable[[str], None]) -> None:
         super().__init__()
         self._listener = listener
         self._lock = threading.Lock()
         self._reasons: dict[int | None, str] = {}
-        """Reason of the last failed request of each thread."""
+        """The reason of the last failed request in each thread."""
         self._said: dict[str, float] = {}
-        """Messages already passed on, with the time until which they are not repeated: eight downloads may wait for one
-        host."""
+        """Messages already passed on, with the time until which they are not repeated, because eight downloads may wait
+        for one host."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -135,19 +135,19 @@ class _WaitFilter(logging.Filter):
 
 
 class Listener:
-    """An object that is told what a run does while it does it. This base class shows nothing."""
+    """An object that is told what a run is doing. This base class shows nothing."""
 
     began: float | None = None
-    """Start of the run by the monotonic clock; None where the run itself says so."""
+    """Start of the run by the monotonic clock; None if the run starts its own clock."""
 
     def stage(self, text: str) -> None:
         """Called when a new part of the work begins."""
 
     def note(self, text: str) -> None:
-        """Called when something was found or chosen that the user did not name."""
+        """Called when featcal found or chose something that the user did not name."""
 
     def waiting(self, text: str) -> None:
-        """Called when the Hub keeps the run waiting, with the reason and the time of the next try."""
+        """Called when the run waits for the Hub, with the reason and the time until the next try."""
 
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         """Called with the bytes of a repo that were downloaded (or sent) so far, and their total."""
@@ -157,7 +157,7 @@ class Listener:
 
 
 def tell_seconds(seconds: float) -> str:
-    """A duration for people: 8 s, 2 min 5 s, or 3 h 7 min."""
+    """Format a duration for people: 8 s, 2 min 5 s, or 3 h 7 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s" if whole else f"{seconds:.1f} s"
@@ -166,7 +166,7 @@ def tell_seconds(seconds: float) -> str:
 
 
 def tell_change(before: float, after: float) -> str:
-    """The relative change of a drift in percent; "new" where it was 0.000 before."""
+    """Format the relative change of a drift in percent; "new" if it was 0.000 before."""
     if f"{before:.3f}" == "0.000":
         return "0 %" if f"{after:.3f}" == "0.000" else "new"
     percent = f"{100 * (after - before) / before:+.0f} %"
@@ -174,7 +174,7 @@ def tell_change(before: float, after: float) -> str:
 
 
 class PhaseClock:
-    """A clock that adds up the seconds of each phase of a run; stages begin the phases."""
+    """A clock that adds up the seconds of each phase of a run; a new stage begins a phase."""
 
     def __init__(self, began: float) -> None:
         """began: the start by the monotonic clock."""
@@ -182,12 +182,12 @@ class PhaseClock:
         self._seconds: dict[str, float] = {}
 
     def begin(self, stage: str) -> None:
-        """Begin a stage; its phase is the part of its text before the first name."""
+        """Begin a stage. Its phase is the beginning of its text, up to the first name."""
         self._seconds = self.read()
         self._phase, self._since = _PHASE.sub(r"\1", stage), time.monotonic()
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase so far, in order."""
+        """Return the seconds spent in each phase so far, in order."""
         here = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
         return {**self._seconds, self._phase: round(here, 3)}
 
@@ -197,10 +197,10 @@ Watch: TypeAlias = "Callable[[Progress], None]"
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a calibration, handed to whoever shows it."""
+    """The state of a calibration, as it is given to whoever shows it."""
 
     block: str
-    """The current block; empty while the experts' outputs are computed, and then `finished` and `blocks` count
+    """The current block. It is empty while the experts' outputs are computed; `finished` and `blocks` then count
     these."""
     finished: int
     """The number of finished blocks."""
@@ -210,24 +210,24 @@ class Progress:
     module: str = ""
     """The module that is being solved."""
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Drift of the merged and of the calibrated model after `block` by task, where it was just measured."""
+    """The drift of the merged and of the calibrated model after `block`, by task, if it was just measured."""
     by_outputs: bool = False
-    """Whether errors are measured at the outputs; features may move away from the expert's then, while outputs come
+    """Whether errors are measured at the outputs. Features may then move away from the expert's while outputs come
     nearer."""
 
     def at_task(self, watch: Watch) -> Callable[[str], None]:
-        """A function that tells `watch` that the features of a task are being read."""
+        """Return a function that tells `watch` which task's features are being read."""
         return lambda task: watch(replace(self, task=task))
 
     def at_module(self, watch: Watch) -> Callable[[str], None]:
-        """A function that tells `watch` that a module is being solved."""
+        """Return a function that tells `watch` which module is being solved."""
         return lambda module: watch(replace(self, module=module))
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Context manager without bars and warnings of transformers: our own checks report missing and unexpected
-    tensors."""
+    """Context manager that hides progress bars and warnings of transformers, because featcal's own checks report
+    missing and unexpected tensors."""
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("transformers")

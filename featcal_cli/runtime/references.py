@@ -1,4 +1,4 @@
-"""References that users type: a path, a Hub id with a revision, a web address, a data source, a merge method."""
+"""Parse references that users type: a path, a Hub id with a revision, a web address, a data source, a merge method."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from urllib.parse import unquote
 from featcal_cli.runtime.errors import RecipeError
 
 DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".safetensors")
-"""Endings of data files; no Hub id ends so."""
+"""Endings of data files; no Hub id ends like this."""
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
-"""Hosts of the Hub's pages, besides the one in HF_ENDPOINT."""
+"""Hosts of the Hub's web pages, besides the host in HF_ENDPOINT."""
 
 _NO_REPOS = ("spaces", "docs", "blog", "papers", "collections", "organizations", "learn", "posts", "buckets", "kernels")
-"""First parts of the Hub's addresses that lead to no model and no dataset."""
+"""First parts of paths on the Hub that belong to neither a model nor a dataset."""
 _REVISION = r"refs/[^/:]+/[^/:]+|[^/:]+"
 _PAGES = "tree|blob|resolve|raw|blame|commits?|discussions|settings|viewer"
 _PAGE = re.compile(
@@ -26,17 +26,18 @@ _PAGE = re.compile(
     rf"(?:/(?:tree|blob|resolve|raw|blame|commits?)/(?P<revision>{_REVISION})|/viewer/(?P<shown>[^/:]+)(?:/(?P<part>[^/:]+))?)?"
     r"(?:/[^:]*)?(?::(?P<config>[^:]*)(?::(?P<split>[^:]*))?)?"
 )
-"""A repo's address below the Hub: the repo, perhaps a revision, perhaps a page of it, and :CONFIG:SPLIT."""
+"""The path of a repo's address on the Hub: the repo, and optionally a revision, a page of the repo, and
+:CONFIG:SPLIT."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The repo that a web address leads to."""
+    """The repo that a web address points to."""
 
     name: str
     """USER/NAME, or NAME alone for old repos."""
     kind: Literal["model", "dataset"] | None
-    """Model or dataset; None where the address does not tell."""
+    """Whether it is a model or a dataset; None if the address does not tell."""
     revision: str | None = None
     config: str | None = None
     split: str | None = None
@@ -48,8 +49,8 @@ class Page:
 
 
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
-    """Parse an existing path (from `folder`), `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address to keys of
-    `Data`. Raises RecipeError."""
+    """Parse an existing path (relative to `folder`), `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address into
+    keys of `Data`. Raises RecipeError."""
     if path_exists(folder / text):
         return {"path": str((folder / text).resolve())}
     if page := read_page(text):
@@ -67,12 +68,12 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
 
 
 MERGE_NUMBERS = ("scale", "density", "seed")
-"""The numbers that may follow the name of a merge method, in order."""
+"""The numbers that may follow the name of a merge method, in this order."""
 
 
 def parse_merge(text: str) -> dict[str, str]:
-    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` to keys of `Merge`, whose validation says what is no number. Raises
-    RecipeError."""
+    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` into keys of `Merge`, which later checks that the numbers are valid.
+    Raises RecipeError."""
     method, *numbers = text.split(":")
     if len(numbers) > len(MERGE_NUMBERS):
         what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
@@ -81,13 +82,13 @@ def parse_merge(text: str) -> dict[str, str]:
 
 
 def write_number(value: float) -> str:
-    """A number as a person would type it, with all its digits."""
+    """Write a number as a person would type it, without losing digits."""
     short = f"{value:g}"
     return short if float(short) == value and isinstance(value, float) else str(value)
 
 
 def path_exists(path: Path) -> bool:
-    """Whether there is such a file or folder; False for text that cannot be a path at all (too long, a null byte)."""
+    """Whether a file or folder exists; False for text that cannot be a path at all (too long, a null byte)."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -101,13 +102,13 @@ def looks_like_path(text: str) -> bool:
 
 
 def split_revision(text: str) -> tuple[str, str | None]:
-    """The two parts of `ID[@REVISION]`, cut at the last @; the second is None where no revision is named."""
+    """Split `ID[@REVISION]` at the last @ into id and revision; the revision is None if there is none."""
     repo, at, revision = text.rpartition("@")
     return (repo, revision) if at else (text, None)
 
 
 def existing_path(text: str) -> Path | None:
-    """The absolute path of the file or folder that `text` names on this machine, if there is one."""
+    """Return the absolute path of the file or folder that `text` names on this machine, or None if there is none."""
     try:
         path = Path(text).expanduser().absolute()
         return path if path.exists() else None
@@ -117,8 +118,8 @@ def existing_path(text: str) -> Path | None:
 
 
 def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """The `ID[@REVISION]` that is given, or that the address of a web page stands for. Raises RecipeError for the page
-    of a dataset where a model is meant, and for addresses of other hosts."""
+    """Return `ID[@REVISION]` for a text that is one or that is the address of a Hub page. Raises RecipeError for the
+    page of a dataset if a model is meant, and for addresses of other hosts."""
     page = read_page(text)
     if page is None:
         return text
@@ -129,17 +130,17 @@ def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
 
 
 def bare_model(text: str) -> str:
-    """The name of a model, BASE+ADAPTER included, with web addresses replaced as by `bare_id`; an existing path stays.
-    Raises RecipeError."""
+    """Return the name of a model, or of BASE+ADAPTER, with web addresses replaced as by `bare_id`; an existing path
+    stays. Raises RecipeError."""
     if existing_path(text):
         return text
     return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))
 
 
 def read_page(text: str) -> Page | None:
-    """The repo that a web address leads to; None for text that is no address. Addresses are https://HOST/USER/NAME,
-    hf://datasets/USER/NAME and HOST/USER/NAME, also followed by /tree/REVISION, /blob/…, /resolve/… or
-    /viewer/CONFIG/SPLIT. Raises RecipeError for other hosts, and for pages of the Hub that are no repo."""
+    """Return the repo that a web address points to, or None for text that is no address. Addresses are
+    https://HOST/USER/NAME, hf://datasets/USER/NAME and HOST/USER/NAME, optionally followed by /tree/REVISION, /blob/…,
+    /resolve/… or /viewer/CONFIG/SPLIT. Raises RecipeError for other hosts, and for Hub pages that are no repo."""
     rest = _below_the_hub(text)
     if rest is None:
         return None
@@ -157,7 +158,7 @@ def read_page(text: str) -> Page | None:
 
 
 def _below_the_hub(text: str) -> str | None:
-    """The part of an address after the Hub's host; None where the text is no address. Raises RecipeError."""
+    """Return the part of an address after the Hub's host, or None if the text is not an address. Raises RecipeError."""
     hosts = dict.fromkeys(HUB_HOSTS, "")
     if endpoint := os.environ.get("HF_ENDPOINT", "").partition("://")[2]:
         host, _, folder = endpoint.partition("/")
@@ -181,7 +182,7 @@ def _below_the_hub(text: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """An address for a message: short, without a password and without the part after a question mark."""
+    """Shorten an address for a message, without a password and without the part after a question mark."""
     shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])
     return shown if len(shown) <= 100 else shown[:99] + "…"
 
@@ -191,8 +192,8 @@ _Read = TypeVar("_Read")
 
 
 def complaining(read: Callable[[_Given], _Read]) -> Callable[[_Given], _Read]:
-    """A pydantic validator made of a reader: its RecipeError becomes one of pydantic's complaints, beside all
-    others."""
+    """Make a pydantic validator of a function: its RecipeError becomes a pydantic error, so that it is reported
+    together with all others."""
 
     def validate(given: _Given) -> _Read:
         try:

@@ -1,4 +1,4 @@
-"""Sanitising: text of strangers made fit for messages, terminals, Markdown and HTML, and secrets taken out of text."""
+"""Sanitise text of strangers for messages, terminals, Markdown and HTML, and remove secrets from text."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from unicodedata import category
 
 CONTEXT = 20
-"""Characters before a difference that a message shows."""
+"""Number of characters before the first difference that a message shows."""
 LISTED = 5
-"""Names that a message shows of a list from outside."""
+"""Maximum number of names that a message shows from a list; the rest are counted."""
 LONGEST_WORDS = 240
-"""The most characters that a message quotes of an exception."""
+"""Maximum number of characters that a message quotes from an exception."""
 LONGEST_QUOTED = 80
-"""The most characters that a message quotes of any other text."""
+"""Maximum number of characters that a message quotes from any other text."""
 LONGEST_NAME = 200
-"""The most characters of a name in a card, a page or a picture."""
+"""Maximum number of characters of a name in a card, a page or a picture."""
 
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of characters that move the cursor, turn the writing, or begin a command to the terminal."""
+"""Unicode categories of characters that move the cursor, change the writing direction, or start a terminal command."""
 _REPLACED = {"Cc": " ", "Zl": " ", "Zp": " ", "Cf": "", "Cs": ""}
-"""Characters that stand for those of a category in text of one line."""
+"""Replacement, in text of one line, for the characters of each category."""
 _PATH = re.compile(r"(?<![\w:/.~&;])~?/(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"`<>|\\]+)/?")
 
 
@@ -31,17 +31,17 @@ _PATH = re.compile(r"(?<![\w:/.~&;])~?/(?:[^\s/,;:()'\"`<>|\\]+/)*([^\s/,;:()'\"
 
 
 def quoted(text: str) -> str:
-    """A foreign text for a message, in quotation marks: short, and with control characters written as escapes."""
+    """Quote a foreign text for a message: shortened, and with control characters as escapes."""
     return repr(text if len(text) <= LONGEST_QUOTED else text[: LONGEST_QUOTED - 3] + "...")
 
 
 def plain(text: str) -> str:
-    """A foreign text for a message as `quoted` writes it, without the quotation marks."""
+    """Return a foreign text for a message as `quoted` does, without the quotation marks."""
     return quoted(text)[1:-1]
 
 
 def exception_text(error: BaseException) -> str:
-    """The text of an exception for a message: on one line, not too long, and with the exception's type where the text
+    """Return the text of an exception for a message: on one line, shortened, and with the exception's type if the text
     alone says too little."""
     text = " ".join(for_terminal(str(error)).split())
     if not text or isinstance(error, KeyError | AssertionError):
@@ -50,8 +50,8 @@ def exception_text(error: BaseException) -> str:
 
 
 def tell_apart(one: object, other: object, write: Callable[[Any], str] = str) -> tuple[str, str]:
-    """Two different values for a message that compares them, written so that the difference shows: as `write` does,
-    or else in full from a little before the first difference."""
+    """Write two different values for a message so that the difference shows: as `write` does, or else in full from a
+    little before the first difference."""
     texts = plain(write(one)), plain(write(other))
     if texts[0] != texts[1]:
         return texts
@@ -65,8 +65,8 @@ def tell_apart(one: object, other: object, write: Callable[[Any], str] = str) ->
 
 
 def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", write: Callable[[str], str] = plain) -> str:
-    """A foreign list for a message: its first names, each written by `write`, and how many more there are. `last`
-    stands before the last name of a list that is shown whole."""
+    """Shorten a foreign list for a message to its first names, each written by `write`, and the number of further
+    names. `last` is put before the last name if all names are shown."""
     left = iter(names)
     shown = [write(name) for name in islice(left, LISTED)]
     more = sum(1 for _ in left)
@@ -76,7 +76,7 @@ def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", writ
 
 
 def enumerate_names(names: Iterable[str], most: int = LISTED) -> str:
-    """`a, b and c`; of more than `most` the first, and how many more there are."""
+    """Join names as `a, b and c`; if there are more than `most`, only the first are shown and the rest counted."""
     shown = list(names)
     left = len(shown) - most
     shown = [*shown[:most], f"{left:,} more"] if left > 0 else shown
@@ -87,12 +87,13 @@ def enumerate_names(names: Iterable[str], most: int = LISTED) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """The text with a replacement sign for every character that a terminal would obey, except line breaks."""
+    """Return the text with a replacement sign for every character that would control a terminal, except line breaks."""
     return "".join("�" if category(char) in _OBEYED and char != "\n" else char for char in text)
 
 
 def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
-    """One line of Markdown that shows exactly the text, without tokens, in a paragraph, a list item or a table cell."""
+    """Return a line of Markdown that shows exactly the text, without tokens, in a paragraph, list item or table
+    cell."""
     shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(text, longest))
     for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
         shown = shown.replace(char, entity)
@@ -100,25 +101,25 @@ def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def for_html(text: str, longest: int = LONGEST_NAME) -> str:
-    """One line for the data of a page or for a picture, which are passed on: without tokens and this machine's folders.
-    The page's script puts it into the document as text, never as HTML."""
+    """Return one line of text for a page's data or a picture, which users share: without tokens and this machine's
+    folders. The page's script must insert it as text, never as HTML."""
     return one_line(for_sharing(text), longest)
 
 
 def for_sharing(text: str) -> str:
-    """A text that is passed on: without tokens and without the folders of this machine."""
+    """Return a text that users may share: without tokens and without the folders of this machine."""
     return without_folders(without_tokens(text))
 
 
 def one_line(text: str, longest: int = LONGEST_NAME) -> str:
-    """The text in one line, cut to `longest` characters: without tokens, and without control, direction and other
+    """Return the text on one line, cut to `longest` characters, without tokens and without control, direction and other
     invisible characters."""
     shown = " ".join("".join(_REPLACED.get(category(char), char) for char in without_tokens(text)).split())
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
 def without_folders(text: str) -> str:
-    """The text with only the last part of every absolute path."""
+    """Return the text with every absolute path shortened to its last part."""
     return _PATH.sub(r"\1", text)
 
 
@@ -128,9 +129,10 @@ def without_folders(text: str) -> str:
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL", re.IGNORECASE)
 """Words in the name of an environment variable that mark its value as a secret."""
 SHORTEST = 6
-"""The fewest characters of a secret: shorter values would take ordinary words out."""
+"""Minimum length of a secret; removing shorter values would remove ordinary words."""
 SHORTEST_IN_FILES = 16
-"""The fewest characters of a secret that is taken out of files, which programs read."""
+"""Minimum length of a secret that is removed from files, because a wrong removal would break programs that read
+them."""
 HIDDEN = "***"
 PATTERNS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), f"hf_{HIDDEN}"),
@@ -138,13 +140,13 @@ PATTERNS = (
     (re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^\s/@]+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)(https?://[^\s?#\"']+)\?[^\s\"'#]+"), rf"\1?{HIDDEN}"),  # signed addresses open what they name
 )
-"""Patterns of secrets in messages and logs, with their replacements."""
+"""Patterns of secrets in messages and logs, each with its replacement."""
 TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
-"""Pattern of the Hub's tokens."""
+"""Pattern of the Hub's access tokens."""
 
 
 def redact(text: str) -> str:
-    """The text without tokens, passwords in addresses, signatures of addresses, and values of secret variables."""
+    """Remove tokens, passwords and signatures in addresses, and values of secret variables from a text."""
     text = _without_secret_values(text, SHORTEST)
     for pattern, hidden in PATTERNS:
         text = pattern.sub(hidden, text)
@@ -152,8 +154,8 @@ def redact(text: str) -> str:
 
 
 def without_tokens(text: str) -> str:
-    """The text of a file that featcal composes (a card, a report, a recipe) without tokens and values of secret
-    variables; everything else in it stays."""
+    """Remove tokens and the values of secret environment variables from the text of a file that featcal composes (a
+    card, a report, a recipe); everything else stays."""
     return TOKEN.sub(r"\1_…", _without_secret_values(text, SHORTEST_IN_FILES))
 
 

@@ -1,4 +1,4 @@
-"""YAML and JSON from outside, read within bounds, and written so that every reader understands them alike."""
+"""Read YAML and JSON from outside within fixed limits, and write them so that every reader understands them alike."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import yaml
 from featcal_cli.runtime.sanitise import plain, quoted
 
 MAX_CHARACTERS = 1_000_000
-"""The most characters of a YAML text that is parsed: no card or config is longer."""
+"""Maximum number of characters of a YAML text that is parsed; no card or config is longer."""
 MAX_VALUES = 1_000_000
-"""The most values that a YAML text may unfold to: a few lines of aliases (&a, *a, <<) can unfold to more than any
-memory holds."""
+"""Maximum number of values that a YAML text may unfold to; a few lines of aliases (&a, *a, <<) can unfold to more than
+fits into memory."""
 MAX_DEPTH = 60
-"""The deepest nesting of values."""
+"""Maximum number of levels of nested values."""
 MAX_DIGITS = 3000
-"""The most characters of a whole number in YAML, hexadecimal ones included: Python writes at most 4,300 digits."""
+"""Maximum number of characters of a whole number in YAML, hexadecimal or not; Python writes at most 4,300 digits."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors that yaml.SafeLoader raises at text that is not YAML: besides its own ones, slips at odd tags (`!!int ""`)."""
+"""Errors that yaml.SafeLoader raises for text that is not YAML: its own ones, and others for odd tags (`!!int ""`)."""
 
 
 class _RefusedError(ValueError):
-    """A text that stands for more than can be read, or for two things."""
+    """Raised for a text that is too large to be read, or ambiguous."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -41,13 +41,12 @@ _TYPES_OF_CARDS = (
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
 )
-"""Types of values without quotation marks in YAML 1.2, which the Hub reads: a name, a pattern, and its first
-characters. YAML 1.1, which PyYAML reads, also takes no, on, 12:30 and 2024-01-02 for other things than text, and 1e-3
-for text."""
+"""Types of unquoted values in YAML 1.2, which the Hub reads: a name, a pattern, and the characters it may begin with.
+PyYAML reads YAML 1.1, which takes no, on, 12:30 and 2024-01-02 for other types than text, and 1e-3 for text."""
 
 
 def _resolve(types: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """PyYAML's table of types: for each first character of a value, the tags that it may get."""
+    """Make PyYAML's table of types: the tags that a value may get, by its first character."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for name, pattern, first in types:
         for character in [*first, *([""] if name == "null" else [])]:
@@ -56,7 +55,7 @@ def _resolve(types: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str,
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of plain values of YAML 1.2's types, and of no more values than there is room for."""
+    """A YAML loader that knows only the plain types of YAML 1.2 and refuses texts with too many values."""
 
     yaml_implicit_resolvers = _resolve((*_TYPES_OF_ALL, *_TYPES_OF_CARDS))
 
@@ -65,7 +64,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """The number that a scalar stands for, decimal or not. Raises _RefusedError for one that is too long."""
+        """Return the number that a scalar stands for, decimal or not. Raises _RefusedError for a too long number."""
         text = str(self.construct_scalar(node))
         if len(text) > MAX_DIGITS:
             raise _RefusedError(f"line {node.start_mark.line + 1} holds a number of {len(text):,} digits")
@@ -76,8 +75,8 @@ _Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 
 
 class _RecipeLoader(_Loader):
-    """A loader that reads every value as text, of which the recipe's schema makes numbers and switches; it refuses a
-    key that comes twice, of which YAML would take the last."""
+    """A YAML loader that leaves numbers and switches as text, because the recipe's schema converts them. It refuses a
+    repeated key, where plain YAML would take the last value."""
 
     yaml_implicit_resolvers = _resolve(_TYPES_OF_ALL)
 
@@ -93,7 +92,7 @@ class _RecipeLoader(_Loader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that puts text in quotation marks where YAML 1.1 or YAML 1.2 would take it for something else."""
+    """A YAML dumper that quotes text which YAML 1.1 or YAML 1.2 would take for another type."""
 
 
 for _name, _pattern, _first in _TYPES_OF_CARDS:
@@ -101,12 +100,12 @@ for _name, _pattern, _first in _TYPES_OF_CARDS:
 
 
 def dump_yaml(content: Any, width: int = 80) -> str:
-    """A value as YAML that every reader understands alike, keys in their order."""
+    """Write a value as YAML that every reader understands alike, with keys in their given order."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
 def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
-    """The documents of a YAML text, without empty ones. With `recipe`, values are text, and keys that come twice are
+    """Return the documents of a YAML text that are not empty. With `recipe`, values stay text and repeated keys are
     refused. Raises ValueError with a short reason."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
@@ -141,8 +140,8 @@ def find_line(text: str, path: Sequence[str | int]) -> int:
 
 
 def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
-    """The metadata at the top of a card ({} without any, None where they are no mapping), the text below them, and the
-    reason why they cannot be read, if there is one."""
+    """Split a card into its metadata ({} if there are none, None if they are not a mapping or cannot be read), the text
+    below, and the reason why the metadata cannot be read (empty if they can)."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if (top := REGEX_YAML_BLOCK.search(text)) is None:
@@ -156,8 +155,8 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """The value of a JSON text; with `unique`, an object that has a key twice is refused. Raises JSONDecodeError for
-    text that is not JSON, and another ValueError, with a reason, for JSON that is refused."""
+    """Parse a JSON text; with `unique`, repeated keys in an object are refused. Raises JSONDecodeError for text that is
+    not JSON, and another ValueError, with a reason, for JSON that is refused."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
     except RecursionError:
@@ -178,7 +177,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(value: Any, **settings: Any) -> str:
-    """A value as JSON, with null for numbers that are not finite, as JSON cannot write them; settings of json.dumps."""
+    """Write a value as JSON, with null for numbers that are not finite; `settings` are those of json.dumps."""
     try:
         return json.dumps(value, allow_nan=False, **settings)
     except ValueError:
@@ -194,7 +193,8 @@ def _without_nan(value: Any) -> Any:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """The number of values that a node unfolds to, and their depth. Raises _RefusedError."""
+    """Return the number of values that a node unfolds to, and their depth. Raises _RefusedError for too many or too
+    deep values."""
     if id(node) in known:
         if (size := known[id(node)]) is None:
             raise _RefusedError("a value in it contains itself (an alias inside its own anchor)")
