@@ -19,11 +19,11 @@ Sources = Sequence[Tensor]
 
 
 def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
-    """Merge experts, one block at a time: yields merged parameters by their names in the first expert's class.
+    """Merge experts, one block at a time, and yield the merged parameters by their names in the first expert's class.
 
-    Tensors that differ in shape between the models, or that one lacks (heads), are taken from the first expert. Of tied
-    parameters one is yielded. `ties` reads all models three times before the first block, `dare_ties` once; nothing of
-    it stays in memory.
+    Parameters that a model lacks, or that differ in shape between models (heads), are not yielded: the first expert's
+    are kept. Only one of several tied parameters is yielded. `ties` reads all models three times before the first
+    block, `dare_ties` once; neither keeps them in memory.
     """
     parameters = _find_shared(base, experts)
 
