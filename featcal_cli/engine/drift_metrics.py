@@ -167,8 +167,8 @@ class DriftMeter(Meter[Drift]):
         self._add((place, task, role), [len(hidden)], sums)
 
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
-        """Compute a Drift from its sums. Raises NumericsError if the expert's features are all zero in every batch and
-        the meter refuses that."""
+        """Compute a Drift from its sums. Raises NumericsError if the expert's features were all zero in a batch and the
+        meter refuses that."""
         distance, size, cosine_sum, vanished, *split = numbers
         if self._refuse_vanishing and vanished and counts[0]:
             place, task, _ = key
