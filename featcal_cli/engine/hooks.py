@@ -46,8 +46,7 @@ class Observation(NamedTuple):
     row_multiples: tuple[float, float]
     """Number of tokens of the task, and of all tasks, each divided by the number of tokens of this batch."""
     routes: Mapping[str, list[Route | None]]
-    """For each input of the modules in a mixture's experts, the tokens that it consists of; equal in student and expert
-    model."""
+    """Tokens that each input of the modules in a mixture's experts consists of; equal in student and expert model."""
 
 
 class CapturedRun(NamedTuple):
