@@ -64,7 +64,8 @@ class BlockRunner:
         self._functional = architecture.functional
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        """Parameters and buffers whose data is on the device, by id, each with the host data to restore."""
+        """Parameters and buffers whose data is on the device, by id, each with the data that it gets back
+        afterwards."""
         self._here: dict[int, DeviceWeight] = {}
         """The shared device copies that these tensors use, by id. A tensor that was given a new value has none."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
@@ -195,8 +196,8 @@ class BlockRunner:
         )
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
-        """Return the host-memory copies of a module's parameters, by their paths in merged; `path` is the module's path
-        in merged. New values that are still on the device are copied to host memory first."""
+        """Return the values of a module's parameters in host memory, by their paths in merged. `path` is the module's
+        path in merged. New values that are still on the device are copied to host memory first."""
         self._fetch_new()
         block, module = self._functional.get(path, (path, None))
         held = self.module(block)

@@ -31,17 +31,17 @@ class Drift:
     """
 
     distance: float = 0.0
-    """Σ ‖e‖₂."""
+    """Sum of drift norms, Σ ‖e‖₂."""
     size: float = 0.0
-    """Σ ‖h_exp‖₂."""
+    """Sum of norms of the expert's features, Σ ‖h_exp‖₂."""
     cosine_sum: float = 0.0
     tokens: int = 0
     local_sum: float = 0.0
-    """Σ ‖m‖₂."""
+    """Sum of local mismatch norms, Σ ‖m‖₂."""
     upstream_sum: float = 0.0
-    """Σ ‖p‖₂."""
+    """Sum of upstream propagation norms, Σ ‖p‖₂."""
     is_split: bool = False
-    """Whether m and p were measured."""
+    """Whether the local mismatch m and the upstream propagation p were measured."""
 
     @property
     def relative(self) -> float:
@@ -50,7 +50,7 @@ class Drift:
 
     @property
     def mean(self) -> float:
-        """mean ‖e‖₂."""
+        """Mean drift norm, mean ‖e‖₂."""
         return self.distance / self.tokens if self.tokens else 0.0
 
     @property
@@ -65,13 +65,13 @@ class Drift:
 
     @property
     def cosine(self) -> float:
-        """Mean cosine of h and h_exp."""
+        """Mean cosine of the model's features h and the expert's features h_exp."""
         return self.cosine_sum / self.tokens if self.tokens else 1.0
 
 
 def relate(distance: float, size: float, tokens: int) -> float:
-    """Return the ratio distance / size of two sums over tokens. If both vanish it is 0, if only the size does,
-    infinite."""
+    """Return the ratio distance / size of two sums over tokens. It is 0 if both vanish, and infinite if only the size
+    does."""
     if size > TINY * tokens:
         return distance / size
     return inf if distance > TINY * tokens else 0.0
@@ -124,7 +124,7 @@ class Meter(ABC, Generic[T]):
 
     @abstractmethod
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> T:
-        """Compute a reading from its sums."""
+        """Compute a reading from its host sums `counts` and its device sums `numbers`."""
 
 
 class DriftMeter(Meter[Drift]):
@@ -216,13 +216,13 @@ class Share:
     model's later blocks have propagated it to the end (paper, P m of Proposition 2)."""
 
     projection: float = 0.0
-    """Σ ⟨t, e⟩."""
+    """Sum of scalar products of the part with the drift, Σ ⟨t, e⟩."""
     square: float = 0.0
-    """Σ ‖e‖₂²."""
+    """Sum of squared drift norms, Σ ‖e‖₂²."""
     length: float = 0.0
-    """Σ ‖t‖₂."""
+    """Sum of norms of the part, Σ ‖t‖₂."""
     size: float = 0.0
-    """Σ ‖h_exp‖₂."""
+    """Sum of norms of the expert's features, Σ ‖h_exp‖₂."""
     tokens: int = 0
     examples: int = 0
 

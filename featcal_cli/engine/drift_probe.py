@@ -116,8 +116,7 @@ class DriftProbe:
         self._go_on(runs, done)
 
     def is_at(self, block: Block) -> bool:
-        """Tell whether all passes are paused before this block, or the expert has run it already and the others are
-        before it."""
+        """Tell whether all passes are paused before this block. The expert may also have run through it already."""
         return self._shown is not None or all(paused.is_at(block) for paused in self._passes.values())
 
     def _go_on(self, runs: Mapping[str, _Run], done: Sequence[Block]) -> None:

@@ -31,7 +31,7 @@ class Observation(NamedTuple):
     x_cal: Features
     """Module inputs of the student, whose earlier blocks are calibrated and whose current block is not yet."""
     x_exp: Features
-    """Module inputs of the expert."""
+    """Module inputs of the expert on the same examples."""
     masks: PerToken
     """Masks of the token axes that have padding: 1 for tokens, 0 for padding."""
     weights: PerToken

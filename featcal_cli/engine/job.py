@@ -21,7 +21,7 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.sanitise import list_some
 
 CALIBRATED, MERGED = "calibrated", "merged"
-"""Roles of the model that is calibrated, and of the merged model that it starts as."""
+"""Role of the model that is calibrated, and role of the merged model that it starts as."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Job:
     merged: BlockRunner
     base: BlockRunner
     experts: Mapping[str, BlockRunner]
-    """Experts, by task."""
+    """Runners of the experts, by task."""
     fitted: Mapping[str, Sequence[Batch]]
     """Batches of calibration examples, by task."""
     drift: Measurement
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def student(self) -> BlockRunner:
-        """The student that is calibrated."""
+        """The student in the role CALIBRATED, whose blocks are solved."""
         return self.students[CALIBRATED]
 
     @property

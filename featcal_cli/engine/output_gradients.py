@@ -111,8 +111,8 @@ class GradientPass:
         return self._paused.run_block(block, call=call, gradients=True)
 
     def _as_leaf(self, x: Tensor) -> Tensor:
-        """Replace a tensor that has no gradient by a leaf tensor that can have one. Other tensors are returned as they
-        are."""
+        """Return a leaf that requires gradients in place of a floating-point tensor that does not. Other tensors are
+        returned as they are."""
         if x.requires_grad or not x.is_floating_point():
             return x
         if id(x) not in self._leaves:

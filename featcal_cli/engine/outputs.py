@@ -66,13 +66,13 @@ class OutputShift:
 
     has_logits: bool = False
     distance: float = 0.0
-    """Σ ‖z − z_exp‖, with `logit_norm` as the norm of logits, else ‖ ‖₂."""
+    """Sum of output distances, Σ ‖z − z_exp‖. The norm is `logit_norm` for logits, else ‖ ‖₂."""
     size: float = 0.0
-    """Σ ‖z_exp‖ in the same norm."""
+    """Sum of the norms of the expert's outputs, Σ ‖z_exp‖, in the same norm."""
     divergence_sum: float = 0.0
-    """Σ KL(expert ‖ model), nats."""
+    """Sum of the divergences KL(expert ‖ model) of the predicted distributions, in nats."""
     variation_sum: float = 0.0
-    """Σ total variation distance of the two distributions, 0 to 1 each."""
+    """Sum of the total variation distances between the two predicted distributions; each is between 0 and 1."""
     agreed: int = 0
     """Number of predictions whose most likely class is the expert's."""
     certain: int = 0
@@ -82,7 +82,7 @@ class OutputShift:
 
     @property
     def relative(self) -> float:
-        """mean ‖z − z_exp‖ / mean ‖z_exp‖."""
+        """Relative output distance, mean ‖z − z_exp‖ / mean ‖z_exp‖."""
         return relate(self.distance, self.size, self.rows)
 
     @property

@@ -56,7 +56,7 @@ def _is_of_model(error: Exception) -> bool:
 
 
 class PausedForward(greenlet):
-    """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
+    """One forward pass over one batch. It is paused before a block until `advance` gives it that block's output."""
 
     pauses = True
     """Marks this greenlet as one in which blocks pause."""
@@ -101,7 +101,7 @@ class PausedForward(greenlet):
         self.call, self.output = (None, result) if self.dead else (result, None)
 
     def is_at(self, block: Block) -> bool:
-        """Whether the pass is paused before this block."""
+        """Tell whether the pass is paused before this block."""
         return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
 
     def run_block(

@@ -175,7 +175,7 @@ def describe_merge_fit(
     built: bool = False,
     is_calibrated: bool = False,
 ) -> list[str]:
-    """Describe, in sentences, signs that merged is not a merge of these models. `built` says that this run merged them
+    """Describe, in sentences, what is suspicious about these models as a merge. `built` says that this run merged them
     itself. `is_calibrated` says that featcal calibrated merged before, so the experts need not explain it."""
     names = _choose_names((merged, base, *experts.values()), architecture)
     if not names:

@@ -93,7 +93,8 @@ class Block:
     text with padding that the model itself appends. `patches`: image patches, or other rows whose number does not
     depend on a text's length."""
     gating_modules: tuple[str, ...]
-    """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
+    """Paths inside the block of the modules that choose experts for tokens; an empty string stands for the block
+    itself."""
 
     @property
     def is_mixture(self) -> bool:
@@ -136,7 +137,7 @@ class Architecture:
     draws: bool = False
     """Whether the model's forward draws random numbers."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, such as lists of blocks that no example reaches."""
+    """Notes to show the user, such as lists of blocks that no example reaches."""
 
     @property
     def functional(self) -> dict[str, tuple[str, Module]]:
@@ -152,10 +153,10 @@ def find_architecture(
 ) -> Architecture:
     """Find the blocks of `model`, in the order in which they run on probes cut from one batch of each task.
 
-    `norms` is auto or layernorm (norms with a bias), all, or none. With `routers`, the routers of mixtures are
-    calibrated as well; with `stems`, modules that hold convolutions and run before the blocks are blocks too. Raises
-    ArchitectureError if no blocks are found or their order differs between tasks, DataError if the model cannot run on
-    a task's examples.
+    `norms` is `auto` or `layernorm` (norms with a bias), `all`, or `none`. With `routers`, the routers of mixtures are
+    calibrated as well. With `stems`, modules that hold convolutions and run before the blocks count as blocks too.
+    Raises ArchitectureError if no blocks are found or their order differs between tasks, and DataError if the model
+    cannot run on a task's examples.
     """
     # tasks with the same inputs share one pair of probes
     runs: dict[frozenset[str], ProbeRun] = {}
@@ -202,7 +203,8 @@ def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
 
 
 def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
-    """Describe one block: the modules to calibrate, with their rows, and the parts left unchanged, with reasons."""
+    """Describe one block: the modules to calibrate, with their rows, and the parts that are left unchanged, with
+    reasons."""
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     rows, axes = run.rows_of_block(name)

@@ -89,8 +89,8 @@ def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
 
 
 def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
-    """Whether a list member is itself a chain of equal blocks (a stage of Swin), not a block made of parts (a layer of
-    T5)."""
+    """Tell whether a list member is itself a chain of equal blocks (a stage of Swin), not a block made of parts (a
+    layer of T5)."""
     for path, inner in module.named_modules():
         if not isinstance(inner, CONTAINERS) or not path:
             continue
@@ -107,8 +107,8 @@ def _linears(module: nn.Module) -> list[nn.Module]:
 
 
 def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
-    """Merge the block orders of several inputs into one that agrees with all. Raises ArchitectureError if there is
-    none."""
+    """Merge the block orders of several inputs into one order that agrees with all of them. Raises ArchitectureError if
+    there is no such order."""
     graph: TopologicalSorter[str] = TopologicalSorter()
     for sequence in sequences:
         for number, name in enumerate(sequence):

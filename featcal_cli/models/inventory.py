@@ -47,7 +47,7 @@ class BlockEntry:
     modules: list[ModuleEntry]
     skipped: list[dict[str, str]]
     parameters: int
-    """Number of all parameters of the block, calibrated or not."""
+    """Number of parameters in the block, whether calibrated or not."""
     ran: bool
     """Whether the block's position was seen in a run; otherwise the order of registration is used."""
 
@@ -64,7 +64,7 @@ class Inventory:
 
     @property
     def share(self) -> float:
-        """Share of the parameters inside blocks that would be calibrated, 0 to 1."""
+        """Share of the parameters inside blocks that would be calibrated, from 0 to 1."""
         calibrated = sum(module.parameters for block in self.blocks for module in block.modules)
         return calibrated / max(1, sum(block.parameters for block in self.blocks))
 
@@ -74,7 +74,7 @@ class Inventory:
 
 
 def take_inventory(snapshot: Snapshot, norms: str = "auto") -> Inventory:
-    """List the blocks and modules of a checkpoint. Raises ArchitectureError if there are none."""
+    """List the blocks and modules of a checkpoint. Raises ArchitectureError if it has no blocks."""
     model_class = find_class(snapshot)
     about = {"role": "this model", "name": snapshot.name}
     config = load_config(AutoConfig, snapshot.folder, trusted=snapshot.trusted, **about)

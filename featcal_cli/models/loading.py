@@ -101,8 +101,8 @@ def count_fused(module: PreTrainedModel) -> int:
 
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
-    """Find the class that a checkpoint's config names, in transformers or in the repo's own code if that is trusted.
-    Raises CheckpointError if there is none."""
+    """Find the class that a checkpoint's config names, in transformers or, if it is trusted, in the repo's own code.
+    Raises CheckpointError if there is no such class."""
     config = snapshot.config
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)

@@ -48,7 +48,7 @@ def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a convolution runs torch's own code with a weight that is a plain parameter."""
+    """Tell whether a convolution runs torch's own code with a weight that is a plain parameter."""
     plain = {kind.forward for kind in CONVOLUTIONS} | {kind._conv_forward for kind in CONVOLUTIONS}
     computes = type(module).forward in plain and type(module)._conv_forward in plain  # type: ignore[attr-defined]
     return computes and isinstance(module._parameters.get("weight"), nn.Parameter)
@@ -110,7 +110,7 @@ class ParameterSlice:
     offset: int
     """Offset of the first element in the parameter."""
     size: tuple[int, ...]
-    """Shape [d] or [d_out, d_in]."""
+    """Shape of the slice: [d] or [d_out, d_in]."""
     stride: tuple[int, ...]
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -142,7 +142,8 @@ class FunctionalLinear(NamedTuple):
     weight: ParameterSlice
     bias: ParameterSlice | None
     is_module: bool
-    """Whether weight and bias belong to a Linear that is never called, rather than to parameters of another module."""
+    """Whether weight and bias belong to a Linear that is never called; otherwise they lie in parameters of another
+    module."""
 
     def with_prefix(self, prefix: str) -> FunctionalLinear:
         """Return a copy with a prefix before all paths."""
@@ -244,11 +245,11 @@ def channels_last(module: nn.Module, y: Tensor) -> Tensor:
 
 
 _ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether each norm scales by 1 + w instead of w."""
+"""Cached results of whether a norm scales by 1 + w instead of w, by module."""
 
 
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
-    """Compute z, the norm's output before scale and bias, with its own forward in float32 [.., d]."""
+    """Compute z [.., d], a norm's output before scale and bias, with the norm's own forward in float32."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
     # looking at values keeps a device waiting: once is enough
@@ -260,17 +261,17 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Weight and bias of one module, if it has a bias. The weight is [d_out, d_in] for a Linear, [groups, d_out /
-    groups, d_in / groups] for a convolution with groups, and the scale [d] for a norm."""
+    """Weight and bias of one module; the bias is None if it has none. The weight is [d_out, d_in] for a Linear,
+    [groups, d_out / groups, d_in / groups] for a convolution with groups, and the scale [d] for a norm."""
 
     weight: Tensor
     bias: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Affine:
-        """Apply a function to weight and bias."""
+        """Return the results of a function that is applied to weight and bias."""
         return Affine(change(self.weight), None if self.bias is None else change(self.bias))
 
     def minus(self, other: Affine) -> Affine:
-        """The difference to another, without a bias if either has none."""
+        """Subtract the weight and bias of another module; the result has no bias if either module has none."""
         bias = None if self.bias is None or other.bias is None else self.bias - other.bias
         return Affine(self.weight - other.weight, bias)

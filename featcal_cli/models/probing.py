@@ -104,7 +104,8 @@ def _has_other_inputs(batch: Batch, axes: Axes) -> bool:
 
 
 def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[str]:
-    """Yield the path of the whole model, then those of its towers that take these inputs, outermost first."""
+    """Yield the path of the whole model (an empty string), then the paths of its towers that take these inputs,
+    outermost first."""
     yield ""
     for name, module in model.named_modules():
         if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):

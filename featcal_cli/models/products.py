@@ -32,7 +32,7 @@ class Route:
 
     def __init__(self, rows: Tensor, shape: torch.Size, whole: tuple[Route, int] | None = None) -> None:
         self.rows = rows
-        """Index of each row's token among all tokens [n]."""
+        """Index [n] of each row's token among all tokens."""
         self.shape = shape
         """Shape [.., d] of the features of all tokens, which the rows were taken from."""
         self.gate: Tensor | None = None
@@ -173,7 +173,7 @@ CONVOLUTION_FUNCTIONS = {functional.conv1d, functional.conv2d, functional.conv3d
 
 
 class MatrixProduct(NamedTuple):
-    """A product x Wᵀ + b."""
+    """A matrix product x Wᵀ + b, read from a call of a torch function."""
 
     x: Tensor
     """Shape [.., d_in]."""

@@ -35,7 +35,8 @@ class Rows(NamedTuple):
     tokens: int | None = None
     """The dimension of the tokens; None if rows are not single tokens."""
     examples: int | None = None
-    """The dimension of the examples; None if the tokens' dimension holds both, example by example."""
+    """The dimension of the examples; None if one dimension holds the tokens of all examples, one example after
+    another."""
     is_table: bool = False
     """Whether rows belong to no example and are the same in every batch."""
     distances: int | None = None

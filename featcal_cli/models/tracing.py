@@ -123,7 +123,7 @@ class Trace:
             self._receive(name, x, 0 if isinstance(module, CONVOLUTIONS) else weight.size[0])
 
     def end_product(self, weight: ParameterSlice, y: Tensor) -> None:
-        """Record the result of a function's product with a weight."""
+        """Record the result of a function's matrix product with a weight."""
         if len(weight.size) == 2:  # depth knows of convolutions
             self.depth.add_one(y)
 
@@ -157,7 +157,7 @@ class Trace:
             self.routers |= {name} if is_router else self._open_choices[name]
 
     def is_router(self, path: str) -> bool:
-        """Whether a path lies at or below a router of a mixture."""
+        """Tell whether a path is that of a mixture's router or of a module inside one."""
         return any(f"{path}.".startswith(f"{router}.") for router in self.routers)
 
     def after(self, name: str, output: Any) -> None:
@@ -191,7 +191,7 @@ def _count_shared(one: str, other: str) -> int:
 
 class MatmulDepth(TorchDispatchMode):
     """Counts, while it is active, the successive products with weights that each tensor depends on. A tensor's depth is
-    the largest depth among the inputs it is computed from, plus one for a product with a weight. Depths are stored by
+    the largest depth among the inputs it is computed from, plus one for a product with a weight. Depths are kept per
     storage, so views share the depth of their base."""
 
     def __init__(self) -> None:
@@ -255,10 +255,10 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype, entry: str = "") -
 
 
 class BlockCall(NamedTuple):
-    """One call of a block by its model."""
+    """The arguments with which a model calls one of its blocks."""
 
     block: str
-    """Path of the block in that model."""
+    """Path of the block in the model that calls it."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
