@@ -30,9 +30,9 @@ TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a la
 class BlockRunner:
     """Runs one model's forward passes, each of which pauses before every block until it is told to continue.
 
-    A pass is a coroutine around the model's own forward. It hands out a block's arguments, and continues with the block
-    output that it is given. Every architecture is thus run by its own code, and featcal need not know what happens
-    between blocks.
+    A pass is a coroutine around the model's own forward. It yields the arguments of a block, and continues with the
+    block output that it is given. Every architecture is thus run by its own code, and featcal need not know what
+    happens between blocks.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class BlockRunner:
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's forward so that, inside a paused pass, it hands out its call and waits to be given the block's
+    """Wrap a block's forward so that, inside a paused pass, it yields its arguments and waits to be given the block's
     output."""
 
     def paused(*args: Any, **kwargs: Any) -> Any:

@@ -316,8 +316,8 @@ class BlockVisit:
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
-        """Start reading the weights that are needed after this task's: this block of the next task's expert, or the
-        next block. If further parts follow, it is this block of the first task's expert again."""
+        """Start reading the weights that are needed after this task's: this block of the next task's expert. After the
+        last task it is this block of the first task's expert again if further parts follow, else the next block."""
         job = self._job
         later = self.tasks[self.tasks.index(task) + 1 :]
         if later or not self._is_last_part:

@@ -17,7 +17,7 @@ from featcal_cli.models.token_rows import OWN_AXIS, PerToken, Rows
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
-"""Weight of all tokens but the first, in the last block of a model whose output is read from its first token."""
+"""Weight of every token but the first, in the last block of a model whose output is read from its first token."""
 
 
 def padding_masks(paused: PausedForward, block: Block) -> PerToken:

@@ -1,5 +1,5 @@
-"""Check weights without running the models: broken checkpoints, merges that these experts do not explain, and task
-vectors."""
+"""Check weights without running the models: find broken checkpoints and merges that these experts do not explain, and
+compare task vectors."""
 
 from __future__ import annotations
 

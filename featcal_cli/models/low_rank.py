@@ -22,8 +22,8 @@ OLD_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names that experts' modules and routers had before transformers fused them. In many mixtures, peft mistakes any
 target module with such a name for the fused parameter."""
 EXACT_BELOW = 8
-"""Largest ratio of a matrix's smaller side to the rank at which the decomposition is exact; above, it is a random
-sketch."""
+"""Largest ratio of a matrix's smaller side to the rank at which it is decomposed exactly; above it, a random sketch is
+used."""
 
 
 @dataclass

@@ -70,8 +70,8 @@ class ProbeRun:
         return (learn_rows(routed[0][0], routed[1][0], axes, other_inputs=self.other_inputs),)
 
     def gives_no_rows(self, path: str) -> bool:
-        """Tell whether every input of a module has no rows, such as that of an adapter for a language that no example
-        is in."""
+        """Tell whether every input of a module has no rows. An adapter for a language that no example is in has such
+        inputs."""
         shapes = [shape for of in (self.first, self.second) for shape in of.shapes.get(path, ())]
         return bool(shapes) and all(0 in shape for shape in shapes)
 

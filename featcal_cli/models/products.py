@@ -74,7 +74,7 @@ class Routing:
 
     @property
     def kept(self) -> list[list[Any]]:
-        """All lists of records, which must be emptied before the next run."""
+        """All lists of records. They must be emptied before the next run."""
         return [self.decisions, self._routes, self._parts]
 
     def clear(self) -> None:
@@ -176,11 +176,11 @@ class MatrixProduct(NamedTuple):
     """A matrix product x Wᵀ + b, read from a call of a torch function."""
 
     x: Tensor
-    """Shape [.., d_in]."""
+    """The input of the product, with shape [.., d_in]."""
     weight: Tensor
-    """Shape [d_out, d_in]; a view of the parameter, in the same memory."""
+    """The weight [d_out, d_in], a view of the parameter in the same memory."""
     bias: Tensor | None
-    """Shape [d_out]; None if the function adds no bias."""
+    """The bias [d_out]; None if the function adds no bias."""
     features_first: bool = False
     """Whether the function takes x as [.., d, T], features before tokens, and returns W x."""
 

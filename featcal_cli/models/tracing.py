@@ -157,7 +157,7 @@ class Trace:
             self.routers |= {name} if is_router else self._open_choices[name]
 
     def is_router(self, path: str) -> bool:
-        """Tell whether a path is that of a mixture's router or of a module inside one."""
+        """Tell whether a path belongs to a mixture's router or to a module inside one."""
         return any(f"{path}.".startswith(f"{router}.") for router in self.routers)
 
     def after(self, name: str, output: Any) -> None:
