@@ -1,1 +1,1 @@
-"""Expert and students run block by block side by side: hooks, token weights, offload, drift metrics."""
+"""Run expert and students block by block, side by side, with hooks, token weights, offloading and drift metrics."""

@@ -1,4 +1,5 @@
-"""A model that runs block by block: its forward passes pause, and its weights are on the device only while they run."""
+"""Run a model block by block: its forward passes pause before each block, and weights are on the device only while
+needed."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
 TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates"
-"""The fix for a solution that the dtype of merged's weights cannot hold."""
+"""Advice in the error for solved weights that are too large for the dtype of merged's weights."""
 
 
 class BlockRunner:
-    """Runs one model's forward passes, each paused before every block until it is told to go on.
+    """Runs one model's forward passes, each of which pauses before every block until it is told to continue.
 
-    A pass is a coroutine around the model's own forward: it hands out the block's arguments and continues with the
-    output it is given. Every architecture is thus run by its own code, and nothing here depends on what happens between
-    blocks.
+    A pass is a coroutine around the model's own forward. It yields the arguments of a block, and continues with the
+    block output that it is given. Every architecture is thus run by its own code, and featcal need not know what
+    happens between blocks.
     """
 
     def __init__(
@@ -42,34 +43,35 @@ class BlockRunner:
         dtype: torch.dtype,
         token_ids: Tensor | None = None,
     ) -> None:
-        """Prepare a model for the merged model's `architecture`, of which it may be only a part, or more. `token_ids`
-        are the model's own ids of merged's vocabulary; None if they are the same."""
+        """Prepare a model for the merged model's `architecture`; the model may be a part of the merged model, or have
+        more parts. `token_ids` maps token ids of merged's vocabulary to the model's own; None if they are equal."""
         self.model = model
         self.token_ids = None if token_ids is None else token_ids.to(device)
         self.device, self.dtype = device, dtype
         self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
         self.bytes_read = 0
-        """Bytes of this model's parameters that were used so far, each counted once."""
+        """Bytes of this model's parameters that have been read so far; each parameter is counted once."""
         self.overflowed_blocks: set[str] = set()
-        """Blocks, by their paths in merged, that ran in float32 because bfloat16 overflowed."""
+        """Paths in merged of the blocks that ran in float32 because bfloat16 overflowed."""
         self.offloader: Offloader | None = None
-        """The offloader that may move the tensors of its paused passes."""
+        """The offloader that may move the tensors of paused passes; None if there is none."""
         self._stems = [stem for stem in architecture.stems if model.own_path(stem) is not None]
         self._blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
         inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
         self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
-        """Ids of parameters that lie in blocks, or run before the last block ends."""
+        """Ids of the parameters that lie in blocks or are used before the last block ends."""
         self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
         self._functional = architecture.functional
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors whose data is on the device, by id, each with the data that it gets back."""
+        """Parameters and buffers whose data is on the device, by id, each with the data that it gets back
+        afterwards."""
         self._here: dict[int, DeviceWeight] = {}
-        """Copies on the device that these tensors use, unless their values are new."""
+        """The shared device copies that these tensors use, by id. A tensor that was given a new value has none."""
         self._own = {id(x): x for x in (*model.module.parameters(), *model.module.buffers())}
         self._weights = device_weights(device) if device.type == "cuda" else None
         self._uploads: deque[list[DeviceWeight]] = deque(maxlen=2)
-        """Uploads begun ahead of need: for the current block and the next."""
+        """Uploads started ahead of time, for the current block and the next."""
         self._is_open = False
         self._undo = ExitStack()
         self._install()
@@ -77,8 +79,8 @@ class BlockRunner:
             self._convert_stem()
 
     def prepare(self, batch: Batch, entry: str) -> tuple[nn.Module, Batch]:
-        """The module at `entry`, which runs on these examples, and what it is given of them, on the device; call inside
-        `on_device`."""
+        """Return the module at `entry`, which runs on these examples, and the inputs that it takes, moved to the
+        device. Call this inside `on_device`. Raises CheckpointError if the model has no such module."""
         own = self.model.own_path(entry) if entry else ""
         if own is None:
             raise CheckpointError(
@@ -95,7 +97,7 @@ class BlockRunner:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Give modules that run their weights on the device, in the computing dtype, and take them back at the end."""
+        """Move the weights of modules that run to the device, in the computing dtype; release them all at the end."""
         if self._is_open:
             yield
             return
@@ -111,35 +113,36 @@ class BlockRunner:
             self._here.clear()
 
     def retire(self) -> None:
-        """Restore the model as it was before; it no longer runs block by block."""
+        """Restore the model as it was before, so that it no longer pauses at blocks."""
         self._undo.close()
 
     def place(self, batch: Batch) -> Batch:
-        """Move a batch to the device, in the computing dtype."""
+        """Move a batch to the device, with floating-point inputs in the computing dtype."""
         return {
             name: tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
             for name, tensor in batch.items()
         }
 
     def module(self, path: str) -> nn.Module:
-        """The module at `path` in the merged model, or one made of the weight and bias that a function uses there."""
+        """Return the module at `path` in the merged model. If a function uses the weight at that path without calling a
+        module, return a module made of that weight and bias."""
         block, module = self._functional.get(path, (path, None))
         found: nn.Module = self.model.module.get_submodule(self.model.own_path(block) or "")
         return found if module is None else module_at(found, module)
 
     def parameter(self, path: str) -> nn.Parameter:
-        """The parameter at `path` in the merged model."""
+        """Return the parameter at `path` in the merged model."""
         module, _, name = path.rpartition(".")
         return self.module(module).get_parameter(name)
 
     def bring(self, path: str) -> None:
-        """Move the module at `path` to the device; its parameters are checked and counted the first time. Raises
-        NumericsError for one that is not finite."""
+        """Move the module at `path` to the device. Its parameters are checked and counted the first time. Raises
+        NumericsError if one of them is not finite."""
         self._bring(self.model.own_path(path) or "", recurse=True)
 
     @contextmanager
     def precise(self, path: str) -> Iterator[None]:
-        """Hold the module at `path` on the device in float32."""
+        """Keep the module at `path` on the device in float32, and convert it back at the end."""
         dtype, self.dtype = self.dtype, torch.float32
         try:
             self.bring(path)
@@ -149,8 +152,7 @@ class BlockRunner:
             self.bring(path)
 
     def prefetch(self, path: str) -> None:
-        """Start reading the module at `path` from the disk, and copying it to a CUDA device, while other things are
-        computed."""
+        """Start reading the module at `path` from the disk, and copying it to a CUDA device, in the background."""
         own = self.model.own_path(path)
         if own is None:
             return
@@ -161,16 +163,16 @@ class BlockRunner:
             self._uploads += [upload] if upload else []
 
     def give_back(self, path: str | None = None) -> int:
-        """Release the memory of weights read from the disk, of the module at `path` or of all; returns the bytes
-        released."""
+        """Release the memory of weights that were read from the disk, for the module at `path` or for the whole model.
+        Returns the number of bytes released."""
         own = "" if path is None else self.model.own_path(path)
         parameters = () if own is None else self.model.module.get_submodule(own).parameters()
         return hardware.give_back(self._home(parameter) for parameter in parameters)
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Give a parameter a new value of the same shape, in the dtype that it has when idle. The old tensor stays
-        untouched, as other models may share it. A value computed on the device is copied to host memory only when it is
-        asked for."""
+        """Give a parameter a new value of the same shape, stored in the parameter's host dtype. The old tensor stays
+        unchanged, as other models may share it. A value computed on the device is copied to host memory only when it is
+        needed there."""
         exact, value = value, value.to(self._home(parameter).dtype).contiguous()
         if value.dtype == torch.float16:
             self._check_fits(parameter, exact, value)
@@ -180,7 +182,7 @@ class BlockRunner:
         parameter.data = value.to(parameter)
 
     def _check_fits(self, parameter: nn.Parameter, exact: Tensor, value: Tensor) -> None:
-        """Raise NumericsError for a new value that is finite, but too large for the parameter's dtype."""
+        """Raise NumericsError if a new value is finite but too large for the parameter's dtype."""
         # what is not finite itself is found where it is computed
         if is_finite(value) or not is_finite(exact):
             return
@@ -194,8 +196,8 @@ class BlockRunner:
         )
 
     def parameters_at_home(self, path: str) -> dict[str, Tensor]:
-        """Return the host-memory copies of a module's parameters, by their paths in merged; `path` is the module's path
-        in merged. New values that are still on the device are copied to host memory first."""
+        """Return the values of a module's parameters in host memory, by their paths in merged. `path` is the module's
+        path in merged. New values that are still on the device are copied to host memory first."""
         self._fetch_new()
         block, module = self._functional.get(path, (path, None))
         held = self.module(block)
@@ -203,12 +205,12 @@ class BlockRunner:
         return {f"{block}.{name}": self._home(parameter) for name, parameter in named}
 
     def copy(self, parameter: nn.Parameter) -> Tensor:
-        """A copy on the device of a parameter as it is when idle."""
+        """Return a copy, on the device, of a parameter's host value in its host dtype."""
         return self._home(parameter).to(self.device, copy=True)
 
     def forget(self, path: str, other: BlockRunner) -> None:
-        """Share again the parameters of another runner of the same model in the module at `path`, which all passes have
-        left. Inside `on_device` this takes effect at the end."""
+        """Make the module at `path`, which all passes have left, share its parameters again with `other`, a runner of
+        the same model. Inside `on_device` this takes effect at the end."""
         for parameter, shared in zip(self.module(path).parameters(), other.module(path).parameters(), strict=True):
             if id(parameter) in self._moved:
                 self._moved[id(parameter)] = (parameter, other._home(shared))
@@ -223,11 +225,11 @@ class BlockRunner:
             self._moved |= {key: (self._moved[key][0], home) for key, home in fetched}
 
     def _home(self, holder: Tensor) -> Tensor:
-        """Data of a tensor as it is when idle, wherever it is at present."""
+        """Return the data that a tensor has outside of `on_device`, wherever the tensor is at present."""
         return self._moved[id(holder)][1] if id(holder) in self._moved else holder.data
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
-        """Move tensors to the device if they are weights or buffers of this model, or were offloaded; inside
+        """Move tensors to the device if they are weights or buffers of this model, or were offloaded. Call this inside
         `on_device`. Modules are moved when they are called, but models also read weights of modules that they do not
         call."""
         if self.device.type == "cpu":
@@ -240,7 +242,7 @@ class BlockRunner:
             self.offloader.reach(touched)
 
     def within_reach(self) -> AbstractContextManager[object]:
-        """Move to the device whatever tensors code touches."""
+        """Return a context in which any tensor that a torch function is given is first moved to the device."""
         return nullcontext() if self.device.type == "cpu" else TouchMode(self.reach)
 
     def _bring(self, path: str, *, recurse: bool) -> None:
@@ -256,7 +258,7 @@ class BlockRunner:
                     self._check(name, parameter)
 
     def _check(self, name: str, parameter: Tensor) -> None:
-        """Raise NumericsError for a parameter with NaN or infinity."""
+        """Raise NumericsError if a parameter holds NaN or infinity."""
         here = self._here.get(id(parameter))
         if parameter.is_floating_point() and not (is_finite(parameter) if here is None else here.is_finite):
             raise NumericsError(
@@ -266,12 +268,12 @@ class BlockRunner:
             )
 
     def _dtype_of(self, holder: Tensor) -> torch.dtype:
-        """The dtype that a tensor has while it is on the device."""
+        """Return the dtype that a tensor has while it is on the device."""
         computes = isinstance(holder, nn.Parameter) and holder.is_floating_point()
         return self.dtype if computes else holder.dtype
 
     def _move(self, holders: Iterable[Tensor]) -> None:
-        """Put the data of tensors on the device, unless it is there."""
+        """Move the data of tensors to the device unless it is there already."""
         moving = [x for x in holders if x.device != self.device or x.dtype != self._dtype_of(x)]
         wanted = [(self._home(x), self._dtype_of(x)) for x in moving]
         if self._weights is None or not moving:
@@ -288,8 +290,8 @@ class BlockRunner:
                 holder.data, self._here[id(holder)] = here.data, here
 
     def _install(self) -> None:
-        """Install hooks: blocks pause, and modules outside of blocks are moved to the device when called, as large as
-        possible."""
+        """Install hooks that make blocks pause, and that move modules outside of blocks to the device when they are
+        called. Each such module is moved with everything inside it, as long as that contains no block."""
         around = {name[:end] for name in self._blocks for end, letter in enumerate(name) if letter == "."} | {""}
         for name, module in self.model.module.named_modules():
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[0] in around:
@@ -310,8 +312,8 @@ class BlockRunner:
         return hook
 
     def _convert_stem(self) -> None:
-        """Convert everything before the blocks to the computing dtype, as models look at its dtype before calling it.
-        Blocks keep their own dtype, which is what is solved for; they are converted while they run."""
+        """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using
+        them. Blocks keep their own dtype, in which they are solved, and are converted only while they run."""
         inside, read = tuple(f"{block}." for block in self._blocks), []
         for name, parameter in self.model.module.named_parameters():
             is_stem = id(parameter) not in self._head and not name.startswith(inside)
@@ -327,7 +329,8 @@ class BlockRunner:
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's forward so that inside a pass that pauses it hands its call out and waits for the output."""
+    """Wrap a block's forward so that, inside a paused pass, it yields its arguments and waits to be given the block's
+    output."""
 
     def paused(*args: Any, **kwargs: Any) -> Any:
         # no frame of a pass may hold the pass: dropped, it would never be freed

@@ -1,4 +1,4 @@
-"""Measures of drift: the distance of features from the experts', and its parts."""
+"""Measure drift, the distance of a model's features from the experts' features, and its parts."""
 
 from __future__ import annotations
 
@@ -16,83 +16,84 @@ from featcal_cli.runtime.errors import NumericsError
 
 T = TypeVar("T")
 TINY = 1e-30
-"""Smallest norm that is divided by, so that the cosine of a zero vector is finite."""
+"""Smallest norm that is divided by; it keeps the cosine of a zero vector finite."""
 STEM = "stem"
-"""The place under which drift before the first block is recorded."""
+"""Name of the place before the first block, at which the drift of the stems is recorded."""
 
 
 @dataclass
 class Drift:
     """Drift e = h − h_exp of one model from one expert at one place, summed over all tokens added.
 
-    It splits exactly into e = m + p (paper, Proposition 1): the local mismatch m, what the model's block does
-    differently on the expert's own input, and the upstream propagation p, what it makes of the drift in its input.
+    It splits exactly into e = m + p (paper, Proposition 1). The local mismatch m is how the outputs of the model's
+    block and the expert's differ on the expert's input. The upstream propagation p is the change of the model's block
+    output that is due to the drift of its input.
     """
 
     distance: float = 0.0
-    """Σ ‖e‖₂."""
+    """Sum of drift norms, Σ ‖e‖₂."""
     size: float = 0.0
-    """Σ ‖h_exp‖₂."""
+    """Sum of norms of the expert's features, Σ ‖h_exp‖₂."""
     cosine_sum: float = 0.0
     tokens: int = 0
     local_sum: float = 0.0
-    """Σ ‖m‖₂."""
+    """Sum of local mismatch norms, Σ ‖m‖₂."""
     upstream_sum: float = 0.0
-    """Σ ‖p‖₂."""
+    """Sum of upstream propagation norms, Σ ‖p‖₂."""
     is_split: bool = False
-    """Whether m and p were measured."""
+    """Whether the local mismatch m and the upstream propagation p were measured."""
 
     @property
     def relative(self) -> float:
-        """mean ‖e‖₂ / mean ‖h_exp‖₂; infinite where the expert's features vanish and the model's do not."""
+        """Relative drift mean ‖e‖₂ / mean ‖h_exp‖₂; infinite if only the expert's features vanish."""
         return relate(self.distance, self.size, self.tokens)
 
     @property
     def mean(self) -> float:
-        """mean ‖e‖₂."""
+        """Mean drift norm, mean ‖e‖₂."""
         return self.distance / self.tokens if self.tokens else 0.0
 
     @property
     def local(self) -> float | None:
-        """mean ‖m‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        """Relative local mismatch mean ‖m‖₂ / mean ‖h_exp‖₂; None if it was not measured."""
         return relate(self.local_sum, self.size, self.tokens) if self.is_split else None
 
     @property
     def upstream(self) -> float | None:
-        """mean ‖p‖₂ / mean ‖h_exp‖₂; None where it was not measured."""
+        """Relative upstream propagation mean ‖p‖₂ / mean ‖h_exp‖₂; None if it was not measured."""
         return relate(self.upstream_sum, self.size, self.tokens) if self.is_split else None
 
     @property
     def cosine(self) -> float:
-        """Mean cosine of h and h_exp."""
+        """Mean cosine of the model's features h and the expert's features h_exp."""
         return self.cosine_sum / self.tokens if self.tokens else 1.0
 
 
 def relate(distance: float, size: float, tokens: int) -> float:
-    """The ratio distance / size of two sums over tokens; infinite if the size vanishes, unless the distance does
-    too."""
+    """Return the ratio distance / size of two sums over tokens. It is 0 if both vanish, and infinite if only the size
+    does."""
     if size > TINY * tokens:
         return distance / size
     return inf if distance > TINY * tokens else 0.0
 
 
 class Meter(ABC, Generic[T]):
-    """Adds up readings by key, on the device. Sums are copied to the host only when a reading is asked for, so that the
-    device is waited for once."""
+    """Sums up measured values by key, on the device. The sums are copied to the host only when a reading is asked for,
+    so that the host waits for the device only once."""
 
     def __init__(self) -> None:
         self.readings: dict[tuple[str, ...], T] = {}
-        """Readings at the last call of `settle`."""
+        """Readings computed at the last call of `settle`."""
         self.elsewhere: dict[tuple[str, ...], T] = {}
-        """Readings of all ranks, at the last call of `share`."""
+        """Readings of all ranks, from the last call of `share`."""
         self._sums: dict[tuple[str, ...], Tensor] = {}
-        """Sums of each reading [numbers], in float64."""
+        """Sums [numbers] of each reading, in float64, on the device."""
         self._counts: dict[tuple[str, ...], list[int]] = {}
-        """Sums of each reading that are known without the device."""
+        """Sums of each reading that are known on the host."""
         self._unread: set[tuple[str, ...]] = set()
 
     def settle(self) -> None:
-        """Compute readings from all that was added."""
+        """Compute the readings from the sums of everything added so far."""
         unread = sorted(self._unread)
         self._unread.clear()
         for device in {self._sums[key].device for key in unread}:
@@ -104,17 +105,17 @@ class Meter(ABC, Generic[T]):
                 )
 
     def share(self, ranks: Ranks) -> None:
-        """Exchange readings, so that every rank knows those of all ranks."""
+        """Exchange readings between ranks, so that every rank knows all of them."""
         self.settle()
         self.elsewhere = ranks.unite(self.readings)
 
     def find(self, *key: str) -> T | None:
-        """The reading so far; None if there is none."""
+        """Return the reading so far for this key; None if there is none."""
         self.settle()
         return self.readings.get(key) or self.elsewhere.get(key)
 
     def _add(self, key: tuple[str, ...], counts: Sequence[int], numbers: Sequence[Tensor]) -> None:
-        """Add numbers to the sums of a reading."""
+        """Add host counts and device numbers to the sums of a reading."""
         added = torch.stack([x.double() for x in numbers])
         self._sums[key] = self._sums[key] + added if key in self._sums else added
         known = self._counts.get(key, [0] * len(counts))
@@ -123,15 +124,15 @@ class Meter(ABC, Generic[T]):
 
     @abstractmethod
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> T:
-        """Compute a reading from its sums."""
+        """Compute a reading from its host sums `counts` and its device sums `numbers`."""
 
 
 class DriftMeter(Meter[Drift]):
-    """Adds up drift by place (a block, a module in it, or STEM), task and role of the model."""
+    """Sums up drift by place (a block, a module in it, or STEM), task, and role of the model."""
 
     def __init__(self, *, modules: bool = False, refuse_vanishing: bool = False) -> None:
-        """Measure at the outputs of modules inside blocks as well, with `modules`. With `refuse_vanishing`, an expert
-        whose features are all zero is an error."""
+        """Configure the meter. With `modules`, drift is also measured at the outputs of modules inside blocks. With
+        `refuse_vanishing`, an expert whose features are all zero raises an error."""
         super().__init__()
         self.modules = modules
         self._refuse_vanishing = refuse_vanishing
@@ -146,7 +147,8 @@ class DriftMeter(Meter[Drift]):
         on_expert: Tensor | None = None,
     ) -> None:
         """Add the features [T, d] of the same tokens in the model and in the task's expert. `on_expert` is the output
-        of the model's block on the expert's input, for the split."""
+        of the model's block on the expert's input; it is needed to split the drift. Raises NumericsError if token
+        counts differ."""
         if hidden.shape != expert.shape:
             what = f"features of {role} and of its expert have {len(hidden)} and {len(expert)} tokens {_locate(place)}"
             fix = "calibrate models whose lengths depend on their inputs alone, not on weights or padding"
@@ -165,7 +167,8 @@ class DriftMeter(Meter[Drift]):
         self._add((place, task, role), [len(hidden)], sums)
 
     def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
-        """Compute a drift. Raises NumericsError if the expert's features vanished in a batch, and that is refused."""
+        """Compute a Drift from its sums. Raises NumericsError if the expert's features were all zero in a batch and the
+        meter refuses that."""
         distance, size, cosine_sum, vanished, *split = numbers
         if self._refuse_vanishing and vanished and counts[0]:
             place, task, _ = key
@@ -179,7 +182,7 @@ class DriftMeter(Meter[Drift]):
         return drift
 
     def read(self, place: str, task: str, role: str) -> Drift:
-        """The drift so far; zero if none was measured."""
+        """Return the drift so far; it is zero if none was measured."""
         return self.find(place, task, role) or Drift()
 
 
@@ -188,7 +191,7 @@ def _locate(place: str) -> str:
 
 
 def _cosines(rows: Tensor, others: Tensor) -> Tensor:
-    """Cosine of each row [T, d] with the row beside it [T]; 0 for a zero vector."""
+    """Compute the cosine of each row [T, d] with the same row of `others`: [T]. It is 0 for a zero vector."""
     products = torch.einsum("td,td->t", rows, others)
     return products / (_norms(rows) * _norms(others)).clamp_min(TINY)
 
@@ -204,43 +207,43 @@ def add_up(values: Tensor) -> Tensor:
 
 
 OUTSIDE = ""
-"""The place of all that lies outside of blocks, such as embeddings."""
+"""Name of the place that stands for everything outside of blocks, such as embeddings."""
 
 
 @dataclass
 class Share:
-    """One block's part t of the final drift e, summed over all tokens added. It is the block's local mismatch as the
-    model's later blocks carry it to the end (paper, P m of Proposition 2)."""
+    """One block's part t of the final drift e, summed over all tokens added. It is the block's local mismatch after the
+    model's later blocks have propagated it to the end (paper, P m of Proposition 2)."""
 
     projection: float = 0.0
-    """Σ ⟨t, e⟩."""
+    """Sum of scalar products of the part with the drift, Σ ⟨t, e⟩."""
     square: float = 0.0
-    """Σ ‖e‖₂²."""
+    """Sum of squared drift norms, Σ ‖e‖₂²."""
     length: float = 0.0
-    """Σ ‖t‖₂."""
+    """Sum of norms of the part, Σ ‖t‖₂."""
     size: float = 0.0
-    """Σ ‖h_exp‖₂."""
+    """Sum of norms of the expert's features, Σ ‖h_exp‖₂."""
     tokens: int = 0
     examples: int = 0
 
     @property
     def share(self) -> float | None:
-        """Share Σ ⟨t, e⟩ / Σ ‖e‖₂² of the drift, which adds up to 1 over blocks and OUTSIDE; None if nothing
-        drifted."""
+        """Share Σ ⟨t, e⟩ / Σ ‖e‖₂² of the final drift; None if there is no drift. The shares of all blocks and OUTSIDE
+        add up to 1."""
         return self.projection / self.square if self.square else None
 
     @property
     def carried(self) -> float:
-        """mean ‖t‖₂ / mean ‖h_exp‖₂."""
+        """Relative size of the part, mean ‖t‖₂ / mean ‖h_exp‖₂."""
         return relate(self.length, self.size, self.tokens)
 
 
 class ShareMeter(Meter[Share]):
-    """Adds up parts of the final drift by block (or OUTSIDE), task and role."""
+    """Sums up the parts of the final drift by block (or OUTSIDE), task and role."""
 
     def add(self, place: str, task: str, role: str, part: Tensor, drift: Tensor, expert: Tensor, examples: int) -> None:
-        """Add the part, the whole drift and the expert's feature [T, d] at the same tokens of so many examples, in
-        float64."""
+        """Add a block's part of the drift, the whole drift and the expert's features, each [T, d] in float64, for the
+        same tokens of `examples` examples."""
         sums = [(part * drift).sum(), drift.square().sum(), add_up(_norms(part)), add_up(_norms(expert))]
         self._add((place, task, role), [len(part), examples], sums)
 
@@ -248,5 +251,5 @@ class ShareMeter(Meter[Share]):
         return Share(*numbers, *counts)  # type: ignore[arg-type]  # its fields in order
 
     def read(self, place: str, task: str, role: str) -> Share | None:
-        """The sums so far; None if nothing was added."""
+        """Return the sums so far; None if nothing was added."""
         return self.find(place, task, role)

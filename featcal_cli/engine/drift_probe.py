@@ -1,4 +1,5 @@
-"""Probes of drift: expert and models side by side on one batch, and passes that switch from one to the other."""
+"""Measure drift on one batch: an expert and several models run side by side, and some passes switch from the expert's
+blocks to a model's."""
 
 from __future__ import annotations
 
@@ -20,41 +21,42 @@ from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
 MODULE_ROWS = 256
-"""Number of tokens of a batch, evenly spread, that drift inside blocks is measured on: all would cost as much as a
-pass."""
+"""Number of evenly spread tokens of a batch on which drift inside blocks is measured; using all tokens would cost as
+much as a forward pass."""
 EXPERT = "expert"
-"""The role that all others are compared with."""
+"""Role of the expert, with which all other roles are compared."""
 
 
 class _Run(NamedTuple):
-    """One run of a block."""
+    """The output of one run of a block, and of its modules."""
 
     output: Any
     modules: dict[str, list[Tensor]]
-    """Outputs of modules [.., d_out], one for each call, by the module's path inside the block."""
+    """Outputs [.., d_out] of each module, one per call, by the module's path inside the block."""
 
 
 class _ExpertRun(NamedTuple):
-    """The expert's last run of a block, with what is measured beside it; the expert's pass has gone on."""
+    """The expert's latest run of a block, with what the other passes need to be compared with it later. The expert's
+    own pass may have continued meanwhile."""
 
     run: _Run
     on_expert: dict[str, _Run]
-    """Runs of other roles' blocks on the expert's input."""
+    """Runs of the other models' blocks on the expert's input, by role."""
     masks: PerToken
     calls: int
-    """Number of successive calls of the block; other blocks may run before it is called again."""
+    """Number of successive calls of the block so far; other blocks may run before its next call."""
 
 
 class DriftProbe:
-    """Passes on one batch of a task, by role: its expert's, and those of every model that is measured.
+    """Forward passes on one batch of a task, by role: the expert's, and one for each model that is measured.
 
-    Followers are further passes of the expert, one a role, in which no block runs: they are given the expert's outputs
-    up to the last block, and there that model's, so that the rest of the expert's forward shows what becomes of them.
-    Branches do so at an earlier block, after which the expert's own blocks run.
+    Followers are further passes of the expert, one per role, that run no block themselves. Before each block they are
+    given the expert's output, and at the last block the model's output instead. The rest of the expert's forward then
+    shows which outputs the model's last features lead to.
     """
 
     def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
-        """Start all passes, and measure the drift of the stems; call inside `on_device` of all runners."""
+        """Start all passes and measure the drift of the stems. Call this inside `on_device` of all runners."""
         self._job, self._measurement, self._task = job, measurement, task
         # what an expert's files do not hold is random in it, a head for example: its outputs say nothing
         self._outputs = None if job.experts[task].model.missing else measurement.outputs
@@ -63,9 +65,10 @@ class DriftProbe:
         self._passes = {role: start_forward(runner, batch, entry) for role, runner in self._runners.items()}
         roles = list(self._passes) if self._outputs is not None else []
         self._followers = {role: start_forward(job.experts[task], batch, entry) for role in roles}
-        """Passes of the expert that go on from another role's last features in place of its own, by role."""
+        """Passes of the expert that continue after the last block from another role's features instead of its own, by
+        role."""
         self._shown: _ExpertRun | None = None
-        """The expert's run of a block, while the others are still before it."""
+        """The expert's run of the current block, while the other passes are still paused before it."""
         if not measurement.last_block_only:
             self._measure_stem()
 
@@ -75,23 +78,23 @@ class DriftProbe:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that the passes are paused with, and the output of the expert's block."""
+        """All tensors that the passes are paused with, and the output of the expert's latest block run."""
         for paused in self:
             yield from paused.tensors
         if self._shown is not None:
             yield from tensors_in(self._shown.run.output)
 
     def run_expert(self, block: Block, done: Sequence[Block]) -> None:
-        """Take the expert through all calls of the block, if all passes are at it; the others follow in `go_through`.
-        `done`: the blocks that were visited before."""
+        """Run the expert through all calls of the block if all passes are paused before it; the other passes follow in
+        `go_through`. `done` holds the blocks visited before."""
         if self._shown is None and self.is_at(block):
             for call in range(1, block.calls + 1):
                 if self._passes[EXPERT].is_at(block):
                     self._show(block, self._run(EXPERT, block), call, done)
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
-        """Take all passes through all calls of the block, if they are at it; drift is measured where the last one ends.
-        `done`: the blocks that were visited before."""
+        """Run all passes through all calls of the block if they are paused before it, and measure drift after the last
+        call. `done` holds the blocks visited before."""
         self.run_expert(block, done)
         shown, self._shown = self._shown, None
         if shown is None:
@@ -113,18 +116,18 @@ class DriftProbe:
         self._go_on(runs, done)
 
     def is_at(self, block: Block) -> bool:
-        """Whether all passes are paused before this block, except an expert that is through it already."""
+        """Tell whether all passes are paused before this block. The expert may also have run through it already."""
         return self._shown is not None or all(paused.is_at(block) for paused in self._passes.values())
 
     def _go_on(self, runs: Mapping[str, _Run], done: Sequence[Block]) -> None:
-        """Continue all passes but the expert's with the outputs of the block."""
+        """Continue all passes except the expert's with their outputs of the block."""
         for role, paused in self._passes.items():
             if role != EXPERT:
                 paused.go_on(runs[role].output, done, last=False)
 
     def _show(self, block: Block, run: _Run, call: int, done: Sequence[Block]) -> None:
-        """Record what is measured on the expert's call of the block (the first is 1), and continue its passes, unless
-        this was the last call of the last block."""
+        """Record the expert's run of the block, and continue its passes unless this was the last call of the last
+        block. `call` counts the calls of the block from 1."""
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
         self._shown = _ExpertRun(run, on_expert, padding_masks(expert, block), call)
@@ -141,8 +144,8 @@ class DriftProbe:
         return block.name == self._job.architecture.last_blocks[self._task]
 
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
-        """Run the block on the pass's arguments, or on those of the pass `given`, and keep the outputs of its modules
-        if they are measured."""
+        """Run a role's block on its own arguments, or on those of the pass `given`. Outputs of modules are kept if they
+        are measured."""
         outputs: dict[str, list[Tensor]] = {}
         with ExitStack() as hooks:
             for module in block.modules if self._measurement.meter.modules else ():
@@ -152,7 +155,7 @@ class DriftProbe:
             return _Run(self._passes[role].run_block(block, given, list(outputs.values())), outputs)
 
     def _measure_stem(self) -> None:
-        """Measure the drift of the hidden states before the task's first block, as stems differ too."""
+        """Measure the drift of the hidden states before the task's first block, which comes from differing stems."""
         expert = self._passes[EXPERT]
         block = next(block for block in self._job.architecture.blocks if expert.is_at(block))
         masks = padding_masks(expert, block)
@@ -162,7 +165,7 @@ class DriftProbe:
             self._measurement.meter.add(STEM, self._task, role, *rows)
 
     def _measure(self, block: Block, runs: Mapping[str, _Run], shown: _ExpertRun) -> None:
-        """Add the drift of the block's output, and of its modules' outputs, to the meter."""
+        """Add the drift of the block's output to the meter, and of its modules' outputs if they were kept."""
         on_expert, masks = shown.on_expert, shown.masks
         add = self._measurement.meter.add
         for role in self._measurement.runners:
@@ -181,7 +184,8 @@ class DriftProbe:
         return choose_rows(features, rows, masks, first_only=bool(self._job.cls_blocks))
 
     def _finish(self, outputs: Mapping[str, Any]) -> None:
-        """Run the rest of the expert's forward on these outputs in place of its own."""
+        """Compute the outputs that the expert's head gives for each role's last features, and add their distance from
+        the expert's own outputs to the meter."""
         if self._outputs is not None:
             batch, expert = self._passes[EXPERT].batch, self._finish_expert(EXPERT, outputs[EXPERT])
             are_logits = gives_logits(self._passes[EXPERT].module, expert)
@@ -190,7 +194,7 @@ class DriftProbe:
                 self._outputs.add(self._task, role, output, expert, batch, are_logits=are_logits)
 
     def _finish_expert(self, role: str, output: Any) -> Any:
-        """The expert's output, given the output of a model's last block in place of its own."""
+        """Return the output of the expert's forward if the output of its last block is replaced by a model's."""
         follower = self._followers.pop(role)
         follower.advance(_with_own_hidden(output))
         follower.run_through(self._job.architecture.blocks)
@@ -199,16 +203,16 @@ class DriftProbe:
 
 
 class BlockContribution:
-    """Passes on a few examples that measure each block's contribution to the final drift.
+    """Forward passes on a few examples that measure how much each block contributes to the final drift.
 
-    For each block a further pass of the expert switches to the model's blocks from this one on. The final features of
-    two passes that switch one block apart differ by that block's local mismatch, as the model's later blocks carry it
-    (paper, P m of Proposition 2, without Jacobians). These differences, and the contribution of the embeddings and all
-    else outside of blocks, add up to the final drift.
+    For each block, a further pass runs the expert's blocks before it, and the model's blocks from it on. Two passes
+    that switch one block apart differ in their final features by that block's local mismatch, propagated by the model's
+    later blocks (paper, P m of Proposition 2, without Jacobians). These differences, together with the contribution of
+    everything outside of blocks (such as embeddings), add up to the final drift.
     """
 
     def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
-        """Start all passes; call inside `on_device` of all runners."""
+        """Start all passes. Call this inside `on_device` of all runners."""
         self._job, self._measurement, self._task = job, measurement, task
         entry, names = job.architecture.entries[task], [block.name for block in job.architecture.blocks]
         self._order = {name: number for number, name in enumerate(names)}
@@ -218,7 +222,7 @@ class BlockContribution:
         count = len(self._models) * sum(name.startswith(entry) for name in reached)
         self._expert, *self._waiting = (start_forward(job.experts[task], batch, entry) for _ in range(1 + count))
         self._switched: dict[str, dict[str, PausedForward]] = {role: {} for role in self._models}
-        """Switched passes by role and the first block that is the model's, in forward order."""
+        """Passes that switch to a model, by role and by the first block that is the model's, in forward order."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self._expert
@@ -234,7 +238,7 @@ class BlockContribution:
             yield from paused.tensors
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
-        """Take all passes through all calls of the block, if they are at it. `done`: the blocks that were visited
+        """Run all passes through all calls of the block if they are paused before it. `done` holds the blocks visited
         before, which may run again."""
         if not self._expert.is_at(block):
             return
@@ -262,8 +266,9 @@ class BlockContribution:
         start: str = "",
         kept: list[Any] | None = None,
     ) -> Any:
-        """Take a pass to the next block that was not visited before, and return the output of the last block run. It
-        stays at the task's last block. From the block `start` on, it runs the blocks of the model `role`."""
+        """Run a pass up to the next block that was not visited before, and return the output of the last block that
+        ran. The pass stays paused at the task's last block. From the block `start` on, the blocks of the model `role`
+        run instead of the expert's."""
         calls, last = 0, self._job.architecture.last_blocks[self._task]
         while (at := next((other for other in (block, *done) if paused.is_at(other)), None)) is not None:
             is_models = role in self._models and self._order[at.name] >= self._order[start]
@@ -277,8 +282,8 @@ class BlockContribution:
         return output
 
     def _lead_waiting(self, outputs: Sequence[Any]) -> None:
-        """Continue the passes that have not switched with the outputs of the expert's blocks, as one tensor for all
-        unless a model changes it in place."""
+        """Continue the passes that have not switched yet with the outputs of the expert's blocks. They share one
+        tensor, which is cloned anew if a model has changed it in place."""
         for output in outputs:
             shared, version = _with_own_hidden(output), None
             for paused in self._waiting:
@@ -290,7 +295,7 @@ class BlockContribution:
                 paused.advance(shared)
 
     def _measure(self, block: Block, done: Sequence[Block], output: Any) -> None:
-        """Add every block's part of the final drift to the meter; `output` is the expert's."""
+        """Add each block's part of the final drift to the meter. `output` is the expert's output of the last block."""
         assert self._measurement.shares is not None
         masks = padding_masks(self._expert, block)
 
@@ -313,7 +318,7 @@ class BlockContribution:
 
 
 def _with_own_hidden(output: Any) -> Any:
-    """Clone the hidden states in a block's output, as a model may change them in place later."""
+    """Return a block's output with its hidden states cloned, as a model may change them in place later."""
     hidden = first_tensor(output)
     if output is hidden:
         return hidden.clone() if hidden is not None else None

@@ -1,4 +1,4 @@
-"""Second moments of gradients at module outputs, and the few directions that hold most of them."""
+"""Sum second moments of gradients at module outputs, and extract the few directions that hold most of them."""
 
 from __future__ import annotations
 
@@ -6,42 +6,46 @@ import torch
 from torch import Tensor
 
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
-"""Largest output width whose full second moment is summed, and number of random combinations that are summed for wider
-outputs."""
+"""Largest output width for which the full second moment is summed, and number of random combinations of its rows that
+are summed for wider outputs."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
-"""Width and number of combinations for the modules of a mixture's experts, of which a model has thousands."""
+"""Largest width and number of combinations, as above, for modules of a mixture's experts, of which a model has
+thousands."""
 PANEL_WIDTH = 256
-"""Width of the panels that symmetric products are made in on a CPU; the parts above the diagonal are skipped."""
+"""Width of the panels in which a CPU computes symmetric products, to skip most of the entries above the diagonal."""
 DIRECTIONS, SPARE_DIRECTIONS = 64, 64
-"""Number of output directions kept in the end, those that move the outputs most, and number of further directions
-looked at to find them."""
+"""Number of output directions that are kept (those that move the outputs most), and number of extra directions that are
+used in the search for them."""
 FLOAT32_ROUNDING = 1e-6
 """Relative rounding error of float32 sums."""
 
 
 def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
-    """Number of rows of the sum for gradients [.., d_out]. `of_experts` marks a module in an expert of a mixture."""
+    """Return the number of rows of the sum for gradients [.., d_out]. `of_experts` says that the module is in an expert
+    of a mixture."""
     if of_experts:
         return d_out if d_out <= WIDEST_SQUARE_OF_EXPERTS else SKETCH_ROWS_OF_EXPERTS
     return d_out if d_out <= WIDEST_SQUARE else SKETCH_ROWS
 
 
 class GradientSums:
-    """Sums M = Σ g gᵀ of gradients g [.., d_out] at module outputs, by their paths in merged.
+    """Sums M = Σ g gᵀ of gradients g [.., d_out] at module outputs, by the module's path in merged.
 
-    Narrow outputs keep the lower triangle of M [d_out, d_out]; wide ones the sketch Ωᵀ M [`count_sum_rows`, d_out] with
-    a random Ω [d_out, `count_sum_rows`] that depends on the seed alone. Neither depends on how gradients are grouped.
+    For narrow outputs the lower triangle of M [d_out, d_out] is kept; for wide outputs a sketch Ωᵀ M [`count_sum_rows`,
+    d_out] with a random Ω [d_out, `count_sum_rows`] that depends on the seed alone. The result does not depend on how
+    gradients are grouped into batches.
     """
 
     def __init__(self, seed: int) -> None:
         self.sums: dict[str, Tensor] = {}
         self._traces: dict[str, Tensor] = {}
-        """Σ ‖g‖² of modules with a sketch."""
+        """Sum of ‖g‖² for each module whose sum is a sketch."""
         self._seed = seed
         self._directions: dict[tuple[int, int], Tensor] = {}
 
     def add(self, name: str, gradient: Tensor, *, of_experts: bool = False) -> None:
-        """Add the gradient at one output [.., d_out]. `of_experts` marks a module in an expert of a mixture."""
+        """Add the gradient [.., d_out] at a module's output. `of_experts` says that the module is in an expert of a
+        mixture."""
         rows = gradient.reshape(-1, gradient.shape[-1]).float()
         d = rows.shape[1]
         sum_rows = count_sum_rows(d, of_experts=of_experts)
@@ -60,8 +64,8 @@ class GradientSums:
             self._traces[name].add_(rows.square().sum())
 
     def factor(self, name: str) -> Tensor:
-        """R [r, d_out] with RᵀR = M over its mean diagonal, in the directions of its r ≤ DIRECTIONS largest
-        eigenvalues. Values that are not finite are passed on as NaN."""
+        """Compute R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the directions of its r ≤
+        DIRECTIONS largest eigenvalues. If M has values that are not finite, R is NaN."""
         total = self.sums[name]
         d = total.shape[1]
         is_square = total.shape[0] == d
@@ -85,7 +89,7 @@ class GradientSums:
         return scale * largest.T
 
     def _draw_directions(self, d: int, count: int) -> Tensor:
-        """Draw Ω [d, count] with orthonormal columns, once for all modules of this width."""
+        """Draw Ω [d, count] with orthonormal columns. It is drawn once and reused for all modules of this width."""
         if (d, count) not in self._directions:
             drawn = torch.randn(d, count, generator=torch.Generator().manual_seed(self._seed))
             self._directions[d, count] = torch.linalg.qr(drawn).Q
@@ -93,9 +97,9 @@ class GradientSums:
 
 
 def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
-    """R [r, d] with RᵀR ≈ M in the directions of its r ≤ DIRECTIONS largest eigenvalues, from a sketch of M. M ≈ (MΩ)
-    (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ, given the sketch Ωᵀ M [k, d] and orthonormal directions Ω [d, k] (Nyström; Tropp and others 2017,
-    algorithm 3)."""
+    """Compute R [r, d] with RᵀR ≈ M, restricted to the directions of its r ≤ DIRECTIONS largest eigenvalues, from the
+    sketch Ωᵀ M [k, d] and orthonormal directions Ω [d, k]. It uses M ≈ (MΩ) (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ (Nyström; Tropp and others
+    2017, algorithm 3)."""
     omega = directions.double()
     # a small multiple of Ω keeps the core positive definite where M has fewer directions than the sketch
     shift = FLOAT32_ROUNDING * sketch.double().norm()
@@ -113,7 +117,8 @@ def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
 
 
 def find_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues [n] of a symmetric matrix [n, n], ascending, and its eigenvectors [n, n] as columns."""
+    """Compute the eigenvalues [n] of a symmetric matrix [n, n] in ascending order, and its eigenvectors [n, n] as
+    columns."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Hooks that capture the inputs and outputs of a block's modules in one run of the block."""
+"""Capture the inputs and outputs of a block's modules with hooks, during one run of the block."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from featcal_cli.models.token_rows import PerToken
 from featcal_cli.models.tracing import StopBlock, first_tensor
 
 Features = dict[str, list[Tensor]]
-"""Inputs [.., d_in] of each module that ran in a block, one for each call, by the module's path inside the block."""
+"""Inputs [.., d_in] of each module that ran in a block, one per call, by the module's path inside the block."""
 PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
-"""Forwards of modules whose output is W x + b and nothing else."""
+"""Forward methods of the modules that return exactly W x + b."""
 
 
 class Observation(NamedTuple):
-    """The features of a block on one batch, or in one call of the block on it."""
+    """The features of a block in student and expert, on one batch or in one call of the block on that batch."""
 
     x_cal: Features
-    """Module inputs of a student, before the block's update."""
+    """Module inputs of the student, whose earlier blocks are calibrated and whose current block is not yet."""
     x_exp: Features
-    """Module inputs of the expert."""
+    """Module inputs of the expert on the same examples."""
     masks: PerToken
-    """Masks of the axes that have padding: 1 for tokens that count."""
+    """Masks of the token axes that have padding: 1 for tokens, 0 for padding."""
     weights: PerToken
-    """Weights of tokens where the first counts most, as the model's output is read from it."""
+    """Token weights if the model's output is read from the first token, which then counts most; else empty."""
     first: bool
     """Whether this is the task's first batch."""
     y_exp: Features
-    """Outputs of the expert's Linear modules [.., d_out], one for each input; left out if they are rounded below
+    """Outputs [.., d_out] of the expert's Linear modules, one per input. They are left out if their precision is below
     float32."""
     examples: range
-    """Range of the task's examples that these are."""
+    """Positions of these examples among the task's examples."""
     row_multiples: tuple[float, float]
-    """Total tokens of the task, and of all tasks, divided by this batch's."""
+    """Number of tokens of the task, and of all tasks, each divided by the number of tokens of this batch."""
     routes: Mapping[str, list[Route | None]]
-    """Tokens of each input of a mixture's expert modules, equal in student and expert."""
+    """Tokens that each input of the modules in a mixture's experts consists of; equal in student and expert model."""
 
 
 class CapturedRun(NamedTuple):
-    """Captured features of one run of a block by an expert."""
+    """Features captured in one run of a block."""
 
     x: Features
     y: Features
     last_call: tuple[str, int]
-    """The module that was called last, and the number of that call."""
+    """Name of the module that was called last, and the number of that call."""
     routes: Mapping[str, list[Route | None]]
-    """Tokens of each input of a mixture's expert modules."""
+    """Tokens that each input of the modules in a mixture's experts consists of."""
     decisions: Sequence[Any]
-    """Routing decisions of the mixture."""
+    """The mixture's routing decisions, in order."""
 
 
 def run_captured(
@@ -70,9 +70,9 @@ def run_captured(
     to_end: bool = True,
     decided: Sequence[Any] = (),
 ) -> tuple[CapturedRun, Any]:
-    """Run the block that the pass is at; returns the captured inputs and outputs of its modules, and its own output.
-    Unless `to_end`, the run ends once the last of these modules has returned. `decided` are routing decisions of
-    another model, to be replayed here."""
+    """Run the block before which the pass is paused. Returns the captured inputs and outputs of its modules, and its
+    own output. Unless `to_end`, the run stops once the last of these modules has returned. `decided` holds the routing
+    decisions of another model, to be replayed here."""
     routing = Routing(decided)
     routing.active_gates = int("" in block.gating_modules)
     routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
@@ -108,7 +108,7 @@ def run_captured(
 
 
 def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list[str]) -> None:
-    """End the run once the modules of a block have returned as often as they are called."""
+    """Stop the run of a block once its modules have returned as often as they are called in one run."""
     expected = sum(len(module.rows) for module in block.modules)
 
     def stop(*_: object) -> None:
@@ -120,7 +120,7 @@ def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list
 
 
 def run_to_last_input(runner: BlockRunner, paused: PausedForward, block: Block, last_call: tuple[str, int]) -> Features:
-    """Run the block that the pass is at up to the last call whose input is needed, and return the module inputs."""
+    """Run the block before which the pass is paused, stop at the start of `last_call`, and return the module inputs."""
     inputs: Features = {}
     calls: list[str] = []
     with ExitStack() as hooks:
@@ -139,7 +139,7 @@ def _keep_inputs(
     routing: Routing | None = None,
     routes: Mapping[str, list[Route | None]] | None = None,
 ) -> None:
-    """Hook the modules of a block so that they append their inputs to `inputs` and their names to `calls`."""
+    """Hook the modules of a block so that each call appends the module's input to `inputs` and its name to `calls`."""
     functional: dict[ParameterSlice, Callable[..., None]] = {}
     for module in block.modules:
         keep: Callable[..., None] = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
@@ -165,7 +165,7 @@ def _keep_route(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Record the route of an input of an expert's module, then the input itself; used as a hook."""
+    """Hook that records the route of an input to an expert's module, then the input itself."""
     x = first_tensor((*args, *kwargs.values()))
     routes.append(None if x is None else routing.find(x))
     keep(module, args, kwargs)
@@ -178,7 +178,7 @@ def intercept_matmuls(
     after: Callable[[ParameterSlice, Tensor], None] | None = None,
     routing: Routing | None = None,
 ) -> MatmulInterceptor:
-    """Intercept the products that functions make with the weights of the block's modules."""
+    """Intercept the matrix products that functions make with the weights of a block's modules."""
     held, weights = (
         runner.module(block.name),
         {module.functional.weight for module in block.modules if module.functional},
@@ -196,7 +196,7 @@ def _keep(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Record a module's input, and end the run where `last_call` begins; used as a hook."""
+    """Hook that records a module's input, and stops the block's run when `last_call` begins."""
     x = first_tensor((*args, *kwargs.values()))
     if x is not None:
         inputs.append(x.clone() if module.overwritten else x)

@@ -1,4 +1,4 @@
-"""A job: the models that run side by side, their examples, and what is measured on the way."""
+"""Define a job: the models that run side by side, their examples, and what is measured meanwhile."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.sanitise import list_some
 
 CALIBRATED, MERGED = "calibrated", "merged"
-"""Roles of the model that is calibrated, and of the merged model that it starts as."""
+"""Role of the model that is calibrated, and role of the merged model that it starts as."""
 
 
 @dataclass
 class Measurement:
-    """A measurement of how far features of some models are from the experts', on some examples."""
+    """A measurement, on some examples, of how far the features of some models are from the experts' features."""
 
     runners: dict[str, BlockRunner]
-    """The models, by role."""
+    """Runners of the measured models, by role."""
     batches: Mapping[str, Sequence[Batch]]
-    """Batches, by task."""
+    """The batches to measure on, by task."""
     meter: DriftMeter = field(default_factory=DriftMeter)
     outputs: OutputMeter | None = None
-    """Meter of outputs: if given, the experts' heads run on every model's last features."""
+    """Meter of output distances. If it is given, the expert's head runs on the last features of every model."""
     vectors: TaskVectorMeter | None = None
     shares: ShareMeter | None = None
-    """Meter of each block's share of the final drift: if given, it is fed on the examples of `switched`."""
+    """Meter of each block's share of the final drift. If it is given, it measures on the batches of `switched`."""
     switched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """Batches, by task, for `shares`. Few, as one pass for each block runs on them, for every model whose drift is
-    split."""
+    """Batches for `shares`, by task. They should be few, as each model whose drift is split makes one pass per block on
+    them."""
     split: frozenset[str] = frozenset()
     """Roles whose drift is split into local mismatch and upstream propagation."""
     last_block_only: bool = False
-    """Whether drift is measured after the last block alone."""
+    """Whether drift is measured only after the last block."""
 
     def settle(self) -> None:
-        """Compute readings from all that was measured. Raises NumericsError for an expert whose features vanish, if
-        that is refused."""
+        """Compute the readings of all meters. Raises NumericsError if an expert's features are all zero and the meter
+        refuses that."""
         for meter in (self.meter, self.outputs, self.vectors, self.shares):
             if meter is not None:
                 meter.settle()
@@ -62,56 +62,56 @@ class Measurement:
 
 @dataclass
 class Job:
-    """The models that run side by side, and the examples that they run on, by task."""
+    """The models that run side by side, and their examples by task."""
 
     architecture: Architecture
     students: dict[str, BlockRunner]
-    """Students by role: each starts as merged, and its blocks are updated on the way."""
+    """Students by role. Each starts as the merged model, and its blocks are updated one by one."""
     merged: BlockRunner
     base: BlockRunner
     experts: Mapping[str, BlockRunner]
-    """Experts, by task."""
+    """Runners of the experts, by task."""
     fitted: Mapping[str, Sequence[Batch]]
-    """Batches to calibrate on, by task."""
+    """Batches of calibration examples, by task."""
     drift: Measurement
     checked: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """Batches that updates are checked on before they are loaded, by task."""
+    """Batches on which updates are checked before they are loaded, by task."""
     second: Measurement | None = None
-    """Measurement on this rank's part of a second half of held-out rows."""
+    """Measurement on this rank's part of the second half of the held-out examples; None if there is none."""
     cls_blocks: frozenset[str] = frozenset()
-    """Blocks in which the first token counts 1 and every other OTHER_TOKENS."""
+    """Blocks in which the first token has weight 1 and every other token OTHER_TOKENS."""
     offloader: Offloader | None = None
     """The offloader of paused passes; None if all their tensors stay on the device."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """Files of gradients by task, written from `measure_output_gradients`. Empty if errors are measured on features
-    alone."""
+    """Files with the results of `measure_output_gradients`, by task. Empty if errors are measured in features alone."""
     ranks: Ranks = field(default_factory=Ranks)
-    """All processes of the run; the experts and examples of this job are those of one."""
+    """All processes (ranks) of the run. This job holds the experts and examples of one rank."""
 
     @property
     def student(self) -> BlockRunner:
-        """The student that is calibrated."""
+        """The student in the role CALIBRATED, whose blocks are solved."""
         return self.students[CALIBRATED]
 
     @property
     def runners(self) -> list[BlockRunner]:
-        """Runners of all models but the experts whose features are collected or measured."""
+        """Runners of all students and measured models, each once."""
         return list(dict.fromkeys((*self.students.values(), *self.drift.runners.values())))
 
     @property
     def measurements(self) -> list[Measurement]:
-        """All measurements, on different examples."""
+        """All measurements; each uses other examples."""
         return [self.drift] if self.second is None else [self.drift, self.second]
 
     def read_gradients(self, task: str, block: Block, field: str) -> dict[str, Tensor]:
-        """Read a field of a task's OutputGradients in a block, by the module's name in it, on the device."""
+        """Read a field of a task's OutputGradients for one block, onto the device, by the module's name in the
+        block."""
         start = f"{field}/{block.name}."
         with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
             names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping
             return {name.removeprefix(start): file.get_tensor(name) for name in names}
 
     def add_vectors(self, task: str, name: str) -> None:
-        """Add a block's parameters of every measured model but the base to the task vectors."""
+        """Add the parameters of the block `name` to the task vectors, for every measured model except the base."""
         base, expert, vectors = self.base, self.experts[task], self.drift.vectors
         if vectors is None or expert.model.own_path(name) is None or base.model.own_path(name) is None:
             return
@@ -123,7 +123,7 @@ class Job:
             vectors.add(task, name, models, expert, base)
 
     def retire(self) -> None:
-        """Restore all models as they were before, so that another job can run them."""
+        """Restore all models as they were before this job, so that another job can run them."""
         for runner in {*self.runners, self.merged, self.base, *self.experts.values()}:
             runner.retire()
 
@@ -132,7 +132,8 @@ class Job:
         self.drift.share(self.ranks)
 
     def describe_precision(self) -> str:
-        """A sentence on blocks that ran in float32 because bfloat16 overflows on their features; empty if none did."""
+        """Describe in a sentence which blocks ran in float32 because their features overflow bfloat16; empty if none
+        did."""
         runners = (*self.runners, *self.experts.values())
         blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.overflowed_blocks})
         return f"features explode in bfloat16, so these ran in float32: {list_some(blocks)}" if blocks else ""

@@ -1,5 +1,4 @@
-"""Paired forward passes: for each batch, the expert's and the student's, paused before the same block in forward
-order."""
+"""Run paired forward passes: for each batch, the expert's pass and the student's are paused before the same block."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
 
 @dataclass(frozen=True)
 class PairedPass:
-    """The expert and the student on one batch."""
+    """The forward passes of the expert and of the student on one batch."""
 
     expert: PausedForward
     student: PausedForward
@@ -45,26 +44,27 @@ class PairedPass:
 
 @dataclass
 class Passes:
-    """All passes of a job, by task, one a batch."""
+    """All passes of a job, by task, with one entry per batch."""
 
     fitted: dict[str, list[PairedPass]]
     """Passes on the calibration examples."""
     checked: dict[str, list[PairedPass]]
-    """Passes on the examples that updates are checked on."""
+    """Passes on the examples on which updates are checked."""
     measured: dict[str, list[DriftProbe]]
-    """Passes on the examples that only drift is measured on."""
+    """Passes on the examples on which only drift is measured."""
     switched: dict[str, list[BlockContribution]]
-    """Passes on the few examples that the final drift is traced to its blocks on."""
+    """Passes on the few examples on which each block's contribution to the final drift is measured."""
 
     @property
     def pairs(self) -> list[PairedPass]:
-        """All pairs of `fitted` and `checked`."""
+        """All pairs of passes in `fitted` and `checked`."""
         return [pair for pairs in (*self.fitted.values(), *self.checked.values()) for pair in pairs]
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
-    """Visit the blocks in execution order; weights loaded into a student's block during a visit run after it. During a
-    visit all models but the experts have this one block on the device; the experts have it one at a time."""
+    """Visit the blocks in execution order. Weights that are loaded into a student's block during a visit are used at
+    its end, when the passes run through the block. During a visit all models except the experts have this block on the
+    device; the experts have it there one after another."""
     hardware.reuse_memory()
     with job.ranks.on_its_own():
         passes = _start_passes(job)
@@ -89,7 +89,7 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
 
 
 def _start_passes(job: Job) -> Passes:
-    """Start all passes, paused before their first blocks."""
+    """Start all passes; each is then paused before its first block."""
     passes = Passes({}, {}, {}, {})
     with ExitStack() as stack:
         for runner in job.runners:
@@ -122,15 +122,14 @@ def _start_passes(job: Job) -> Passes:
 
 
 def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
-    """Start the expert's and the student's pass on a batch, sharing its copy on the device."""
+    """Start the expert's pass and the student's on a batch. Both share the batch's copy on the device."""
     entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
     expert, student = (start_forward(runner, placed, entry) for runner in (job.experts[task], job.student))
     return _offload(job, PairedPass(expert, student))
 
 
 def _offload(job: Job, group: PassGroup) -> PassGroup:
-    """Allow the tensors that passes are paused with to leave the device, and their inputs, which few models read
-    again."""
+    """Let the offloader move the tensors that passes are paused with, and their inputs, which few models read again."""
     if job.offloader is not None:
         paused = list(group.tensors)
         ids = set(map(id, paused))
@@ -140,15 +139,16 @@ def _offload(job: Job, group: PassGroup) -> PassGroup:
 
 
 class BlockVisit:
-    """A visit to one block: the calibration reads its features, loads updates, and the passes go on."""
+    """A visit to one block, in which the calibration reads features and loads new weights, and then all passes run
+    through it."""
 
     def __init__(self, job: Job, block: Block, passes: Passes, done: Sequence[Block]) -> None:
         self.block = block
         self.part = block
-        """The block with only the modules that are being solved."""
+        """The current part: the block reduced to the modules that are being solved."""
         self.merged = job.merged
         self.checks = bool(job.checked)
-        """Whether updates are checked on further examples."""
+        """Whether updates are checked on separate examples before they are loaded."""
         self.cls_tokens = block.name in job.cls_blocks
         """Whether the first token counts most in this block."""
         self.ranks = job.ranks
@@ -157,17 +157,17 @@ class BlockVisit:
         of_ranks = job.ranks.gather(is_here)
         elsewhere = {task for reached in of_ranks for task in reached if not reached[task]}
         self.tasks = [task for task in is_here if task not in elsewhere]
-        """Tasks of this rank whose examples reach this block, in the student and the expert."""
+        """Tasks of this rank whose examples reach this block in both student and expert."""
         self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
-        """Whether examples of any task, on any rank, reach this block."""
+        """Whether the examples of any task on any rank reach this block."""
         self._job, self._passes, self._done = job, passes, done
         self._is_last_part = True
         self._released: set[str] = set()
-        """Tasks whose expert has nothing more to do with the block."""
+        """Tasks whose expert is finished with this block."""
 
     def parts(self, *, by_depth: bool) -> Iterator[Block]:
-        """Go through the parts of the block, as `Block.parts` makes them; weights loaded for one are seen by the
-        next."""
+        """Yield the parts of the block that `Block.parts` makes, one after another. Each part's features already
+        reflect the weights loaded for earlier parts."""
         parts = self.block.parts(by_depth=by_depth)
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
@@ -175,21 +175,21 @@ class BlockVisit:
 
     @property
     def is_routed(self) -> bool:
-        """Whether the part belongs to a mixture's experts."""
+        """Whether the current part belongs to a mixture's experts."""
         return any(module.is_routed for module in self.part.modules)
 
     def expert(self, task: str) -> BlockRunner:
-        """The expert of a task."""
+        """Return the expert of a task."""
         return self._job.experts[task]
 
     def gradients(self, task: str, field: str) -> dict[str, Tensor]:
-        """A field of a task's OutputGradients at the Linear modules of this block, by name."""
+        """Return a field of a task's OutputGradients for the Linear modules of this block, by name."""
         return self._job.read_gradients(task, self.block, field)
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
-        """Hold the block of a task's expert on the device, while the next expert's is fetched. All else that the expert
-        has to do with the block is done at the end of the last part, so that it is read once."""
+        """Keep the block of a task's expert on the device while the weights needed next are read ahead. With the last
+        part, all of the expert's passes then run through the block, so that its weights are read only once."""
         expert = self._job.experts[task]
         with expert.on_device():
             self._prefetch_after(task)
@@ -202,11 +202,10 @@ class BlockVisit:
                 self._released.add(task)
 
     def features(self, task: str, *, checked: bool = False, again: bool = False) -> Iterator[Observation]:
-        """Yield the features of the block in the student and the expert, for each batch of the task and each call of
-        the block.
+        """Yield the features of the block in student and expert, for each batch of the task and each call of the block.
 
-        Call inside `expert_at`. `checked` selects the batches that updates are checked on, instead of the calibration
-        examples. Where the expert has gone on already, it runs in new passes with `again`.
+        Call this inside `expert_at`. With `checked`, the batches are those on which updates are checked instead of the
+        calibration examples. With `again`, the expert runs in new passes, as its own passes are already past the block.
         """
         passes = self._passes.checked if checked else self._passes.fitted
         tokens = {other: sum(pair.student.token_count for pair in passes[other]) for other in self.tasks}
@@ -223,8 +222,8 @@ class BlockVisit:
                 del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
-        """Observe one call of the block: the expert runs, in the last part to the end of the block, and the student up
-        to the last input needed."""
+        """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
+        part to the end of the block; the student runs up to the last module input that is needed."""
         if self.is_routed:
             yield self._observe_experts(task, pair)
             return
@@ -242,15 +241,16 @@ class BlockVisit:
         yield self._describe(x_cal, captured, pair.student)
 
     def _observe_experts(self, task: str, pair: PairedPass) -> Observation:
-        """Observe the modules of a mixture's experts, with the student's routing decisions replayed in the expert
-        model. Rows are then the same tokens in both. The expert's pass stays paused, to go on with its own decisions
-        later."""
+        """Observe the modules of a mixture's experts. The student's routing decisions are replayed in the expert model,
+        so that rows are the same tokens in both. The expert's pass stays paused, to continue later with its own
+        decisions."""
         own, _ = run_captured(self._job.student, pair.student, self.part)
         captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
         return self._describe(own.x, captured._replace(routes=own.routes), pair.student)
 
     def _observe_calls(self, task: str, pair: PairedPass) -> Iterator[Observation]:
-        """Observe a block that runs several times, in new passes in which no call is updated yet."""
+        """Observe a block that runs several times, in new passes in which the block has its old weights in all
+        calls."""
         runners = self.expert(task), self._job.student
         entry, batch = self._job.architecture.entries[task], pair.expert.batch
         expert, student = (start_forward(runner, batch, entry) for runner in runners)
@@ -265,7 +265,7 @@ class BlockVisit:
             student.go_on(output, (), last=call == self.block.calls)
 
     def _finish_expert(self, task: str) -> None:
-        """Take the expert's passes through the block, unless they are through it."""
+        """Run the expert's passes through the block, except those that are past it."""
         pairs = (*self._passes.fitted[task], *self._passes.checked[task])
         for pair in self._in_turn([pair for pair in pairs if pair.expert.is_at(self.block)]):
             self._go_through(task, pair.expert)
@@ -273,15 +273,15 @@ class BlockVisit:
             probe.run_expert(self.block, self._done)
 
     def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
-        """Combine the captured features of student and expert with the weights of their tokens."""
+        """Combine the captured features of student and expert, with token masks and weights, into an Observation."""
         masks = padding_masks(student, self.block)
         weights = cls_weights(student, self.block) if self.cls_tokens else {}
         seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
         return Observation(x_cal, captured.x, masks, weights, *seen)
 
     def finish(self) -> None:
-        """Take all passes through the block, the student's with its new weights, and measure drift. The new weights are
-        then dropped from memory, unless the block runs again."""
+        """Run all passes through the block, the student's with its new weights, and measure drift. The new weights are
+        then released from memory, unless some block runs more than once."""
         job = self._job
         for task, expert in job.experts.items():
             job.add_vectors(task, self.block.name)
@@ -305,18 +305,19 @@ class BlockVisit:
                 student.forget(self.block.name, job.merged)
 
     def release(self) -> None:
-        """Release the memory of this block in all models."""
+        """Release the memory of this block in all models except the experts."""
         for runner in {*self._job.runners, self._job.merged, self._job.base}:
             runner.give_back(self.block.name)
 
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
-        """Go through groups of passes with their tensors at hand."""
+        """Yield groups of passes one after another, each with its tensors on the device."""
         for group in groups:
             with self._job.offloader.lend(partial(getattr, group, "tensors")) if self._job.offloader else nullcontext():
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
-        """Start reading the block that is needed after this task's: with further parts it is this one again."""
+        """Start reading the weights that are needed after this task's: this block of the next task's expert. After the
+        last task it is this block of the first task's expert again if further parts follow, else the next block."""
         job = self._job
         later = self.tasks[self.tasks.index(task) + 1 :]
         if later or not self._is_last_part:
@@ -328,7 +329,7 @@ class BlockVisit:
                 runner.prefetch(block.name)
 
     def _go_through(self, task: str, paused: PausedForward) -> None:
-        """Take a pass that is at the block through it, unless nothing follows."""
+        """Run a pass that is paused before the block through it, unless it is the task's last block."""
         while paused.is_at(self.block) and not self._is_last(task):
             self._go_on(task, paused, paused.run_block(self.block))
 

@@ -1,4 +1,4 @@
-"""Offloading of what paused passes were handed: from the device to host memory, and on to files."""
+"""Offload the tensors that paused passes hold: from the device to host memory, and from there to files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from featcal_cli.runtime.hardware import advise, trim_heap, write_mapped
 
 DISK_FULL = "features do not fit in memory and cannot be kept on disk"
 DEVICE, HOST, DISK = range(3)
-"""Levels of memory, the nearest first."""
+"""Levels of memory, from the nearest to the device to the farthest."""
 SMALLEST_MOVED = mmap.PAGESIZE
-"""Size in bytes below which memory is never moved."""
+"""Size in bytes below which a piece of memory is never moved."""
 LARGE = 1 << 20
-"""Size in bytes from which moving is worth its cost for tensors that nobody asks for any more."""
+"""Smallest size in bytes at which tensors that are unlikely to be needed again are worth moving."""
 TRIM_EVERY = 16 << 20
-"""Bytes moved out of a CPU's memory between two trims of the heap, which returns the gaps they leave."""
+"""Number of bytes that leave a CPU's memory between two trims of the heap, which return the freed gaps to the
+system."""
 
 
 @dataclass(eq=False)
 class _Memory:
-    """A piece of memory that tensors of paused passes lie on: one torch storage, replaced by another when it moves."""
+    """A piece of memory that holds tensors of paused passes: one torch storage, replaced by another when it is
+    moved."""
 
     bytes: int
     totals: list[int]
@@ -52,23 +54,25 @@ class _Memory:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors on it that are still there."""
+        """The tensors in this memory that still exist."""
         return [tensor for ref in self.holders if (tensor := ref()) is not None]
 
 
 class Offloader:
-    """Keeps the tensors of paused passes where there is room, and brings them to the device while they are lent.
+    """Keeps the tensors of paused passes where there is room, and brings them to the device while they are in use
+    (lent).
 
-    A tensor moves by being given other memory as its data. The paused frame of a model holds the very same tensor
-    objects that its block was handed, so it finds the same values. No tensor is kept alive here. Files have no name, so
-    that none is left behind however the process ends, and are memory-mapped: a CPU reads and writes tensors in place.
+    A tensor is moved by replacing its data. The paused frame of a model holds the very tensor objects that its block
+    was given, so it finds the same values. The offloader keeps no tensor alive. Its files have no name, so none is left
+    behind however the process ends, and they are memory-mapped: a CPU reads and writes the tensors in place.
 
-    Passes run in turn, over and over: what is put first is needed first, so what comes when there is no room moves on.
+    Passes run in the same order again and again, so the tensors that were added first are needed first. They stay, and
+    tensors that are added when the room is full are moved away.
     """
 
     def __init__(self, device: torch.device, device_room: int, host_room: int, folder: Path) -> None:
-        """Set the rooms in bytes: on the device, and in host memory (pinned if the device is CUDA). On a CPU their sum
-        counts. Lent tensors may exceed them. Files are made in `folder`, which should lie on a disk."""
+        """Set the room on the device and in host memory (pinned if the device is CUDA), in bytes. On a CPU only their
+        sum counts. Lent tensors may exceed the room. Files are made in `folder`, which should be on a disk."""
         self._device, self.folder = device, folder
         self._is_cpu = device.type == "cpu"
         self._rooms = (device_room + host_room, 0) if self._is_cpu else (device_room, host_room)
@@ -82,7 +86,7 @@ class Offloader:
         return self._totals[level]
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Allow tensors to leave the device until they are lent. Raises OutputError if the disk is full."""
+        """Let tensors be moved off the device until they are lent. Raises OutputError if the disk is full."""
         found, room = self._find(tensors), self._rooms[DEVICE] - self.used(DEVICE)
         # masks and the like follow hidden states: they go first, and once for all
         for memory in reversed(found):
@@ -93,13 +97,13 @@ class Offloader:
                 _leave_memory(memory)
 
     def put_aside(self, tensors: Iterable[Tensor]) -> None:
-        """Allow tensors to leave the device that nobody is likely to ask for again: large ones go at once."""
+        """Let tensors that are unlikely to be needed again be moved off the device; large ones are moved at once."""
         self._put_aside(self._find(tensors))
 
     @contextmanager
     def lend(self, find: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Have the tensors that `find` returns at hand on the device; those that it returns afterwards may leave again.
-        Raises OutputError if the disk is full."""
+        """Keep the tensors that `find` returns on the device within this context. The tensors that it returns at the
+        end may be moved off again. Raises OutputError if the disk is full."""
         lent = self._find(find())
         self._bring(lent)
         yield
@@ -109,13 +113,13 @@ class Offloader:
         self.put(find())
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
-        """Bring tensors to the device that nobody lends, as frames of models use them too."""
+        """Bring tensors to the device that are not lent, as the code of models may use any of them."""
         if not self._is_cpu:
             self._bring(self._memory[x] for x in tensors if x.device != self._device and x in self._memory)
 
     def _find(self, tensors: Iterable[Tensor]) -> list[_Memory]:
-        """Pieces of memory below these tensors, each once. Unknown memory is taken to lie on the device. Ids and masks
-        of tokens stay there, as every block asks for them."""
+        """Return the pieces of memory that hold these tensors, each once. Memory that is not yet known is taken to be
+        on the device. Token ids and masks are left out, as every block needs them on the device."""
         found: dict[int, _Memory] = {}
         new = []
         for tensor in tensors:
@@ -139,7 +143,7 @@ class Offloader:
                 self._sink(memory)
 
     def _sink(self, memory: _Memory) -> None:
-        """Move memory down: from the device to host memory if there is room, else to a file."""
+        """Move a piece of memory off the device: to host memory if there is room, else to a file."""
         tensors = memory.tensors
         if not tensors:
             return
@@ -165,7 +169,7 @@ class Offloader:
             trim_heap()
 
     def _bring(self, pieces: Iterable[_Memory]) -> None:
-        """Move memory to the device that it cannot use where it lies."""
+        """Move pieces of memory to the device, unless the device can use them where they are."""
         for memory in pieces:
             tensors = memory.tensors
             if self._is_cpu or memory.level == DEVICE or not tensors:
@@ -176,22 +180,21 @@ class Offloader:
 
 
 def _replace(tensors: Iterable[Tensor], moved: Tensor) -> None:
-    """Give tensors of one storage its copy `moved` as their data."""
+    """Make tensors of one storage use `moved`, a copy of that storage."""
     for tensor in tensors:
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.untyped_storage(), *place)
 
 
 def _leave_memory(memory: _Memory) -> None:
-    """Let the system take a mapped file's pages out of this process's memory."""
+    """Allow the system to drop a mapped file's pages from this process's memory."""
     for tensor in memory.tensors[:1]:
         storage = tensor.untyped_storage()
         advise(storage.data_ptr(), storage.nbytes(), "MADV_DONTNEED")
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor may move: its values are exactly those of its memory, it is no parameter, and no ids or mask of
-    tokens."""
+    """Tell whether a tensor may be moved: it is a plain strided tensor, no parameter, and no token ids or mask."""
     if type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # masks are made by vmap
         return False
     is_about_tokens = not tensor.is_floating_point() and tensor.ndim < 3
@@ -199,7 +202,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class TouchMode(TorchFunctionMode):
-    """Reports the tensors that each torch function is given, before it runs."""
+    """Calls `tell` with the tensors that each torch function is given, before the function runs."""
 
     def __init__(self, tell: Callable[[Iterable[Tensor]], None]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Gradients of an expert's outputs at its modules: how far a change at each module and token moves the outputs."""
+"""Measure gradients of an expert's outputs at its modules: how far a change at each module and token moves the
+outputs."""
 
 from __future__ import annotations
 
@@ -30,35 +31,36 @@ from featcal_cli.models.token_rows import OWN_AXIS, PerToken
 from featcal_cli.models.tracing import BlockCall
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
-"""Number of random projections at which a task has enough, and largest number for each example."""
+"""Number of random projections of outputs that is enough for a task, and largest number of projections per example."""
 MOST_TOKENS = 1 << 14
-"""Largest number of a task's tokens that are looked at, as a language model's examples are long."""
+"""Largest number of text tokens that are used of a task, as examples of language models are long."""
 PREDICTIONS = 64
-"""Largest number of an example's predictions that are projected: a causal model makes one a token, each over its
-vocabulary."""
+"""Largest number of predictions that are projected per example, as a causal model predicts at every token, over its
+whole vocabulary."""
 KEPT_BYTES = 1 << 28
-"""Bytes of block arguments up to which batches are processed together."""
+"""Size in bytes of the stored block arguments at which a group of batches is full."""
 
 
 class OutputGradients(NamedTuple):
-    """Summary of the gradients of an expert's outputs at its Linear modules, by their paths in merged, on the CPU.
-    Modules that do not reach the outputs are missing."""
+    """Summary of the gradients of an expert's outputs at its Linear modules, by the module's path in merged, on the
+    CPU. Modules that have no effect on the outputs are left out."""
 
     factors: dict[str, Tensor]
-    """R [r, d_out] with RᵀR = the mean of g gᵀ over its mean diagonal, in its largest directions
-    (`GradientSums.factor`). g [d_out] is the gradient of a random projection of the outputs at the module's output."""
+    """R [r, d_out], where RᵀR is the mean of g gᵀ divided by its mean diagonal, in its largest directions
+    (`GradientSums.factor`). g [d_out] is the gradient of a random projection of the outputs with respect to the
+    module's output."""
     fitted: dict[str, Tensor]
-    """‖g‖² at the tokens of each calibration example [n, longest], over its mean at all tokens that count. It is 1 for
-    examples that were not looked at. Modules whose rows are not single tokens are missing."""
+    """‖g‖² at the tokens of each calibration example [n, longest], divided by its mean over all tokens except padding.
+    It is 1 for examples that were not used. Modules whose rows are not single tokens are left out."""
     checked: dict[str, Tensor]
-    """‖g‖² at the tokens of the examples that updates are checked on, in the same form."""
+    """‖g‖² at the tokens of the examples on which updates are checked, in the same form as `fitted`."""
 
 
 class GradientPass:
-    """One pass of an expert over one batch, and the gradients of its outputs sent back through it by autograd.
+    """One forward pass of an expert over one batch, and the backward pass of its outputs' gradients by autograd.
 
-    Every block is a checkpoint: it keeps its arguments alone and runs again when gradients come to it. Hooks at the
-    outputs of its Linear modules take their gradients as these pass by.
+    Every block is a checkpoint: it stores only its arguments, and runs again in the backward pass. Hooks at the outputs
+    of its Linear modules record the gradients there.
     """
 
     def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
@@ -68,19 +70,19 @@ class GradientPass:
         own_ids = None if expert.token_ids is None else expert.token_ids.cpu()
         self._seeds = seed_examples(renumber(batch, own_ids), seed)
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that blocks are given from where no gradient goes further, each with what stands for it."""
+        """Inputs of blocks at which the backward pass ends, by id, each with the leaf tensor that replaces it."""
         self._latest = ""
-        """The block that has run last."""
+        """Name of the block that ran last."""
         self.sums: GradientSums | None = None
-        """The sums that gradients at modules are added to, if they are wanted."""
+        """The sums to which gradients at modules are added; None if only their sizes are wanted."""
         self.sizes: dict[str, Tensor] = {}
-        """Sums of ‖g‖² over projections at each token [B, length], by the module's path; 0 for padding."""
+        """Sums of ‖g‖² over projections for each token [B, length], by the module's path; 0 for padding."""
         self.counts: dict[str, int] = {}
-        """Number of tokens that count, by the module's path."""
+        """Number of tokens that are not padding, by the module's path."""
 
     @property
     def bytes_a_block(self) -> int:
-        """Bytes of the arguments of one block."""
+        """Number of bytes of the arguments of one block."""
         return sum(tensor.nbytes for tensor in self._paused.tensors)
 
     @property
@@ -92,7 +94,7 @@ class GradientPass:
         return bool(self._paused.dead)
 
     def run_block(self, block: Block) -> None:
-        """Run all calls of a block that the pass is paused at."""
+        """Run a block for as long as the pass is paused before it."""
         while self._paused.call is not None and self._paused.is_at(block):
             args, kwargs = tree_map_only(Tensor, self._as_leaf, (self._paused.call.args, self._paused.call.kwargs))
             call = self._paused.call._replace(args=args, kwargs=kwargs)
@@ -114,7 +116,8 @@ class GradientPass:
             return self._paused.run_block(block, call=call, gradients=True)
 
     def _as_leaf(self, x: Tensor) -> Tensor:
-        """A tensor that gradients can be computed at, in place of one that they cannot."""
+        """Return a leaf that requires gradients in place of a floating-point tensor that does not. Other tensors are
+        returned as they are."""
         if x.requires_grad or not x.is_floating_point():
             return x
         if id(x) not in self._leaves:
@@ -148,7 +151,7 @@ class GradientPass:
     def _receive(
         self, block: Block, module: Module, masks: PerToken, lengths: Mapping[str, int], gradient: Tensor
     ) -> None:
-        """Add the gradient at a module's output to its sums, and to the sizes at tokens."""
+        """Add the gradient at a module's output to the module's sums, and to the sizes at tokens."""
         path = f"{block.name}.{module.name}"
         held = self._expert.module(path)
         gradient = channels_last(held, gradient)
@@ -161,7 +164,7 @@ class GradientPass:
     def _add_sizes(
         self, path: str, module: Module, gradient: Tensor, masks: PerToken, lengths: Mapping[str, int]
     ) -> None:
-        """Add ‖g‖² at the tokens of a module that is called once, as far as its rows are tokens."""
+        """Add ‖g‖² to the sizes at tokens, if the module is called once and its rows are tokens."""
         rows = module.rows[0] if len(module.rows) == 1 else None
         sizes = rows and rows.sum_by_token(gradient.float().square(), count_examples(self.batch))
         if rows is None or sizes is None:
@@ -178,8 +181,8 @@ class GradientPass:
         self.sizes[path] = self.sizes[path].add_(sizes) if path in self.sizes else sizes
 
     def send_back(self) -> None:
-        """Send random projections of the model's outputs back through the pass, which is at its end then. Each example
-        draws from its own seed, so that the rest of the batch changes nothing."""
+        """Run the backward pass from random projections of the model's outputs, once the forward pass has ended. The
+        projections of each example are drawn from its own seed, so they do not depend on the rest of the batch."""
         are_logits = gives_logits(self._paused.module, self._paused.output)
         output = read_output(self._paused.output)
         rows, owners = choose_rows(output, self.batch), find_owners(output, self.batch).cpu()
@@ -213,10 +216,10 @@ def measure_output_gradients(
 ) -> OutputGradients:
     """Measure the gradients of random projections of an expert's outputs at its Linear modules.
 
-    `fitted` holds the calibration examples. On `checked`, the examples that updates are checked on, only the sizes of
-    the gradients are measured. Batches are processed in groups whose block arguments fill about KEPT_BYTES. Each block
-    runs forward on all batches of a group in turn, so that its weights are brought once a group; it runs once more,
-    with gradients, in the backward pass of each batch.
+    `fitted` holds the calibration examples. On `checked`, the examples on which updates are checked, only the sizes of
+    gradients are measured. Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each
+    block runs forward on all batches of a group in turn, so its weights are moved to the device once per group; in the
+    backward pass of each batch it runs once more, with gradients.
     """
     sums = GradientSums(seed)
     of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, sums)
@@ -234,7 +237,7 @@ def _measure_batches(
     seed: int,
     sums: GradientSums | None,
 ) -> dict[str, Tensor]:
-    """Add the gradients of some batches to the sums, if given, and return their sizes at each token."""
+    """Measure the gradients of some batches: add them to `sums`, if given, and return their sizes at each token."""
     chosen = take_range(batches, 0, _count_chosen(batches))
     examples = sum(map(count_examples, chosen))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
@@ -254,8 +257,8 @@ def _measure_batches(
 
 
 def _relative_sizes(name: str, passes: Sequence[GradientPass], examples: int) -> Tensor:
-    """Sizes of a module's gradients at the tokens of all examples [n, longest], over their mean at tokens that count.
-    Examples that were not looked at come last and have 1."""
+    """Compute the sizes of a module's gradients at the tokens of all examples [n, longest], divided by their mean over
+    all tokens except padding. Examples that were not used come last and have 1."""
     sizes = [each.sizes[name] for each in passes]
     total, counted = sum(float(of.sum()) for of in sizes), sum(each.counts[name] for each in passes)
     relative = torch.ones(examples, max(of.shape[1] for of in sizes))
@@ -268,14 +271,14 @@ def _relative_sizes(name: str, passes: Sequence[GradientPass], examples: int) ->
 
 
 def _count_chosen(batches: Sequence[Batch]) -> int:
-    """Number of leading examples to look at: as many as have MOST_TOKENS text tokens together, at least one, or all if
-    they are no text."""
+    """Count the leading examples to use: as many as have at most MOST_TOKENS text tokens together, but at least one;
+    all examples if they are not text."""
     lengths = [length for batch in batches for length in count_tokens(batch)]
     return max(1, sum(total <= MOST_TOKENS for total in accumulate(lengths)))
 
 
 def _run_passes(blocks: Sequence[Block], passes: Sequence[GradientPass], sums: GradientSums | None) -> None:
-    """Run passes to their ends block by block, and the gradients of their outputs back."""
+    """Run forward passes to their ends, block by block for all passes, and then the backward pass of each."""
     while not all(each.is_through for each in passes):
         for block in blocks:
             for each in passes:

@@ -1,4 +1,4 @@
-"""Outputs that an expert's head computes from a model's last features, and their distance from the expert's own."""
+"""Compare the outputs that an expert's head computes from a model's last features with the expert's own outputs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from featcal_cli.engine.drift_metrics import Meter, add_up, relate
 from featcal_cli.models.tracing import tensors_in
 
 NO_PROBABILITIES = ("regression", "multi_label_classification")
-"""Kinds of problems, as configs call them, whose logits are not those of one choice."""
+"""Values of a config's `problem_type` whose logits are not one choice among several classes."""
 ROWS_AT_ONCE = 256
-"""Number of predictions whose probabilities are computed together: vocabularies are long."""
+"""Number of predictions whose probabilities are computed at once, as vocabularies are large."""
 EVEN_SHARE = 0.5
-"""Share of the weight that is spread evenly over logits: otherwise a sure prediction would count one of them alone."""
+"""Share of the weight that is spread evenly over logits. Without it, only one logit of a confident prediction would
+count."""
 
 
 def weigh_logits(z: Tensor) -> Tensor:
-    """The weights q of the logits of some predictions [rows, c], Σ q = 1: half by probability, half evenly."""
+    """Return the weights q of the logits [rows, c] of predictions, with Σ q = 1: half by probability, half evenly."""
     return (1 - EVEN_SHARE) * z.float().softmax(-1) + EVEN_SHARE / z.shape[-1]
 
 
 def logit_norm(z: Tensor, q: Tensor) -> Tensor:
-    """The weighted standard deviation √(Σ q z² − (Σ q z)²) of each row [rows], the norm in which logits [rows, c] are
-    compared.
+    """Compute the norm in which logits [rows, c] are compared: each row's weighted standard deviation √(Σ q z² − (Σ q
+    z)²).
 
-    Shifting all logits alike changes nothing, as it does not change probabilities, and an unlikely logit counts little.
-    With q the probabilities, half the square of a small change of logits is the KL divergence.
+    Adding one number to all logits does not change it, as it does not change probabilities, and unlikely logits count
+    little. If q are the probabilities, the KL divergence is half the squared norm of a small change of logits.
     """
     mean = (q * z).sum(-1, keepdim=True)
     return (q * (z - mean).square()).sum(-1).sqrt()
 
 
 def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
-    """Turn standard normal noise [rows, c] in place into random directions u whose mean uuᵀ is the matrix of the norm
-    of outputs z [rows, c]. ‖Δz‖² is then the mean of (uᵀΔz)². The matrix is diag(q) − qqᵀ for logits (`logit_norm`),
-    else the identity."""
+    """Turn standard normal noise [rows, c], in place, into random directions u, so that ‖Δz‖² in the norm of the
+    outputs z [rows, c] is the mean of (uᵀΔz)². The mean of uuᵀ is diag(q) − qqᵀ for logits (`logit_norm`), else the
+    identity."""
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
@@ -52,7 +53,7 @@ def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
 
 
 def gives_logits(module: nn.Module, output: Any) -> bool:
-    """Whether a model returned the logits of one choice among several, one prediction in each row."""
+    """Tell whether a model returned logits of one choice among several, with one prediction in each row."""
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim > 3 or logits.shape[-1] == 1:
         return False
@@ -65,22 +66,23 @@ class OutputShift:
 
     has_logits: bool = False
     distance: float = 0.0
-    """Σ ‖z − z_exp‖, with `logit_norm` as the norm of logits, else ‖ ‖₂."""
+    """Sum of output distances, Σ ‖z − z_exp‖. The norm is `logit_norm` for logits, else ‖ ‖₂."""
     size: float = 0.0
-    """Σ ‖z_exp‖ in the same norm."""
+    """Sum of the norms of the expert's outputs, Σ ‖z_exp‖, in the same norm."""
     divergence_sum: float = 0.0
-    """Σ KL(expert ‖ model), nats."""
+    """Sum of the divergences KL(expert ‖ model) of the predicted distributions, in nats."""
     variation_sum: float = 0.0
-    """Σ total variation distance of the two distributions, 0 to 1 each."""
+    """Sum of the total variation distances between the two predicted distributions; each is between 0 and 1."""
     agreed: int = 0
-    """Number of predictions whose first choice is the expert's."""
+    """Number of predictions whose most likely class is the expert's."""
     certain: int = 0
-    """Number of predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44): no such shift can change them."""
+    """Number of predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44), so that no shift of this size can
+    change them."""
     rows: int = 0
 
     @property
     def relative(self) -> float:
-        """mean ‖z − z_exp‖ / mean ‖z_exp‖."""
+        """Relative output distance, mean ‖z − z_exp‖ / mean ‖z_exp‖."""
         return relate(self.distance, self.size, self.rows)
 
     @property
@@ -90,10 +92,11 @@ class OutputShift:
 
 
 class OutputMeter(Meter[OutputShift]):
-    """Adds up what models' last features make of the experts' outputs, by task and role."""
+    """Sums up the distances of models' outputs from the experts' outputs, by task and role."""
 
     def add(self, task: str, role: str, output: Any, expert: Any, batch: Batch, *, are_logits: bool) -> None:
-        """Add one batch: what the expert returned for the model's last features, and for its own."""
+        """Add one batch. `output` is what the expert's head returned for the model's last features, `expert` what it
+        returned for its own."""
         rows, rows_exp = (choose_rows(read_output(of), batch) for of in (output, expert))
         if rows.shape != rows_exp.shape:  # how long a voice speaks depends on the weights
             return
@@ -112,12 +115,13 @@ class OutputMeter(Meter[OutputShift]):
         return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
 
     def read(self, task: str, role: str) -> OutputShift | None:
-        """The sums so far; None if nothing was added."""
+        """Return the sums so far; None if nothing was added."""
         return self.find(task, role)
 
 
 def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Tensor]:
-    """The distances of some rows [rows], then what they add to the sums of an OutputShift, from `size` to `certain`."""
+    """Yield the distances of rows of outputs [rows], then the amounts to add to the sums of an OutputShift, in the
+    order of its fields from `size` to `certain`."""
     if not are_logits:
         yield (z - z_exp).norm(dim=-1)
         yield add_up(z_exp.norm(dim=-1))
@@ -136,7 +140,7 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
 
 
 def read_output(output: Any) -> Tensor:
-    """The logits of a model's output, else its pooled features, else its hidden states [.., d]."""
+    """Return the logits of a model's output; if it has none, its pooled features, else its hidden states [.., d]."""
     for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor
@@ -145,7 +149,7 @@ def read_output(output: Any) -> Tensor:
 
 
 def find_owners(z: Tensor, batch: Batch) -> Tensor:
-    """The example that each prediction taken by `choose_rows` belongs to [rows]."""
+    """Return the number of the example that each prediction chosen by `choose_rows` belongs to: [rows]."""
     count = count_examples(batch)
     owners = (torch.arange(len(z), device=z.device) // max(1, len(z) // count)).clamp_max(count - 1)
     return choose_rows(owners.view(-1, *[1] * (z.ndim - 1)).expand(*z.shape[:-1], 1), batch)[:, 0]

@@ -1,4 +1,4 @@
-"""A forward pass that pauses before every block of its model until it is told to go on."""
+"""Run a forward pass that pauses before every block of its model until it is told to continue."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 
 INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
-"""Errors that code raises on values that it was not written for."""
+"""Kinds of errors that a model's code may raise on unsuitable inputs or config values."""
 
 
 @contextmanager
 def _explaining_failure(model: Model) -> Iterator[None]:
-    """Turn errors of a model's code at its config or inputs into a DataError with the error's own words."""
+    """Turn an error that a model's code raises on its config or inputs into a DataError that quotes it."""
     try:
         yield
     except INPUT_ERRORS as error:
@@ -49,49 +49,51 @@ def _explaining_failure(model: Model) -> Iterator[None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Whether an error was raised by the code of a model, or by code that it called, not by featcal's around it."""
+    """Tell whether an error was raised by a model's code, or by code that it called, and not by featcal's own code."""
     names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     owners = [name for name in names if name in ("featcal_cli", "transformers", "transformers_modules")]
     return owners[-1:] != ["featcal_cli"]
 
 
 class PausedForward(greenlet):
-    """One forward pass over one batch, paused before a block until `advance` gives it that block's output."""
+    """One forward pass over one batch. It is paused before a block until `advance` gives it that block's output."""
 
     pauses = True
-    """Tells the blocks that run in it to pause."""
+    """Marks this greenlet as one in which blocks pause."""
 
     def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
         super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
         self.module = module
         """The module that runs: the whole model or a tower of it."""
         self.batch = batch
-        """The inputs, with token ids of merged's vocabulary whatever the model's own are."""
+        """The inputs; token ids are those of merged's vocabulary, even if the model has its own."""
         self.masks = token_masks(batch)
-        """The masks of the axes that have padding, read once, as reading keeps a device waiting."""
+        """Masks of the token axes that have padding. They are computed once, as this makes the host wait for the
+        device."""
         self.output: Any = None
         """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
-        """The call of the block that it is paused before."""
+        """The call of the block before which the pass is paused; None once the pass has ended."""
         self._runner = runner
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors among the paused block's arguments."""
+        """All tensors in the arguments of the paused block."""
         return tensors_in(self.call)
 
     @property
     def hidden(self) -> Tensor:
-        """The first of these tensors, the hidden states."""
+        """The hidden states: the first tensor in the arguments of the paused block."""
         return next(self.tensors)
 
     @property
     def token_count(self) -> int:
-        """Number of rows of the hidden states."""
+        """Number of rows (tokens) of the hidden states."""
         return self.hidden.shape[:-1].numel()
 
     def advance(self, *output: Any, gradients: bool = False) -> None:
-        """Go on to the next block, giving the paused block's output (nothing at the start), with gradients or not."""
+        """Continue to the next block with the paused block's `output` (none at the start). `gradients` turns autograd
+        on."""
         runner = self._runner
         explaining = _explaining_failure(runner.model)
         with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
@@ -99,7 +101,7 @@ class PausedForward(greenlet):
         self.call, self.output = (None, result) if self.dead else (result, None)
 
     def is_at(self, block: Block) -> bool:
-        """Whether the pass is paused before this block."""
+        """Tell whether the pass is paused before this block."""
         return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
 
     def run_block(
@@ -111,12 +113,12 @@ class PausedForward(greenlet):
         call: BlockCall | None = None,
         gradients: bool = False,
     ) -> Any:
-        """Run the block that the pass is paused at and return its output, or None if a hook raised StopBlock; passes
-        stay paused.
+        """Run the block before which the pass is paused, and return its output, or None if a hook raised StopBlock. The
+        pass stays paused.
 
-        It runs on its own arguments, on those of the pass `given`, of another model at this block, or on those of the
-        `call`; with gradients or not. `kept` holds the lists that hooks fill: if bfloat16 overflows they are emptied,
-        and the block runs again in float32.
+        The block runs on its own arguments, on those of `given` (another model's pass, paused before this block), or on
+        those of `call`. `gradients` turns autograd on. `kept` holds the lists that hooks fill: if bfloat16 overflows,
+        they are emptied and the block runs again in float32.
         """
         runner, given = self._runner, given or self
         call = call or given.call
@@ -134,8 +136,8 @@ class PausedForward(greenlet):
         return output
 
     def _run(self, block: Block, call: BlockCall, dtype: torch.dtype | None = None, *, gradients: bool = False) -> Any:
-        """Run the block once on the arguments of `call`, in a dtype if one is given; None if a hook raised
-        StopBlock."""
+        """Run the block once on the arguments of `call`, converted to `dtype` if it is given. Returns None if a hook
+        raised StopBlock."""
         args, kwargs = copy_caches(call.args, call.kwargs)
         with torch.set_grad_enabled(gradients), self._runner.drawing(), _explaining_failure(self._runner.model):
             if block.overwritten:
@@ -149,13 +151,13 @@ class PausedForward(greenlet):
             return output if dtype is None else cast_floats(output, self._runner.dtype)
 
     def run_through(self, blocks: Sequence[Block]) -> None:
-        """Run blocks for as long as the pass is paused at one of these."""
+        """Run blocks for as long as the pass is paused before one of these blocks."""
         while block := next((block for block in blocks if self.is_at(block)), None):
             self.advance(self.run_block(block))
 
     def go_on(self, output: Any, done: Sequence[Block], *, last: bool) -> None:
-        """Continue with the block's output to the next block that has not been visited, or end the pass after the
-        `last`."""
+        """Continue with the block's output to the next block that was not visited before. If the block is the `last`,
+        end the pass instead."""
         if last:
             self.close()
         else:
@@ -163,15 +165,15 @@ class PausedForward(greenlet):
             self.run_through(done)  # blocks that were visited before and run again
 
     def close(self) -> None:
-        """End the pass where it is; the rest of the model does not run."""
+        """End the pass where it is paused, without running the rest of the model."""
         self.call = None
         if not self.dead:
             self.throw(GreenletExit)
 
 
 def start_forward(runner: BlockRunner, batch: Batch, entry: str) -> PausedForward:
-    """Start a pass over a batch through the module at `entry`, paused before its first block; call inside the runner's
-    `on_device`."""
+    """Start a pass over a batch through the module at `entry`, and pause it before its first block. Call this inside
+    the runner's `on_device`."""
     paused = PausedForward(runner, *runner.prepare(batch, entry))
     paused.advance()
     return paused

@@ -1,5 +1,5 @@
-"""Rows of features that count, and their weights: padding counts nothing, and the first token most if the model's
-output is read from it."""
+"""Choose the rows of features that count, and weigh them: padding counts nothing, and the first token counts most if
+the model's output is read from it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from featcal_cli.models.token_rows import OWN_AXIS, PerToken, Rows
 from featcal_cli.models.tracing import first_tensor
 
 OTHER_TOKENS = 0.01
-"""Weight of the tokens after the first, in the last block of a model that is read from its first token."""
+"""Weight of every token but the first, in the last block of a model whose output is read from its first token."""
 
 
 def padding_masks(paused: PausedForward, block: Block) -> PerToken:
-    """The masks [B, length] of the tokens of a batch that is paused at `block`, by axis, 1 for those that count. Axes
-    without padding are missing."""
+    """Return the token masks [B, length] of a pass that is paused before `block`, by axis: 1 for tokens, 0 for padding.
+    Axes without padding are left out."""
     hidden, ids = paused.hidden, paused.batch.get("input_ids")
     if block.holds != "padded text" or ids is None or hidden.shape[1] <= ids.shape[1]:
         return paused.masks
@@ -32,8 +32,8 @@ def padding_masks(paused: PausedForward, block: Block) -> PerToken:
 
 
 def cls_weights(paused: PausedForward, block: Block) -> PerToken:
-    """Weights of the tokens [B, n] of the hidden states that a pass is paused with at `block`, for a model whose output
-    is read from the first one."""
+    """Return the token weights [B, n] for the hidden states of a pass that is paused before `block`, by axis, for a
+    model whose output is read from the first token."""
     weights = torch.full(paused.hidden.shape[:2], OTHER_TOKENS, device=paused.hidden.device)
     weights[:, 0] = 1.0
     return {block.rows.axis: weights}
@@ -42,9 +42,9 @@ def cls_weights(paused: PausedForward, block: Block) -> PerToken:
 def routed_rows(
     x: Tensor, route: Route | None, rows: Rows, masks: PerToken, weights: PerToken, count: int
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rows [n, d] of an expert's input in a mixture, and their weights. A row weighs as its token does, times the
-    square of its gate: the mixture scales the expert's errors by that gate. `rows` describes the features of all tokens
-    of the `count` examples."""
+    """Return the rows [n, d] that count in the input of a mixture's expert, and their weights; None if they cannot be
+    matched to tokens. A row's weight is its token's weight times the square of its gate, as the mixture multiplies the
+    expert's errors by the gate. `rows` describes the features of all tokens of the `count` examples."""
     if route is None:
         return None
     tokens = torch.arange(route.shape[:-1].numel(), device=x.device)
@@ -62,8 +62,8 @@ def routed_rows(
 
 
 def choose_rows(features: Sequence[Tensor], rows: Rows, masks: PerToken, *, first_only: bool) -> list[Tensor]:
-    """Choose the tokens [T, d] of one feature of several models: all but padding, or with `first_only` the first of
-    each example where they are patches."""
+    """Choose the same tokens [T, d] in the features of several models: all but padding, or with `first_only` the first
+    row of each example if the rows are patches."""
     if first_only and rows.axis == OWN_AXIS:
         return [x[:, 0] for x in features]
     selected = [rows.select(x, masks, {}, len(x)) for x in features]
@@ -75,9 +75,9 @@ def choose_rows(features: Sequence[Tensor], rows: Rows, masks: PerToken, *, firs
 
 
 def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, batch: Batch) -> frozenset[str]:
-    """Find the last block of each stack over patches if the model's pooled output reads its first token alone. The
-    output then changes if that token is perturbed, and not if all others that leave the block are. `batch` has one
-    example."""
+    """Find the last block of each stack over patches, if the model's pooled output is read from that block's first
+    token alone. This holds if the output changes when that token of the block's output is perturbed, and does not when
+    all others are. `batch` has one example."""
     blocks = [block for block in architecture.blocks if block.name not in architecture.stems]
     over_patches = [block for block in blocks if block.holds == "patches"]
     stacks = {block.name.rpartition(".")[0]: block for block in over_patches}
@@ -91,13 +91,14 @@ def find_cls_blocks(runner: BlockRunner, architecture: Architecture, task: str, 
 
 
 PERTURBED = (slice(0, 0), slice(1, None), slice(0, 1))
-"""Token slices perturbed in three copies of an example: none, all but the first, the first."""
+"""Slices of the tokens that are perturbed in three copies of an example: none, all but the first, and the first."""
 
 
 def _pooled_after(
     runner: BlockRunner, architecture: Architecture, task: str, batch: Batch, block: Block
 ) -> list[Tensor]:
-    """Pooled outputs [B, k] of the model, with noise on the tokens PERTURBED of the output of `block`."""
+    """Return the pooled outputs [B, k] of the model if noise is added to the tokens PERTURBED of the output of
+    `block`."""
     with runner.on_device():
         paused = start_forward(runner, batch, architecture.entries[task])
     while (at := next((other for other in architecture.blocks if paused.is_at(other)), None)) is not None:
@@ -114,5 +115,5 @@ def _pooled_after(
 
 
 def _same(pooled: Sequence[Tensor], copy: int) -> bool:
-    """Whether a copy's outputs equal those of the unperturbed copy."""
+    """Tell whether the outputs of a perturbed copy equal those of the unperturbed copy."""
     return all(torch.allclose(value[0], value[copy], rtol=1e-3, atol=1e-5) for value in pooled)

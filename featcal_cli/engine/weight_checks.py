@@ -1,4 +1,5 @@
-"""Checks of weights alone: broken checkpoints, merges that were not made of these experts, and task vectors."""
+"""Check weights without running the models: find broken checkpoints and merges that these experts do not explain, and
+compare task vectors."""
 
 from __future__ import annotations
 
@@ -21,23 +22,24 @@ from featcal_cli.runtime.errors import CheckpointError, NumericsError
 from featcal_cli.runtime.sanitise import list_some
 
 VANISHING = 1e-12
-"""Largest absolute weight of a module that computes nothing."""
+"""Largest absolute weight at which a module counts as empty."""
 HUGE = 1e12
-"""Smallest weight that is too large to compute with: sums of squares of features overflow long before."""
+"""Absolute weight above which it is too large to compute with, as sums of squares of features overflow long before."""
 SAMPLED_ROWS = 8
-"""Number of rows sampled from a weight."""
+"""Number of rows that are sampled from a weight."""
 OTHER_LAYER_RATIO = 0.5
-"""Ratio to a layer's distance from its own counterpart below which another layer is its origin: fine-tuning moves
-layers far less."""
+"""Ratio of distances below which a layer of merged is taken to come from another layer of base: its distance to that
+layer over its distance to its own counterpart. Fine-tuning moves layers far less."""
 FIX = "use another checkpoint; this one is broken"
 
 
 def check_values(merged: Model, others: Sequence[Model], architecture: Architecture) -> list[str]:
-    """Check values that running the blocks would not check, or too late, and return sentences to report.
+    """Check weights whose faults would be found too late or not at all while blocks run, and return sentences to
+    report.
 
-    `others` is base, then the experts. Raises NumericsError for NaN or infinity in merged outside of blocks (it would
-    be copied to the output), CheckpointError for a model whose blocks hold only zeros, and for blocks of merged in
-    another order.
+    `others` is base, then the experts. Raises NumericsError if merged has NaN or infinity outside of blocks, which
+    would be copied to the output. Raises CheckpointError if the blocks of a model hold only zeros, or if the blocks of
+    merged are in another order than base's.
     """
     for model in (merged, *others):
         check_not_empty(model, architecture)
@@ -55,7 +57,7 @@ def check_values(merged: Model, others: Sequence[Model], architecture: Architect
 
 
 def check_not_empty(model: Model, architecture: Architecture) -> None:
-    """Raise CheckpointError for a model whose Linear weights in blocks are all zero or vanishing."""
+    """Raise CheckpointError if all Linear weights in a model's blocks are zero or vanishingly small."""
     empty = []
     for name, weight in linear_weights(model, architecture):
         if float(sample_rows(weight).abs().max()) > VANISHING:
@@ -67,8 +69,8 @@ def check_not_empty(model: Model, architecture: Architecture) -> None:
 
 
 def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
-    """Raise CheckpointError if a layer of merged is much nearer to another layer of base than to its own: its layers
-    are then reordered or repeated."""
+    """Raise CheckpointError if a layer of merged is much closer to another layer of base than to its own counterpart,
+    which shows that layers were reordered or repeated."""
     lists: dict[tuple[str, str, torch.Size], dict[str, tuple[Tensor, Tensor]]] = {}
     known, seen = base.parameters, set[str]()
     for name, weight in linear_weights(merged, architecture):
@@ -88,7 +90,7 @@ def check_order(merged: Model, base: Model, architecture: Architecture) -> None:
 
 
 def linear_weights(model: Model, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Weights of calibrated Linear modules, by their names in merged, as far as the model has them."""
+    """Yield the weights of the calibrated Linear modules that the model has, with their names in merged."""
     parameters = model.parameters
     for block in architecture.blocks:
         for module in (module for module in block.modules if module.kind in LINEAR_KINDS):
@@ -98,13 +100,14 @@ def linear_weights(model: Model, architecture: Architecture) -> Iterator[tuple[s
 
 
 def sample_rows(weight: Tensor, rows: int = SAMPLED_ROWS) -> Tensor:
-    """Sample evenly spread rows of a weight [rows, d], in float32; the rest stays on the disk."""
+    """Return evenly spread rows of a weight [rows, d], in float32; the other rows are not read from the disk."""
     step = max(1, len(weight) // rows)
     return weight[::step][:rows].float()
 
 
 def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
-    """Parameters outside of blocks with NaN or infinity, and buffers with NaN; infinity in a buffer may be meant."""
+    """Yield the names of parameters outside of blocks that hold NaN or infinity, and of buffers that hold NaN. Infinity
+    in a buffer may be intended."""
     inside = tuple(f"{own}." for block in architecture.blocks if (own := model.own_path(block.name)) is not None)
     for name, value in model.module.named_parameters():
         if value.is_floating_point() and not name.startswith(inside) and name not in model.missing:
@@ -119,8 +122,8 @@ def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
 
 @contextmanager
 def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) -> Iterator[None]:
-    """Make a NumericsError name the huge weight of these blocks that caused it, if one of the models has one, else the
-    block."""
+    """Make a NumericsError raised inside name its cause: a huge weight in these blocks of one of the models, or else
+    the block."""
     try:
         yield
     except NumericsError as error:
@@ -132,7 +135,7 @@ def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) ->
 
 
 def check_no_huge_weight(blocks: Sequence[Block], runner: BlockRunner) -> None:
-    """Raise NumericsError if these blocks of a model have a weight that is too large to compute with."""
+    """Raise NumericsError if a weight in these blocks of a model is too large to compute with."""
     for block in blocks:
         name, value = _find_largest(runner, block)
         if value > HUGE:
@@ -141,7 +144,8 @@ def check_no_huge_weight(blocks: Sequence[Block], runner: BlockRunner) -> None:
 
 
 def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
-    """The name and size of a block's largest weight; 0 if the model has no such block."""
+    """Return the name of the parameter with a block's largest absolute weight, and that weight; 0 if the model has no
+    such block."""
     has_block = runner.model.own_path(block.name) is not None
     sizes = {
         name: float(value.abs().max())
@@ -152,13 +156,14 @@ def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
 
 
 SAMPLED_TENSORS, ROWS_PER_TENSOR = 12, 16
-"""Number of weights sampled, spread over the depth, and number of rows of each."""
+"""Number of weights that are sampled, spread over the depth of the model, and number of rows of each."""
 LEAST_SHARE = 0.03
-"""Smallest share of merged − base that the experts must explain."""
+"""Smallest share of merged − base that the experts must explain to be taken for the merged ones."""
 LEAST_COEFFICIENT = 0.02
-"""Smallest coefficient of an expert, relative to the largest, that counts as being part of the merge."""
+"""Smallest coefficient, relative to the largest, at which an expert counts as part of the merge."""
 UNRELATED_DISTANCE = 0.7
-"""Ratio ‖expert − base‖ / ‖base‖ that no fine-tuning reaches; unrelated weights have 1.4."""
+"""Ratio ‖expert − base‖ / ‖base‖ above which models count as unrelated. No fine-tuning reaches it, and unrelated
+weights have 1.4."""
 
 
 def describe_merge_fit(
@@ -170,8 +175,8 @@ def describe_merge_fit(
     built: bool = False,
     is_calibrated: bool = False,
 ) -> list[str]:
-    """Report what is odd about these models as a merge, in sentences. `built` says that this run made merged of them.
-    `is_calibrated` says that merged was solved by featcal, so that experts need not explain it."""
+    """Describe, in sentences, what is suspicious about these models as a merge. `built` says that this run merged them
+    itself. `is_calibrated` says that featcal calibrated merged before, so the experts need not explain it."""
     names = _choose_names((merged, base, *experts.values()), architecture)
     if not names:
         return []
@@ -194,8 +199,9 @@ def describe_merge_fit(
 
 
 def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | None, list[float]]:
-    """Share (0 to 1) of the squares of `target` [n] that the span of `steps` [k, n] explains, and the coefficients. The
-    share is None if most of the target is `noise`, its sum of squares from rounding."""
+    """Compute the share (0 to 1) of the sum of squares of `target` [n] that the span of `steps` [k, n] explains, and
+    the coefficients. `noise` is the sum of squares that comes from rounding; the share is None if it is most of the
+    target's."""
     whole = float(target @ target)
     gram = steps @ steps.T
     # a little ridge keeps the system solvable where two experts are equal
@@ -207,7 +213,7 @@ def explain(target: Tensor, steps: Tensor, noise: float = 0.0) -> tuple[float | 
 
 
 def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) -> Iterator[str]:
-    """Report experts that do not explain merged − base, or hardly take part in it."""
+    """Describe experts that do not explain merged − base, or that hardly contribute to it."""
     if share is None:
         return
     if share < LEAST_SHARE:
@@ -224,7 +230,7 @@ def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) 
 
 
 def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor], *, built: bool) -> Iterator[str]:
-    """Report models that are equal, as far as samples show."""
+    """Describe which of the models are equal in the sampled weights."""
     if torch.equal(merged, base) and not built:
         yield "merged holds the same weights as base (where they were sampled): is it a merge?"
     of_base = [task for task, expert in experts.items() if torch.equal(expert, base)]
@@ -246,27 +252,27 @@ def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor]
 
 
 def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list[str]:
-    """Names of some weights that all models have, spread over the depth."""
+    """Choose the names of some weights that all models have, spread over the depth of the model."""
     known = set.intersection(*(set(model.parameters) for model in models))
     shared = [name for name, _ in linear_weights(models[0], architecture) if name in known]
     return shared[:: max(1, -(-len(shared) // SAMPLED_TENSORS))]
 
 
 def _sample(model: Model, names: list[str]) -> Tensor:
-    """The sampled entries of these weights, concatenated, in float64."""
+    """Return the sampled entries of these weights, concatenated, in float64."""
     parameters = model.parameters
     return torch.cat([sample_rows(parameters[name].detach(), ROWS_PER_TENSOR).flatten() for name in names]).double()
 
 
 def _rounding(values: Tensor, model: Model) -> float:
-    """The sum of squares that storing values in the model's dtype adds."""
+    """Estimate the sum of squared rounding errors when values are stored in the model's dtype."""
     spacing = torch.finfo(model.module.dtype).eps * torch.exp2(values.abs().clamp_min(1e-30).log2().floor())
     return float((spacing.square() / 12).sum())
 
 
 @dataclass
 class TaskVector:
-    """Sums over parameters for the cosine of (expert − base) and (model − base)."""
+    """Sums over parameters from which the cosine of (expert − base) and (model − base) is computed."""
 
     product: float = 0.0
     expert_square: float = 0.0
@@ -274,18 +280,18 @@ class TaskVector:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the two task vectors; 0 if one of the models has not moved from the base."""
+        """Cosine of the two task vectors; 0 if either model equals the base."""
         size = (self.expert_square * self.model_square) ** 0.5
         return self.product / size if size else 0.0
 
 
 class TaskVectorMeter(Meter[TaskVector]):
-    """Adds up task vectors by task and role, a block at a time: no two models' weights are ever needed whole."""
+    """Sums up task vectors by task and role, one block at a time, so that no model's weights are needed all at once."""
 
     def add(
         self, task: str, block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
     ) -> None:
-        """Add the parameters of one block of every model, by role, as far as all have them in one shape."""
+        """Add the parameters of one block that all models (by role), the expert and the base have in the same shape."""
         for ours, theirs, start in _shared(block, models, expert, base):
             wanted = (theirs.float() - start.float()).flatten()
             for role, parameter in ours.items():
@@ -297,7 +303,7 @@ class TaskVectorMeter(Meter[TaskVector]):
         return TaskVector(*numbers)
 
     def read(self, task: str, role: str) -> float | None:
-        """The cosine so far; None if nothing was added."""
+        """Return the cosine so far; None if nothing was added."""
         vector = self.find(task, role)
         return None if vector is None else vector.cosine
 
@@ -306,7 +312,7 @@ def _shared(
     block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
 ) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
     """Yield each floating-point parameter of a block that all models, the expert and the base have in the same shape:
-    its values in the models, by role, then in the expert, then in the base."""
+    its values in the models by role, in the expert, and in the base."""
     ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
     theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
     for name, first in start.items():

@@ -1,4 +1,4 @@
-"""Transfer of weights to a CUDA device, each held there once however many models share it."""
+"""Copy weights to a CUDA device, so that each is there only once however many models share it."""
 
 from __future__ import annotations
 
@@ -15,44 +15,45 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 24
-"""Bytes of a pinned buffer; larger weights are copied in pieces."""
+"""Size in bytes of a pinned buffer; larger weights are copied in pieces of this size."""
 BUFFERS = 2
-"""Number of pinned buffers: one is filled from the disk while the other is copied."""
+"""Number of pinned buffers: one is filled from the disk while the other is copied to the device."""
 Wanted: TypeAlias = "tuple[Tensor, torch.dtype]"
-"""A weight in host memory, and the dtype that it is wanted in on the device."""
+"""A weight in host memory, and the dtype that it should have on the device."""
 Key: TypeAlias = "tuple[object, ...]"
 
 
 @dataclass(eq=False)
 class DeviceWeight:
-    """A weight on the device, or on its way there; it is freed when nobody holds this object any more."""
+    """A weight that is on the device or being copied to it. Its memory is freed with the last reference to this
+    object."""
 
     home: Tensor
-    """The weight in host memory; held so that its address stays its own."""
+    """The weight in host memory. It is kept alive so that no other tensor gets its address."""
     dtype: torch.dtype
     upload: Future[torch.Event] | None = None
-    """The copying of this and other weights; its result is the event after which all are there."""
+    """The running copy of this weight and others; its result is the CUDA event after which all are complete."""
     data: Tensor | None = None
-    """Its copy on the device; None where memory ran out."""
+    """The copy on the device; None before it is made, or if the device has no memory left."""
     is_finite: bool = True
-    """Whether all of it is finite, checked while it was copied."""
+    """Whether all values of the weight are finite, which is checked during the copy."""
 
 
 class DeviceWeights:
-    """The weights on one CUDA device, which all models share. One thread copies them, on a stream of its own, through
-    reused pinned buffers."""
+    """The weights on one CUDA device, shared by all models. One thread copies them, on its own stream, through reused
+    pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._worker = ThreadPoolExecutor(1, "weights")
         self._known: WeakValueDictionary[Key, DeviceWeight] = WeakValueDictionary()
-        """Weights that are here or coming."""
+        """Weights that are on the device or being copied to it."""
         self._buffers: deque[tuple[Tensor, torch.Event | None]] = deque()
-        """Pinned buffers with the event after which each is free again, the longest unused first."""
+        """Pinned buffers, each with the CUDA event after which it is free again, starting with the longest unused."""
 
     def begin(self, wanted: Iterable[Wanted]) -> list[DeviceWeight]:
-        """Start copying weights that are neither here nor coming. The copies are ready for `take` as long as the result
-        is held."""
+        """Start copying the weights that are neither on the device nor being copied. The copies stay available to
+        `take` as long as the result is referenced."""
         new: list[DeviceWeight] = []
         for home, dtype in wanted:
             if home.device.type == "cpu" and _key(home, dtype) not in self._known:
@@ -65,8 +66,8 @@ class DeviceWeights:
         return new
 
     def take(self, wanted: Sequence[Wanted]) -> list[DeviceWeight | None]:
-        """Weights on the device, ready for the current stream; None for those that do not fit and those that are there
-        already."""
+        """Return the copies of weights on the device, ready for the current stream. An entry is None if the weight does
+        not fit, or was on the device from the start."""
         # held until they are taken, whoever else drops them meanwhile
         held = [self._known.get(_key(*one)) for one in wanted], self.begin(wanted)
         taken = [self._take(*one) for one in wanted]
@@ -115,7 +116,8 @@ class DeviceWeights:
 
 
 def fetch_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Copy new weights to host memory, all of one dtype in one copy, as a device is waited for with each."""
+    """Copy new weights to host memory, with one copy for all weights of a dtype, as each copy makes the host wait for
+    the device."""
     flat = {
         dtype: torch.cat([weight.view(-1) for weight in weights if weight.dtype == dtype]).cpu()
         for dtype in {weight.dtype for weight in weights}
@@ -132,11 +134,11 @@ def _key(home: Tensor, dtype: torch.dtype) -> Key:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all elements of a weight are finite. The sum is quick to compute, and only if it overflows or is NaN are
-    the elements looked at. On a CPU this goes piece by piece, as a sum in another dtype copies the whole."""
+    """Tell whether all elements of a weight are finite. The sum is computed first, as it is fast; elements are examined
+    only if it is infinite or NaN. On a CPU this is done in pieces, as a sum in another dtype copies its input."""
     pieces = weight.reshape(-1).split(PIECE) if weight.device.type == "cpu" else [weight]
     return all(torch.isfinite(x.sum(dtype=torch.float32)) or torch.isfinite(x).all() for x in pieces)
 
 
 device_weights = cache(DeviceWeights)
-"""The weights on a device, one object for each."""
+"""Return the DeviceWeights object of a device, which is made at the first call."""

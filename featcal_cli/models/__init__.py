@@ -1,1 +1,1 @@
-"""Checkpoints loaded, aligned, patched and merged; their blocks found."""
+"""Load, align, patch and merge checkpoints, and find their transformer blocks."""

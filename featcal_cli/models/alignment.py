@@ -1,5 +1,5 @@
-"""Alignment of models that belong together: each is loaded to fit merged, its tensors and config compared with
-merged's."""
+"""Check that the models of a job fit together: load each one in a class that fits the merged model, and compare its
+tensors and config with the merged model's."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ HEAD_SUFFIXES = (
     "ForMaskedLM",
     "ForCausalLM",
 )
-"""Name endings of classes that are a body with a head, and are called like the body."""
+"""Name endings of classes that add a head to a model body. Their checkpoints have the body's model_type."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], Model]
 SAME_LAYERS = "give models with the same layers; a merge that restacks layers can be calibrated before it is stacked"
 FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged model"
 
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
-    """Load a checkpoint in the merged model's class. It is loaded in its own class where it is only a part of the
-    merged model (its vision tower, for example), which `part` then names, or where the merged model is only its `body`,
-    so that it keeps its head."""
+    """Load a checkpoint in the merged model's class. If the checkpoint is only a part of the merged model (for example
+    its vision tower), load it in its own class and set `part`. If the merged model is only the checkpoint's body, load
+    it with its head and set `body`."""
     merged_class = type(merged.module)
     if snapshot.config.get("model_type") != merged.snapshot.config.get("model_type"):
         own_class = find_class(snapshot)
@@ -55,7 +55,8 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
 
 
 def _find_part(tower: PreTrainedModel, merged: PreTrainedModel) -> str:
-    """The path in the merged model of a part with `tower`'s structure; empty if there is none."""
+    """Return the path of the submodule of `merged` whose parameter names and shapes match those of `tower`; empty if
+    there is none."""
     shapes = {name: parameter.shape for name, parameter in tower.named_parameters()}
     for path, module in merged.named_modules():
         if path and isinstance(module, PreTrainedModel):
@@ -68,12 +69,13 @@ def _find_part(tower: PreTrainedModel, merged: PreTrainedModel) -> str:
 _BUFFERS = re.compile(
     r".*(inv_freq|masked_bias|position_ids|relative_position_index|attn_mask|num_batches_tracked|(attn|attention)\.bias)$"
 )
-"""Names of tensors that older library versions stored, and whose values follow from the config."""
+"""Pattern of tensor names that older library versions stored although their values follow from the config."""
 
 
 def check_alignment(architecture: Architecture, merged: Model, other: Model) -> None:
-    """Raise CheckpointError unless `other` (which may be merged itself) has every parameter of every block, in the
-    merged model's shapes and no others, and every parameter that runs before and between the blocks."""
+    """Raise CheckpointError unless the tensors of `other` match merged's. `other` (which may be merged itself) must
+    have every parameter that runs before or between the blocks, and in the blocks the same parameters with the same
+    shapes."""
     prefix = f"{other.part}." if other.part else ""
     theirs = other.parameters
     ours = {name: value for name, value in merged.module.named_parameters() if name.startswith(prefix)}
@@ -106,7 +108,7 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
 
 
 def _check_layer_counts(architecture: Architecture, merged: Model, other: Model) -> None:
-    """Raise CheckpointError if both have a list of blocks, but of different lengths."""
+    """Raise CheckpointError if both models have a list of blocks, but the lists differ in length."""
     if merged.snapshot.config.get("model_type") != other.snapshot.config.get("model_type"):
         return
     for path in dict.fromkeys(block.name.rpartition(".")[0] for block in architecture.blocks):
@@ -121,7 +123,7 @@ def _check_layer_counts(architecture: Architecture, merged: Model, other: Model)
 
 
 def describe_unread(merged: Model) -> Iterator[str]:
-    """Report tensors in merged's files that nothing reads, in a sentence."""
+    """Yield a sentence about the tensors in merged's files that its class does not read, if there are any."""
     if unread := _unread(merged):
         yield f"nothing in {type(merged.module).__name__} reads {_count(unread)} of merged's files: left as it is"
 
@@ -135,7 +137,8 @@ def _count(names: list[str]) -> str:
 
 
 def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
-    """Report parameters outside the blocks, where nothing is calibrated, whose shapes differ, in sentences."""
+    """Describe, one sentence each, the parameters outside the blocks (never calibrated) whose shapes differ from
+    merged's."""
     shapes = {n: x.shape for n, x in other.parameters.items() if n.rpartition(".")[0] in architecture.reached}
     return [
         f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it is left unchanged"
@@ -145,7 +148,8 @@ def describe_differences(merged: Model, other: Model, architecture: Architecture
 
 
 def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Model) -> CheckpointError:
-    """The error for parameters that a model lacks, out of `reached` ones, or has in another shape."""
+    """Build the error for the parameters in `missing`, which a model lacks or holds in another shape. `reached` is the
+    number of parameters that were looked for."""
     fix = FULL_CHECKPOINT
     turned = [path for path in missing if (own := other.own_path(path)) and own in other.mismatched]
     own = other.own_path(missing[0]) or ""
@@ -170,18 +174,19 @@ def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Mode
 
 
 DECISIVE_KEYS = re.compile(r"(num_|n_)?((attention|key_value)_)?heads?|head_dim|is_decoder|position_embedding_type")
-"""Config keys under which weights of equal shapes compute something else altogether."""
+"""Pattern of config keys that change what weights of equal shapes compute; a difference in one of them is an error."""
 REPORTED_KEYS = re.compile(
     r"rope_.*|(.*_)?act(ivation)?(_fn|_function)?|(.*_)?(eps|epsilon)|(use_)?sliding_window|max_window_layers|"
     r"layer_types|image_size"
 )
-"""Config keys whose differences are only reported: they change little, or only long inputs, and users do change
-them."""
+"""Pattern of config keys whose differences are only reported: they change results little, or only for long inputs, and
+users change them on purpose."""
 
 
 def compare_configs(merged: Model, other: Model) -> list[str]:
-    """Report differences between the config of `other` and merged's that shapes of tensors do not show, in one sentence
-    if there are any. Raises CheckpointError for one that makes weights of equal shapes compute something else."""
+    """Compare the config of `other` with merged's in keys that do not affect tensor shapes. Returns one sentence that
+    lists the differences, or nothing. Raises CheckpointError if a difference makes equal weights compute something
+    else."""
     ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
     theirs = other.module.config
     # both were loaded as one outline, as their files are alike
@@ -206,8 +211,8 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
 
 
 def _check_type(other: Model, stated: Any, config: Any) -> None:
-    """Raise CheckpointError for a model whose config names another type than it is read as, unless it is a tower of a
-    whole model."""
+    """Raise CheckpointError if a model's config names another model_type than the class that was loaded, unless the
+    class is a tower of the named model."""
     read_as = type(config).model_type
     parts = CONFIG_MAPPING[stated].sub_configs.values() if stated in CONFIG_MAPPING else ()
     if stated not in (None, read_as) and not any(isinstance(config, part) for part in parts):
@@ -216,8 +221,8 @@ def _check_type(other: Model, stated: Any, config: Any) -> None:
 
 
 def _differences(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key of these two kinds whose values differ between two configs, with both values. A number of heads
-    that is None follows from the shapes of the tensors."""
+    """Yield each decisive or reported key whose values differ between two configs, with both values. A number of heads
+    that is None is skipped, as it follows from the tensor shapes."""
     # transformers knows no other kind of positions by now, and configs do not have to name it
     default = {"position_embedding_type": "absolute"}
     values, other_values = (default | dict(_flatten(config.to_dict())) for config in (one, other))

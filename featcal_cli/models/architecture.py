@@ -1,5 +1,5 @@
-"""The calibratable structure of a model: its blocks in execution order, and the modules inside each block. Nothing here
-knows a model by name: blocks are found by running the model on probes."""
+"""Find the calibratable structure of a model: its blocks in execution order, and the modules inside each block. Blocks
+are found by running the model on probes, never by a model's name."""
 
 from __future__ import annotations
 
@@ -50,25 +50,26 @@ class Module:
     """Path inside the block, for example self_attn.q_proj."""
     kind: Kind
     rows: tuple[Rows, ...]
-    """The rows of its input, for each of its calls in one run of the block; empty if it is never called."""
+    """Meaning of its input's rows, one entry for each of its calls in one run of the block; empty if it is never
+    called."""
     overwritten: bool
     """Whether the block changes this module's input in place after the module has read it."""
     functional: FunctionalLinear | None = None
-    """The weight and bias that a function uses in place of a module call, with paths inside the block."""
+    """The weight and bias, with paths inside the block, if a function uses them without calling a module; else None."""
     depth: int = 0
-    """Number of successive modules of the block whose calibration changes this one's input."""
+    """Number of successive Linear modules of the block that this module's input passes through."""
     routed: tuple[int, ...] = ()
-    """Shape d_out and d_in of a module in an expert of a mixture, else empty. Such a module is given some of the
-    tokens, in any number of calls; its rows are those of all tokens."""
+    """Shape (d_out, d_in) if this module belongs to an expert of a mixture, else empty. Such a module is given only
+    some of the tokens, in any number of calls; `rows` then describes the features of all tokens."""
 
     @property
     def is_routed(self) -> bool:
-        """Whether it is part of an expert of a mixture."""
+        """Whether this module is part of an expert of a mixture."""
         return bool(self.routed)
 
     @property
     def why_silent(self) -> str:
-        """The reason why it is left unchanged, if no call of it was seen."""
+        """The reason why this module is left unchanged if no call of it was recorded."""
         return "a convolution that torch's functions do not compute" if self.kind == "convolution" else "never called"
 
 
@@ -82,26 +83,28 @@ class Block:
     skipped: tuple[tuple[str, str], ...]
     """Parts that are left unchanged, as (path inside the block, reason)."""
     rows: Rows
-    """The rows of its hidden states."""
+    """Meaning of the rows of its hidden states."""
     calls: int
     """Number of calls in one forward pass: more than one if layers share their weights."""
     overwritten: bool
     """Whether the block changes its own input in place."""
     holds: Literal["text", "padded text", "patches"]
-    """The content of its hidden states: patches, or anything else that does not depend on a text's length; the text,
-    perhaps among other rows; or the text with padding that the model adds behind it."""
+    """The content of its hidden states. `text`: one row for each text token, perhaps among other rows. `padded text`:
+    text with padding that the model itself appends. `patches`: image patches, or other rows whose number does not
+    depend on a text's length."""
     gating_modules: tuple[str, ...]
-    """Paths inside the block of the modules that choose experts for tokens; empty string for the block itself."""
+    """Paths inside the block of the modules that choose experts for tokens; an empty string stands for the block
+    itself."""
 
     @property
     def is_mixture(self) -> bool:
-        """Whether it has experts that are given only some tokens."""
+        """Whether this block is a mixture with experts that are given only some of the tokens."""
         return any(module.is_routed for module in self.modules)
 
     def parts(self, *, by_depth: bool) -> tuple[Block, ...]:
-        """Split the block into parts that are solved together, in execution order. Dense modules make one part, or one
-        for each depth. Those of a mixture's experts follow, always by depth and split so that their equations fit into
-        memory."""
+        """Split the block into parts, in execution order; the modules of a part are solved together. Dense modules make
+        one part, or with `by_depth` one part per depth. Modules of a mixture's experts are always split by depth, and
+        further so that their equations fit into memory."""
         dense = [module for module in self.modules if not module.is_routed]
         routed = [module for module in self.modules if module.is_routed]
         width = max((min(module.routed) for module in routed), default=0)  # experts may be narrower than the model
@@ -119,25 +122,27 @@ class Architecture:
 
     blocks: tuple[Block, ...]
     entries: Mapping[str, str]
-    """Path of the module that runs on each task's examples: empty for the whole model, else a tower."""
+    """Path of the module that runs on each task's examples: a tower, or an empty string for the whole model."""
     last_blocks: Mapping[str, str]
-    """The last block that each task's examples reach."""
+    """Name of the last block that each task's examples reach."""
     reached: frozenset[str]
     """Paths of all modules that run before the last block has ended."""
     head: frozenset[str] = frozenset()
-    """Paths of all modules that run only after it."""
+    """Paths of all modules that run only after the last block has ended."""
     stems: frozenset[str] = frozenset()
     """Paths of the blocks that are stems, which run before all others."""
     needs_full_batches: bool = False
-    """Whether padding among the rows of some module could not be told from tokens: batches must have none."""
+    """Whether batches must be made without padding, because in some module's rows padding cannot be told from
+    tokens."""
     draws: bool = False
-    """Whether the model draws random numbers."""
+    """Whether the model's forward draws random numbers."""
     notes: tuple[str, ...] = ()
-    """Notes for the user, such as lists of blocks that no example reaches."""
+    """Notes to show the user, such as lists of blocks that no example reaches."""
 
     @property
     def functional(self) -> dict[str, tuple[str, Module]]:
-        """Modules computed by functions, each with its block's name, by path in the model."""
+        """The modules whose weights functions use without calling a module: (block name, module) by path in the
+        model."""
         return {
             f"{block.name}.{x.name}": (block.name, x) for block in self.blocks for x in block.modules if x.functional
         }
@@ -148,10 +153,10 @@ def find_architecture(
 ) -> Architecture:
     """Find the blocks of `model`, in the order in which they run on probes cut from one batch of each task.
 
-    `norms` is auto or layernorm (norms with a bias), all, or none. With `routers`, the routers of mixtures are
-    calibrated as well; with `stems`, modules that hold convolutions and run before the blocks are blocks too. Raises
-    ArchitectureError if no blocks are found or their order differs between tasks, DataError if the model cannot run on
-    a task's examples.
+    `norms` is `auto` or `layernorm` (norms with a bias), `all`, or `none`. With `routers`, the routers of mixtures are
+    calibrated as well. With `stems`, modules that hold convolutions and run before the blocks count as blocks too.
+    Raises ArchitectureError if no blocks are found or their order differs between tasks, and DataError if the model
+    cannot run on a task's examples.
     """
     # tasks with the same inputs share one pair of probes
     runs: dict[frozenset[str], ProbeRun] = {}
@@ -192,13 +197,14 @@ def _all_rows(block: Block) -> list[Rows]:
 
 
 def no_blocks(model_class: type, where: str = "") -> ArchitectureError:
-    """The error for a model that has nothing to calibrate."""
+    """Build the error for a model in which no transformer blocks were found."""
     what = f"no list of transformer blocks was found in {model_class.__name__}"
     return ArchitectureError(what, where=where, fix="give a transformer checkpoint whose layers hold Linear modules")
 
 
 def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: Mapping[int, int]) -> Block:
-    """Describe one block: the modules to calibrate, with their rows, and the parts left unchanged, with reasons."""
+    """Describe one block: the modules to calibrate, with their rows, and the parts that are left unchanged, with
+    reasons."""
     modules, skipped = [], []
     calls = run.first.calls.count(name)
     rows, axes = run.rows_of_block(name)
@@ -256,9 +262,9 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
 
 
 def _find_held(rows: Rows, axes: Axes, run: ProbeRun) -> Literal["text", "padded text", "patches"]:
-    """The content of the hidden states [B, n, d] of a block. As many rows for texts of different lengths are patches
-    where a model reads more than text, and else a text that the model pads itself, as attention in windows may want
-    it."""
+    """Return the content of a block's hidden states [B, n, d]. If texts of different lengths give equally many rows,
+    the rows are patches when the model has other inputs than text, else a text that the model pads itself (as windowed
+    attention may need)."""
     lengths = axes.get(OWN_AXIS) if rows.axis == OWN_AXIS else None
     if lengths is None or lengths[0] != lengths[1]:
         return "text"
@@ -275,8 +281,8 @@ def _describe_parameter(
     axes: Axes,
     holders: Mapping[int, int],
 ) -> tuple[list[Module], str]:
-    """Describe the products that functions make with a parameter of a module that is neither a Linear nor a norm.
-    Returns the modules that these amount to, or none and the reason why the parameter is left unchanged."""
+    """Describe how functions use a parameter of a module that is neither a Linear nor a norm. Returns the calibratable
+    modules that the parameter is made of; or no modules, and the reason why it is left unchanged."""
     parts = {
         part: functional.without_prefix(f"{block}.")
         for part, functional in run.first.functional.items()
@@ -302,7 +308,8 @@ def _describe_parameter(
 
 
 def module_at(block: nn.Module, module: Module) -> nn.Module:
-    """The submodule with this name, or a module made of the weight and bias that a function uses under it."""
+    """Return the submodule of `block` that `module` describes. If a function uses the weight without calling a module,
+    return a Projection made of that weight and bias."""
     functional = module.functional
     if functional is None or functional.is_module:
         return block.get_submodule(module.name)
@@ -310,14 +317,14 @@ def module_at(block: nn.Module, module: Module) -> nn.Module:
 
 
 def held_parameters(block: nn.Module, module: Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a block that hold a module's weight and bias, by their paths in the block."""
+    """Yield the parameters that hold a module's weight and bias, with their paths inside the block."""
     for name, x in module_at(block, module).named_parameters(recurse=False):
         yield (x.place.parameter, x.whole) if isinstance(x, ParameterPart) else (f"{module.name}.{name}", x)
 
 
 def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced: Mapping[str, int]) -> list[Module]:
-    """Set the depth of each module in the block: the number of successive Linear modules that lead to its input. A norm
-    has the depth of the Linear modules that follow it, or else of the last ones, and so is solved with them."""
+    """Set the depth of each module: the number of successive Linear modules that its input passes through in the block.
+    A norm gets the depth of the next Linear modules, or of the last ones if none follow, so it is solved with them."""
     # products before the block, those of an encoder for example, are not counted
     start = traced.get(block, 0)
     of_modules = {module.name: max(start, traced.get(f"{block}.{module.name}", start)) for module in modules}
@@ -337,7 +344,7 @@ def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced
 
 
 def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -> Iterator[str]:
-    """Report blocks that share their weights, and lists of blocks that no example reaches."""
+    """Yield notes on blocks that share their weights, and on lists of blocks that no example reaches."""
     if shared := [block for block in blocks if block.calls > 1]:
         yield (
             f"{list_some(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
@@ -348,8 +355,8 @@ def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -
 
 
 def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called: Collection[str] = ()) -> list[Block]:
-    """Describe blocks that no run has reached, as registered, in lists apart from those of `blocks`. Their calls are
-    unknown."""
+    """Describe the blocks of lists that no run has reached, in registration order, except lists that overlap `blocks`.
+    How often each module is called is unknown."""
     holders = count_holders(model)
     silent = ProbeRun("", Trace(model), Trace(model), {}, [])
     return [

@@ -1,4 +1,4 @@
-"""Lists of transformer blocks, found in a traced forward pass, and the order in which they run."""
+"""Find the lists of transformer blocks in a traced forward pass, and the order in which the blocks run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ ROUTER = "it is the router of a mixture; `routers: true` calibrates it"
 def find_blocks(model: nn.Module, run: Trace) -> list[str]:
     """Find the transformer blocks of a model: the members of its outermost suitable lists, in execution order.
 
-    1. Lists are looked at from the outside in, and what lies inside a list that was taken is part of a block.
-    2. A list is suitable if its members hold several Linear modules each, and at least half of those that ran returned
-       hidden states of the shape they were given: that is what a residual stream does, and a list of heads does not.
-    3. A list of stages, each of which is a chain of blocks itself (as in Swin), is passed over for the lists inside.
+    1. Lists are examined from the outermost inwards. Lists inside a suitable list belong to its blocks and are skipped.
+    2. A list is suitable if its members hold several Linear modules each, and at least half of the members that ran
+       returned hidden states with the shape of their input, as blocks on a residual stream do and heads do not.
+    3. A list of stages, each of which is itself a chain of blocks (as in Swin), is skipped in favour of the lists
+       inside it.
     """
     taken: list[str] = []
     blocks: list[str] = []
@@ -46,7 +47,7 @@ def find_blocks(model: nn.Module, run: Trace) -> list[str]:
 
 
 def sort_by_first_call(run: Trace, names: Iterable[str]) -> list[str]:
-    """Sort modules by their first call."""
+    """Sort module names by the first call of each module in the trace."""
     started = {name: number for number, name in reversed(list(enumerate(run.calls)))}
     return sorted(names, key=started.__getitem__)
 
@@ -70,7 +71,8 @@ def find_stems(model: nn.Module, run: Trace, blocks: Sequence[str]) -> list[str]
 
 
 def wildcard_path(block: nn.Module, path: str) -> str:
-    """A path with `*` for the keys of lists and dictionaries, so that all experts of a mixture share one pattern."""
+    """Replace the keys of lists and dictionaries in a path by `*`, so that all experts of a mixture share one
+    pattern."""
     parts: list[str] = []
     holder: nn.Module | None = block
     for key in path.split("."):
@@ -80,15 +82,15 @@ def wildcard_path(block: nn.Module, path: str) -> str:
 
 
 def _members(name: str, container: nn.Module, run: Trace) -> list[str]:
-    """Members of a list that have run and hold several Linear modules."""
+    """Return the paths of a list's members that have run and hold several Linear modules."""
     paths = [f"{name}.{key}" for key, child in container.named_children() if len(_linears(child)) > 1]
     ran = set(run.calls)
     return [path for path in paths if path in ran]
 
 
 def _is_stage(name: str, module: nn.Module, run: Trace) -> bool:
-    """Whether a list member is itself a chain of equal blocks (a stage of Swin), not a block made of parts (a layer of
-    T5)."""
+    """Tell whether a list member is itself a chain of equal blocks (a stage of Swin), not a block made of parts (a
+    layer of T5)."""
     for path, inner in module.named_modules():
         if not isinstance(inner, CONTAINERS) or not path:
             continue
@@ -105,8 +107,8 @@ def _linears(module: nn.Module) -> list[nn.Module]:
 
 
 def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
-    """Merge the block orders of several inputs into one that agrees with all. Raises ArchitectureError if there is
-    none."""
+    """Merge the block orders of several inputs into one order that agrees with all of them. Raises ArchitectureError if
+    there is no such order."""
     graph: TopologicalSorter[str] = TopologicalSorter()
     for sequence in sequences:
         for number, name in enumerate(sequence):
@@ -121,8 +123,8 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
 
 
 def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> Iterator[str]:
-    """Find outermost lists, apart from those of `blocks`, whose members hold at least two matrices each and were never
-    called."""
+    """Yield the outermost lists, apart from the lists of `blocks`, whose members hold at least two weight matrices each
+    and were never called."""
     taken = list(blocks)
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
@@ -135,15 +137,15 @@ def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[
 
 
 def _count_matrices(module: nn.Module) -> int:
-    """Number of Linear modules and of other parameters that a function may multiply with."""
+    """Count the Linear modules of a module, and its other parameters that a function may use as a weight matrix."""
     inside = [(inner, value) for inner in module.modules() for value in inner.parameters(recurse=False)]
     others = (pair for pair in inside if not isinstance(pair[0], (nn.Linear, Conv1D)))
     return len(_linears(module)) + sum(_is_matrix(inner, value) for inner, value in others)
 
 
 def _is_matrix(module: nn.Module, value: Tensor) -> bool:
-    """Whether a function may multiply with a parameter, guessed before anything has run. Routers and position tables
-    look the same by their shapes; only their names tell them apart."""
+    """Guess, before anything has run, whether a function uses a parameter as a weight matrix. Routers and position
+    tables have the same shapes, so they are excluded by their names."""
     path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
     called = f"{type(module).__name__} {path}".lower()
     is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
@@ -158,8 +160,8 @@ def _is_convolution(module: nn.Module) -> bool:
 def explain_skipped(
     module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, FunctionalLinear], run: Trace
 ) -> str:
-    """The reason why a parameter of a module that is neither a Linear nor a norm is left unchanged. Empty if functions
-    multiply with `parts` of it, which can then be calibrated."""
+    """Return the reason why a parameter of a module that is neither a Linear nor a norm is left unchanged. The reason
+    is empty if functions use slices of it (`parts`) as weights, which can then be calibrated."""
     if not parts:
         if run.calls:
             is_matrix = value.ndim == 3 and len(value) > 1 and not _is_convolution(module) and bool(run.routed)
@@ -176,14 +178,13 @@ def explain_skipped(
 
 
 def find_called_before_end(run: Trace, blocks: Sequence[str]) -> set[str]:
-    """Modules that start before the last call of a block ends. The modules inside that block count, those called after
-    it do not."""
+    """Return the modules that start before the last call of a block ends, including the modules inside that block."""
     last = max((number for number, name in enumerate(run.calls) if name in set(blocks)), default=-1)
     inside = [name for name in run.calls if any(name.startswith(f"{block}.") for block in blocks[-1:])]
     return {*run.calls[: last + 1], *inside}
 
 
 def count_holders(model: nn.Module) -> Counter[int]:
-    """Number of modules that hold each parameter, by its id."""
+    """Count the modules that hold each parameter, by the parameter's id."""
     held = (value for module in model.modules() for value in module._parameters.values())
     return Counter(id(value) for value in held if value is not None)

@@ -1,4 +1,4 @@
-"""An inventory of what would be calibrated in a model, block by block, from its config alone: no weights are read."""
+"""List what would be calibrated in a model, block by block, from its config alone, without reading weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import ArchitectureError, DataError
 
 EXAMPLES, TOKENS = 2, 16
-"""Number of made-up examples and of tokens in each; they have shapes and no values."""
+"""Number of made-up examples, and number of tokens in each. They live on the meta device and have no values."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class BlockEntry:
     modules: list[ModuleEntry]
     skipped: list[dict[str, str]]
     parameters: int
-    """Number of all parameters of the block, calibrated or not."""
+    """Number of parameters in the block, whether calibrated or not."""
     ran: bool
-    """Whether its position comes from a run; otherwise it comes from the order of registration."""
+    """Whether the block's position was seen in a run; otherwise the order of registration is used."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """An inventory of all blocks of a model."""
+    """The inventory of a model: its class, its number of parameters, and all its blocks."""
 
     model: str
     model_class: str
@@ -64,17 +64,17 @@ class Inventory:
 
     @property
     def share(self) -> float:
-        """Share of the parameters inside blocks that would be calibrated, 0 to 1."""
+        """Share of the parameters inside blocks that would be calibrated, from 0 to 1."""
         calibrated = sum(module.parameters for block in self.blocks for module in block.modules)
         return calibrated / max(1, sum(block.parameters for block in self.blocks))
 
     def to_dict(self) -> dict[str, Any]:
-        """The inventory as it is printed with --json."""
+        """Return the inventory as the dictionary that --json prints."""
         return {**asdict(self), "share": self.share}
 
 
 def take_inventory(snapshot: Snapshot, norms: str = "auto") -> Inventory:
-    """List the blocks and modules of a checkpoint. Raises ArchitectureError if there are none."""
+    """List the blocks and modules of a checkpoint. Raises ArchitectureError if it has no blocks."""
     model_class = find_class(snapshot)
     about = {"role": "this model", "name": snapshot.name}
     config = load_config(AutoConfig, snapshot.folder, trusted=snapshot.trusted, **about)
@@ -99,7 +99,7 @@ def take_inventory(snapshot: Snapshot, norms: str = "auto") -> Inventory:
 
 
 def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
-    """The part of a config that the class takes, such as the vision tower's of a whole model's config."""
+    """Return the part of a config that the class takes, for example the vision config of a whole model's config."""
     wanted = model_class.config_class
     if wanted is None or isinstance(config, wanted):
         return config
@@ -115,8 +115,8 @@ def run_without_values(
     routers: bool = False,
     stems: bool = False,
 ) -> Architecture | None:
-    """Find the architecture by running a model on the meta device; None for a model that looks at values. Inputs have
-    the shapes of `batches`, by task; without these they are made up."""
+    """Find the architecture by running a model on the meta device; None if its forward needs values. The inputs have
+    the shapes of `batches` (by task), or are made up if there are none."""
     shapes = {
         task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
         for task, batch in (batches or {}).items()
@@ -140,8 +140,9 @@ def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms:
 
 
 def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
-    """Make up batches on the meta device: all inputs that the forward names, then the text inputs, then each input
-    alone. The texts of an encoder and a decoder are never tried alone, as either could be taken for the other."""
+    """Make up batches on the meta device, to be tried in turn: all inputs that the forward names, then only the text
+    inputs, then each input alone. The text inputs of an encoder-decoder model are never tried alone, as either could be
+    taken for the other."""
     kinds = {name: x for name in forward_names(model) if (x := _made_up(name, model.config)) is not None}
     text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
     apart = {name: x for name, x in kinds.items() if "decoder_input_ids" not in kinds or name not in text}
@@ -149,7 +150,7 @@ def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
 
 
 def _made_up(name: str, config: Any) -> Tensor | None:
-    """Make up one input of the forward by its name; None for an unknown name."""
+    """Make up one input tensor for the forward argument `name`; None if the name is unknown."""
 
     def setting(*keys: str) -> Any:
         parts = [config, *(getattr(config, part, None) for part in ("vision_config", "audio_config"))]
@@ -168,7 +169,8 @@ def _made_up(name: str, config: Any) -> Tensor | None:
 
 
 def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
-    """List a block's modules, with sizes; one without a call in a real run is left unchanged."""
+    """Build the entry of a block, with the size of each module. A module that was not called in a real run is listed as
+    left unchanged."""
     modules, skipped = [], []
     held = model.get_submodule(block.name)
     sizes = {name: value.numel() for name, value in held.named_parameters()}

@@ -1,4 +1,4 @@
-"""Loading of memory-mapped models, each in its class, and of their outlines without values."""
+"""Load models memory-mapped, each in its class, or load only their outlines: structure without values."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
-"""Dtypes that a calibrated tensor can have, by safetensors' names; fewer bits would lose the update."""
+"""Dtypes that a calibrated tensor can have, by safetensors' names. A dtype with fewer bits would lose the update."""
 MAX_SIZE_RATIO = 9
-"""Largest number of parameters of a model as a multiple of the numbers in its files: it may have parts that this job
-does not use."""
+"""Largest allowed ratio of a model's number of parameters to the number of values in its files. It is well above 1, as
+a model may have parts that this job does not use."""
 ALWAYS_FITS = 5 * 10**8
-"""Number of parameters that any machine has memory for."""
+"""Number of parameters below which a model is never refused as too large, as any machine has memory for it."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,23 @@ class Model:
     """One loaded checkpoint. Its weights stay memory-mapped until a module runs."""
 
     role: str
-    """Its role in this job: merged, base, expert mnist."""
+    """Role in this job, for example `merged`, `base` or `expert mnist`."""
     snapshot: Snapshot
     module: PreTrainedModel
     missing: frozenset[str]
-    """Parameters that the files lack, or hold in another shape; their values are random."""
+    """Names of parameters that the files lack or hold in another shape; their values are random."""
     part: str = ""
-    """Path of this model in the merged model, if it is only a part of that (a vision tower, for example)."""
+    """Path of this model in the merged model if it is only a part of it, for example its vision tower; else empty."""
     body: str = ""
-    """Path of the merged model's counterpart in this one, if it is more than that (a body with a head, for example)."""
+    """Path of the merged model's counterpart in this model if this one has more, for example a head; else empty."""
     mismatched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes in the files of those `missing` parameters that they hold in another shape."""
+    """Shapes that the files give for the `missing` parameters that they hold in another shape."""
     unread: frozenset[str] = frozenset()
-    """Tensors of the files that no part of this model reads, by their names in the files."""
+    """Names, in the files, of the tensors that no part of this model reads."""
 
     def own_path(self, path: str) -> str | None:
-        """This model's path for `path` in the merged model; None if it has no such part."""
+        """Return the path in this model of the module or parameter at `path` in the merged model; None if it is not in
+        this model."""
         if self.body:
             return f"{self.body}.{path}" if path else ""
         if not self.part or path == self.part:
@@ -68,7 +69,7 @@ class Model:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in the merged model, without those that it has no counterpart for."""
+        """The parameters by their names in the merged model, without those that have no counterpart there."""
         parameters = dict(self.module.named_parameters())
         if self.body:
             inside = f"{self.body}."
@@ -76,31 +77,32 @@ class Model:
         return {f"{self.part}.{name}": x for name, x in parameters.items()} if self.part else parameters
 
     def parameters_of(self, paths: Iterable[str]) -> list[nn.Parameter]:
-        """Parameters held directly by the modules at these merged paths, as far as this model has them. Tied ones are
-        listed once."""
+        """Return the parameters held directly by the modules at these paths of the merged model, as far as this model
+        has them. Tied parameters are listed once."""
         modules = dict(self.module.named_modules())
         held = [modules[own] for path in paths if (own := self.own_path(path)) is not None and own in modules]
         return list({id(x): x for module in held for x in module.parameters(recurse=False)}.values())
 
 
 def share_model(model: Model) -> Model:
-    """A second model that shares the tensors of this one. Replacing a tensor's data in one does not show in the
-    other."""
+    """Return a second model that shares the tensors of this one. If a tensor's data is replaced in one model, the other
+    keeps the old data."""
     tensors = [*model.module.parameters(), *model.module.buffers()]
     aliases = {id(x): nn.Parameter(x.data, False) if isinstance(x, nn.Parameter) else x.data for x in tensors}
     return replace(model, module=deepcopy(model.module, aliases))
 
 
 def count_fused(module: PreTrainedModel) -> int:
-    """Bytes of the parameters that the files hold in parts and memory holds fused, such as a mixture's experts."""
+    """Count the bytes of the parameters that are fused in memory and stored in parts in the files, such as a mixture's
+    experts."""
     parameters = dict(module.named_parameters())
     in_files = revert_weight_conversion(module, dict(parameters))
     return sum(x.nbytes for name, x in parameters.items() if name not in in_files and x.ndim > 2)
 
 
 def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
-    """Find the class that a checkpoint's config names, in transformers or in the repo's own code if that is trusted.
-    Raises CheckpointError if there is none."""
+    """Find the class that a checkpoint's config names, in transformers or, if it is trusted, in the repo's own code.
+    Raises CheckpointError if there is no such class."""
     config = snapshot.config
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)
@@ -128,13 +130,14 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
 
 
 def find_transformers_class(name: str) -> type[PreTrainedModel] | None:
-    """The model class of this name in transformers; None if there is none."""
+    """Return the model class with this name in transformers; None if there is none."""
     named = getattr(transformers, name, None) if name else None
     return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else None
 
 
 def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapshot) -> None:
-    """Raise CheckpointError for a model type that nobody could load the output by."""
+    """Raise CheckpointError if transformers does not know the config's model_type, as the output could then not be
+    loaded."""
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
         return
@@ -145,7 +148,7 @@ def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapsho
 
 
 def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
-    """Load the class `name` from the code beside the config; this runs that code."""
+    """Load the class `name` from the Python code in the checkpoint's folder; this runs that code."""
     listed = auto_map.items() if isinstance(auto_map, dict) else ()
     references = [str(reference) for key, reference in listed if str(key).startswith("AutoModel")]
     reference = next((reference for reference in references if reference.rpartition(".")[2] == name), "")
@@ -160,13 +163,14 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
 
 
 def read_config(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Any:
-    """Read the checkpoint's config for `model_class`. Raises CheckpointError."""
+    """Read the checkpoint's config as the config class of `model_class`. Raises CheckpointError if it cannot be
+    read."""
     return load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
 
 
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
-    """Load the checkpoint as `model_class`, in its own dtype, in evaluation mode, memory-mapped. Raises CheckpointError
-    if the files are unreadable, quantised, or of another architecture."""
+    """Load the checkpoint as `model_class`, memory-mapped, in its own dtype and in evaluation mode. Raises
+    CheckpointError if the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
         config = read_config(role, snapshot, model_class)
@@ -197,8 +201,8 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
 def load_outline(
     role: str, snapshot: Snapshot, model_class: type[PreTrainedModel], tensors: Mapping[str, Entry] | None
 ) -> Model:
-    """Load the checkpoint's structure as `model_class` on the meta device; its folder need hold only the config.
-    `tensors` are the entries of its files' headers; if they are unknown (None), the config is trusted. Raises
+    """Load only the checkpoint's structure as `model_class`, on the meta device; the folder needs only the config.
+    `tensors` are the entries in the headers of its files; if it is None, nothing is compared with the config. Raises
     CheckpointError."""
     with quiet_transformers():
         # what is of another architecture shows by what it lacks
@@ -232,8 +236,8 @@ def load_outline(
 
 
 def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError for a model far larger than its files: loading would allocate memory for all that the files
-    lack."""
+    """Raise CheckpointError if the config describes a model far larger than its files, as loading would allocate memory
+    for all missing values."""
     held = sum(prod(entry.shape) for entry in tensors.values())
     needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
     if needed > max(MAX_SIZE_RATIO * held, ALWAYS_FITS):
@@ -243,7 +247,7 @@ def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tenso
 
 
 def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
-    """Wrap a module that transformers has loaded, with the loading `info` it returned."""
+    """Make a Model of a module that transformers has loaded, and of the loading `info` that it returned."""
     mismatched = {key: tuple(shape) for key, shape, _ in info["mismatched_keys"]}
     missing, unread = frozenset({*info["missing_keys"], *mismatched}), frozenset(info["unexpected_keys"])
     return Model(role, snapshot, module.eval(), missing, mismatched=mismatched, unread=unread)
@@ -261,13 +265,14 @@ PROCESSORS = (
     ("tokenizer_config.json", "AutoTokenizer"),
     ("tokenizer.json", "AutoTokenizer"),
 )
-"""Files that show which Auto class makes a model's inputs, the likeliest first."""
+"""Files of a checkpoint, and the Auto class that each one implies for making the model's inputs, the likeliest
+first."""
 FEATURES = {"pixel_values": "image-feature-extraction", "input_ids": "feature-extraction"}
-"""The Hub's pipeline tags for models without a head, by their main input."""
+"""Pipeline tags of the Hub for models without a head, by the name of their main input."""
 
 
 def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
-    """The Hub's pipeline tag for models of this class; None if it has none."""
+    """Return the Hub's pipeline tag for models of this class; None if there is none."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     tasks: dict[str, Any] = SUPPORTED_TASKS
@@ -284,7 +289,8 @@ def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
 
 
 def find_auto_class(model_class: type[PreTrainedModel]) -> str:
-    """The Auto class that loads a checkpoint of this class as this class; its own name if none does."""
+    """Return the name of the Auto class that loads a checkpoint as this class, or this class's own name if none
+    does."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     kind = model_class.config_class.model_type if model_class.config_class else None
@@ -299,5 +305,5 @@ def find_auto_class(model_class: type[PreTrainedModel]) -> str:
 
 
 def find_processor_class(folder: Path) -> str | None:
-    """The Auto class that loads the processor of the model in `folder`; None if nothing there names one."""
+    """Return the name of the Auto class that loads the processor in `folder`; None if no file there implies one."""
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)

@@ -1,5 +1,5 @@
-"""Extraction of a PEFT adapter from calibrated parameters. Updates of Linear modules and of experts are cut to a low
-rank; other modules are held whole."""
+"""Extract a PEFT adapter from calibrated parameters. Updates of Linear modules and of a mixture's experts are cut to a
+low rank; other modules are stored in full."""
 
 from __future__ import annotations
 
@@ -17,47 +17,49 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 
 MATRICES = ("linear", "conv1d")
-"""Kinds of modules that LoRA can add to; Conv1D is GPT-2's name for a Linear."""
+"""Kinds of modules that LoRA supports; Conv1D is GPT-2's transposed Linear."""
 OLD_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names of experts' modules and routers before transformers fused them. A target module with such a name is, in many
-mixtures, taken by peft for the fused parameter, wherever it is."""
+"""Names that experts' modules and routers had before transformers fused them. In many mixtures, peft mistakes any
+target module with such a name for the fused parameter."""
 EXACT_BELOW = 8
-"""Largest ratio of a matrix's smaller side to the rank at which it is decomposed exactly, not by a random sketch."""
+"""Largest ratio of a matrix's smaller side to the rank at which it is decomposed exactly; above it, a random sketch is
+used."""
 
 
 @dataclass
 class LowRank:
-    """An adapter under construction: its tensors, and where each update went."""
+    """An adapter under construction: its tensors, how each update is stored, and what share of the updates it holds."""
 
     rank: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the adapter, by their names in its file."""
     biases: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """The change and the new value of each Linear's bias, by the Linear's path."""
+    """The change and the new value of each Linear's bias, by the path of the Linear."""
     matrices: list[str] = field(default_factory=list)
-    """Paths of Linears whose update is cut to the rank."""
+    """Paths of Linear modules whose updates are cut to the rank."""
     transposed: bool = False
-    """Whether the matrices are those of Conv1D modules."""
+    """Whether the Linear modules in `matrices` are Conv1D modules."""
     parameters: list[str] = field(default_factory=list)
-    """Paths of parameters whose values peft adds to, rather than to a module's output. These are stacks of matrices,
-    each cut to the rank, their biases, and the weights of Linear modules that peft would mistake."""
+    """Paths of parameters whose values peft changes directly, instead of adding to a module's output: stacks of
+    matrices (each cut to the rank), their biases, and the weights of Linear modules that peft would mistake for
+    stacks."""
     whole: list[str] = field(default_factory=list)
-    """Paths of modules that the adapter holds in full."""
+    """Paths of modules that the adapter stores in full."""
     left_out: list[str] = field(default_factory=list)
-    """Paths of parameters that the adapter cannot hold."""
+    """Paths of calibrated parameters that the adapter cannot store."""
     kept: float = 0.0
-    """Sum of squares of the updates that it holds."""
+    """Sum of squares of the updates, as far as the adapter holds them."""
     total: float = 0.0
     """Sum of squares of all updates."""
 
     @property
     def share(self) -> float:
-        """Share of the updates' sum of squares that the adapter holds, 0 to 1."""
+        """Share of the updates' sum of squares that the adapter holds, from 0 to 1."""
         return self.kept / self.total if self.total else 1.0
 
     def write(self, base: str, revision: str | None) -> dict[str, bytes]:
-        """The adapter's files, by name. `base` is the repo or folder of the model that it goes on, `revision` its
-        commit."""
+        """Return the contents of the adapter's files, by name. `base` is the repo or folder of the model that the
+        adapter is for, and `revision` its commit."""
         tensors = dict(self.tensors)
         # peft adds to biases only where every Linear has one, and nothing else is cut; else it can replace some
         all_have = bool(self.biases) and len(self.biases) == len(self.matrices) and not self.parameters
@@ -75,7 +77,8 @@ class LowRank:
 
 
 def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
-    """Highest rank that an update of one of the model's Linear modules can have; 0 if none is calibrated."""
+    """Return the highest rank that an update of a calibrated Linear module of the model can have; 0 if none is
+    calibrated."""
     matrices = (
         read_parameters(model.get_submodule(f"{block.name}.{module.name}")).weight
         for block in architecture.blocks
@@ -88,9 +91,9 @@ def find_largest_rank(model: nn.Module, architecture: Architecture) -> int:
 def extract_adapter(
     model: nn.Module, groups: Iterable[Mapping[str, Tensor]], rank: int, functional: Collection[str]
 ) -> LowRank:
-    """Extract the adapter on `model` that new parameter values amount to. `groups` yields each block's new parameters
-    by path. `functional` names the modules whose weights are read by functions, which LoRA does not change: these are
-    held whole, except matrices inside one parameter."""
+    """Extract an adapter for `model` from new parameter values. `groups` yields the new parameters of each block by
+    path. `functional` names modules whose weights are read by functions, which LoRA does not change: they are stored in
+    full, unless they are matrices inside one parameter."""
     made = LowRank(rank)
     stacks = {path.partition("[")[0] for path in functional if path.endswith("]")}
     with torch.no_grad():
@@ -128,7 +131,7 @@ def _group_by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _hold_whole(made: LowRank, model: nn.Module, root: str, new: Mapping[str, Tensor]) -> None:
-    """Hold a module with its new values, and all modules inside it."""
+    """Store a module and all modules inside it in full, with their new values."""
     made.whole.append(root)
     for name, parameter in model.get_submodule(root).named_parameters(prefix=root):
         value = new.get(name, parameter)
@@ -138,7 +141,7 @@ def _hold_whole(made: LowRank, model: nn.Module, root: str, new: Mapping[str, Te
 
 
 def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor]) -> None:
-    """Cut a Linear's update to B A of the rank or less: A [rank, d_in], B [d_out, rank]."""
+    """Cut a Linear's update to B A with at most the given rank: A is [rank, d_in], and B is [d_out, rank]."""
     is_transposed = kind_of(module) == "conv1d"
     weight = new[f"{path}.weight"].float()
     old = read_parameters(module).each(Tensor.float)
@@ -160,8 +163,8 @@ def _cut_matrix(made: LowRank, module: nn.Module, path: str, new: Mapping[str, T
 def _cut_stacks(
     made: LowRank, module: nn.Module, path: str, new: Mapping[str, Tensor], stacks: Collection[str]
 ) -> None:
-    """Cut the parameters of one module to the rank: each matrix of `stacks` [n, a, b], and their biases [n, a] as one
-    matrix. Parameters of other shapes are left out."""
+    """Cut the new parameters of one module to the rank. Each matrix of `stacks` [n, a, b] is cut on its own, and biases
+    [n, a] are cut as one matrix. If any parameter has another shape, all are left out."""
     are_stacks = all(name in stacks and len(x) > 1 if x.ndim == 3 else x.ndim == 2 for name, x in new.items())
     named = {f"{path}.{key}": value for key, value in module.named_parameters(recurse=False)}
     if not are_stacks:
@@ -189,15 +192,16 @@ def _cut_stacks(
 
 
 def _factors(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A [rank, d_in] and B [d_out, rank] of a decomposed matrix, filled with zeros if its rank is lower."""
+    """Return A [rank, d_in] and B [d_out, rank] of a decomposed matrix, padded with zeros if the matrix has a lower
+    rank."""
     down, up = torch.zeros(rank, len(right)), torch.zeros(len(left), rank)
     down[: len(sizes)], up[:, : len(sizes)] = sizes.sqrt()[:, None] * right.T, left * sizes.sqrt()
     return down, up
 
 
 def _cut(update: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The r largest singular values of a matrix with U [d_out, r] and V [d_in, r], where r is at most the rank and its
-    sides. Every run gives the same."""
+    """Return U [d_out, r], the r largest singular values [r], and V [d_in, r] of a matrix, where r is the rank or the
+    smaller side, whichever is less. The result is the same in every run."""
     if min(update.shape) <= EXACT_BELOW * rank:
         left, sizes, right = torch.linalg.svd(update, full_matrices=False)
         return left[:, :rank], sizes[:rank], right[:rank].T

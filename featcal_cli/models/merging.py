@@ -1,4 +1,4 @@
-"""Merging of experts, one block at a time, by a method of recipe/merge_methods.py."""
+"""Merge experts, one block at a time, with a method of recipe/merge_methods.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 
 Sources = Sequence[Tensor]
-"""One parameter of base and of every expert, in one shape."""
+"""The values of one parameter in base and in every expert, all of one shape."""
 
 
 def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
-    """Merge experts, one block at a time: yields merged parameters by their names in the first expert's class.
+    """Merge experts, one block at a time, and yield the merged parameters by their names in the first expert's class.
 
-    Tensors that differ in shape between the models, or that one lacks (heads), are taken from the first expert. Of tied
-    parameters one is yielded. `ties` reads all models three times before the first block, `dare_ties` once; nothing of
-    it stays in memory.
+    Parameters that a model lacks, or that differ in shape between models (heads), are not yielded: the first expert's
+    are kept. Only one of several tied parameters is yielded. `ties` reads all models three times before the first
+    block, `dare_ties` once; neither keeps them in memory.
     """
     parameters = _find_shared(base, experts)
 
@@ -40,7 +40,8 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
 
 
 def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
-    """Convert a merged parameter to the first expert's dtype. Raises NumericsError if it is too large for that."""
+    """Convert a merged parameter to the first expert's dtype. Raises NumericsError if its values are too large for
+    float16."""
     stored = merged.to(sources[1].dtype)
     if stored.dtype == torch.float16 and bool(stored.isinf().any()) and all(bool(x.isfinite().all()) for x in sources):
         raise NumericsError(
@@ -53,7 +54,8 @@ def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
-    """Parameters that base and all experts have in one shape, by their names in the first expert; of tied ones, one."""
+    """Find the parameters that base and all experts have in one shape, by their names in the first expert. Only one of
+    several tied parameters is included."""
     once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
     left_out = {*base.missing.union(*(model.missing for model in experts)), *(every.keys() - once.keys())}
     states = [model.module.state_dict() for model in (base, *experts)]
@@ -66,6 +68,7 @@ def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
 
 
 def _block_of(name: str) -> list[str]:
-    """The parts of a name up to the first number, or the first part where it has none."""
+    """Return the components of a parameter name up to the first number, or only the first component if it has no
+    number."""
     parts = name.split(".")
     return parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]

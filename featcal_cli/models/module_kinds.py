@@ -1,4 +1,4 @@
-"""Kinds of calibratable modules: what each computes, its parameters, and the rows that it reads."""
+"""Define the kinds of calibratable modules: what each kind computes, its parameters, and the rows that it reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 Kind = Literal["linear", "conv1d", "convolution", "layernorm", "rmsnorm", "scale"]
 LINEAR_KINDS = ("linear", "conv1d", "convolution")
-"""Kinds that compute x Wᵀ + b: Conv1D is GPT-2's transposed Linear, a convolution is linear in the patches of its
-input. (A scale, w ⊙ x + b, takes the place of a norm in MobileBERT and is solved like one.)"""
+"""Kinds of modules that compute x Wᵀ + b. Conv1D is GPT-2's transposed Linear, and a convolution is linear in the
+patches of its input. (The kind `scale`, w ⊙ x + b, replaces a norm in MobileBERT and is solved like a norm.)"""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of a module with parameters of its own: Linear and Conv1D by class, norms by a numeric test."""
+    """Return the kind of a module with parameters of its own; None if it has no known kind. Linear, Conv1D and
+    convolutions are recognised by class, norms by a numeric test."""
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, Conv1D):
@@ -38,7 +39,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
-    """Convolutions of a model that compute exactly what torch's do, by the paths of their weights."""
+    """Find the convolutions of a model that run torch's own code, by the paths of their weights."""
     return {
         f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()
@@ -47,7 +48,7 @@ def find_convolutions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a convolution runs torch's own code with a weight that is a plain parameter."""
+    """Tell whether a convolution runs torch's own code with a weight that is a plain parameter."""
     plain = {kind.forward for kind in CONVOLUTIONS} | {kind._conv_forward for kind in CONVOLUTIONS}
     computes = type(module).forward in plain and type(module)._conv_forward in plain  # type: ignore[attr-defined]
     return computes and isinstance(module._parameters.get("weight"), nn.Parameter)
@@ -80,9 +81,9 @@ def _norm_kind(module: nn.Module, width: int) -> Kind | None:
 
 
 def read_parameters(module: nn.Module) -> Affine:
-    """Read weight [d_out, d_in] and bias [d_out] of a Linear or Conv1D (which stores the transpose), or scale [d] and
-    bias [d] of a norm. The d_in of a convolution is the size of a patch; with groups its weight is [groups, d_out /
-    groups, d_in / groups]."""
+    """Return the weight [d_out, d_in] and bias [d_out] of a Linear or Conv1D (which stores the transpose), or the scale
+    [d] and bias [d] of a norm. For a convolution, d_in is the size of a patch; with groups, its weight is [groups,
+    d_out / groups, d_in / groups]."""
     own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
     weight = own["weight"].T if isinstance(module, Conv1D) else own["weight"]
     if isinstance(module, CONVOLUTIONS):
@@ -92,7 +93,7 @@ def read_parameters(module: nn.Module) -> Affine:
 
 
 def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters of a Linear, Conv1D, convolution or norm, each paired with its new value."""
+    """Return the parameters of a Linear, Conv1D, convolution or norm, each paired with its new value."""
     own = dict(module.named_parameters(recurse=False))
     weight = new.weight.T if isinstance(module, Conv1D) else new.weight.reshape(own["weight"].shape)
     values = [(own["weight"], weight)]
@@ -101,7 +102,7 @@ def new_parameters(module: nn.Module, new: Affine) -> list[tuple[nn.Parameter, T
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """A vector or matrix inside a parameter: some of its rows, one of its matrices, or all of it, perhaps
+    """A vector or matrix inside a parameter: some of its rows, one of its matrices, or the whole parameter. It may be
     transposed."""
 
     parameter: str
@@ -109,16 +110,17 @@ class ParameterSlice:
     offset: int
     """Offset of the first element in the parameter."""
     size: tuple[int, ...]
-    """Shape [d] or [d_out, d_in]."""
+    """Shape of the slice: [d] or [d_out, d_in]."""
     stride: tuple[int, ...]
 
     def of(self, parameter: Tensor) -> Tensor:
-        """This slice as a view of the parameter, which must be contiguous."""
+        """Return this slice as a view of the parameter, which must be contiguous."""
         return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
 
     def name(self, shape: torch.Size) -> str:
-        """The path, followed by the part in brackets unless this is the whole of a parameter of this shape. A part is
-        named by indices of the first dimension where it consists of whole entries, else by offset and size."""
+        """Return a name for this slice of a parameter with this shape: the path, followed by the part in brackets
+        unless the slice is the whole parameter. Whole entries are named by their indices in the first dimension, other
+        parts by offset and size."""
         numbers, step = prod(self.size), shape[1:].numel()
         if numbers == shape.numel():
             return self.parameter
@@ -135,19 +137,20 @@ class ParameterSlice:
 
 
 class FunctionalLinear(NamedTuple):
-    """The weight and bias that a function uses like a Linear, without calling one."""
+    """A weight and bias that a function uses to compute what a Linear would, without calling a Linear."""
 
     weight: ParameterSlice
     bias: ParameterSlice | None
     is_module: bool
-    """Whether weight and bias belong to a Linear that is never called, rather than to parameters of another module."""
+    """Whether weight and bias belong to a Linear that is never called; otherwise they lie in parameters of another
+    module."""
 
     def with_prefix(self, prefix: str) -> FunctionalLinear:
-        """Put a prefix before all paths."""
+        """Return a copy with a prefix before all paths."""
         return self._rename(lambda path: prefix + path)
 
     def without_prefix(self, prefix: str) -> FunctionalLinear:
-        """Remove a prefix from all paths."""
+        """Return a copy with a prefix removed from all paths."""
         return self._rename(lambda path: path.removeprefix(prefix))
 
     def _rename(self, change: Callable[[str], str]) -> FunctionalLinear:
@@ -156,8 +159,8 @@ class FunctionalLinear(NamedTuple):
 
 
 def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalLinear]:
-    """Derive the weights of all experts in a parameter of this shape from those of one expert. Empty if the slices do
-    not tile the parameter."""
+    """Derive the weights and biases of all experts in a parameter of this shape from those of one expert. Empty if the
+    experts' slices would not tile the parameter."""
     size = prod(one.weight.size)
     number, rest = divmod(one.weight.offset, size)
     if rest or shape.numel() % size:
@@ -171,14 +174,14 @@ def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalL
 
 
 EXPERTS_SQUARES = 36
-"""Largest size of the equations of experts that are solved together, in numbers (moments, right-hand sides and weights)
-over the square of the model's width. A dense layer takes about 50: 4 attention matrices, and 3 of 4 times the width.
-The weights of a mixture themselves take more room."""
+"""Largest size of the equations that are solved together for experts, as a multiple of the square of the model's width.
+The size counts moments, right-hand sides and weights. A dense layer takes about 50: 4 attention matrices, and 3
+matrices of 4 times the width. The weights of the mixture itself take more memory than this."""
 
 
 def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
-    """Split the experts' matrices [d_out, d_in] into runs of about equal size, whose equations take less memory than a
-    dense layer's of this width. A run holds at least one matrix."""
+    """Split the experts' matrices [d_out, d_in] into runs of about equal size, so that the equations of each run take
+    less memory than those of a dense layer with this model width. A run holds at least one matrix."""
     sizes = [d_in * (d_in + 2 * d_out) for d_out, d_in in shapes]
     share = sum(sizes) / max(1, ceil(sum(sizes) / (EXPERTS_SQUARES * max(width, 1) ** 2)))
     middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
@@ -187,15 +190,15 @@ def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
 
 
 class ParameterPart(nn.Parameter):
-    """A view of a part of another parameter, in the same memory."""
+    """A parameter that is a view of a part of another parameter, in the same memory."""
 
     whole: nn.Parameter
     place: ParameterSlice
-    """Position in the whole, with its path inside the block."""
+    """Position in the whole parameter, whose path is given relative to the block."""
 
 
 class Projection(nn.Module):
-    """A Linear-like view of the weight and bias that a block's function multiplies with."""
+    """A module like a Linear, made of views of the weight and bias that a function in a block uses."""
 
     def __init__(self, block: nn.Module, functional: FunctionalLinear) -> None:
         super().__init__()
@@ -211,8 +214,8 @@ def _part_of(block: nn.Module, view: ParameterSlice) -> ParameterPart:
 
 
 def rows_shape(module: nn.Module | None, shape: torch.Size) -> torch.Size:
-    """The shape [.., d] of the rows that a module reads from an input of this shape. A convolution reads patches, at
-    positions that come before the channels."""
+    """Return the shape [.., d] of the rows that a module reads from an input of this shape. A convolution's rows are
+    patches, and their positions come before the channels."""
     if not isinstance(module, CONVOLUTIONS) or len(shape) != module.weight.ndim:
         return shape
     with torch.device("meta"):
@@ -221,9 +224,9 @@ def rows_shape(module: nn.Module | None, shape: torch.Size) -> torch.Size:
 
 
 def read_patches(module: nn.Module, x: Tensor) -> Tensor:
-    """Extract the patches that a convolution multiplies its weight with from an input [B, C, *size]: [B, *positions, C,
-    *kernel], a view of the padded input. Positions beyond the input's size, which padding adds, are left out: causal
-    models pad that way and drop them."""
+    """Extract from an input [B, C, *size] the patches that a convolution multiplies by its weight: [B, *positions, C,
+    *kernel], a view of the padded input. Positions beyond the input's size, which only padding adds, are left out, as
+    causal models pad that way and drop these outputs."""
     assert isinstance(module, CONVOLUTIONS)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     sizes, spatial = x.shape[2:], range(2, x.ndim)
@@ -242,11 +245,11 @@ def channels_last(module: nn.Module, y: Tensor) -> Tensor:
 
 
 _ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether each norm scales by 1 + w instead of w."""
+"""Cached results of whether a norm scales by 1 + w instead of w, by module."""
 
 
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
-    """Compute z, the norm's output before scale and bias, with its own forward in float32 [.., d]."""
+    """Compute z [.., d], a norm's output before scale and bias, with the norm's own forward in float32."""
     x = x.float()
     neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
     # looking at values keeps a device waiting: once is enough
@@ -258,17 +261,17 @@ def normalise(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """Weight and bias of one module, if it has a bias. The weight is [d_out, d_in] for a Linear, [groups, d_out /
-    groups, d_in / groups] for a convolution with groups, and the scale [d] for a norm."""
+    """Weight and bias of one module; the bias is None if it has none. The weight is [d_out, d_in] for a Linear,
+    [groups, d_out / groups, d_in / groups] for a convolution with groups, and the scale [d] for a norm."""
 
     weight: Tensor
     bias: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Affine:
-        """Apply a function to weight and bias."""
+        """Return the results of a function that is applied to weight and bias."""
         return Affine(change(self.weight), None if self.bias is None else change(self.bias))
 
     def minus(self, other: Affine) -> Affine:
-        """The difference to another, without a bias if either has none."""
+        """Subtract the weight and bias of another module; the result has no bias if either module has none."""
         bias = None if self.bias is None or other.bias is None else self.bias - other.bias
         return Affine(self.weight - other.weight, bias)

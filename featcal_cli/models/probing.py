@@ -1,4 +1,4 @@
-"""Two small probe runs of a model, which show what tokens the rows are that a block's modules read."""
+"""Run a model on two small probes, which show the tokens that the rows of each module's input belong to."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 
 PROBE_TOKENS = 8
-"""Number of text tokens in a probe: short probes show the shapes and are cheap on large models."""
+"""Number of text tokens in a probe. Short probes are enough to show the shapes, and cheap on large models."""
 AXIS_STEPS = {ENCODER_AXIS: 1, DECODER_AXIS: 2}
-"""Axes whose length the probes can change, each by its own step."""
+"""Token axes whose length can differ between the probes, each with its own step."""
 
 
 @dataclass
 class ProbeRun:
-    """Results of the two probes of one kind of inputs."""
+    """The traces of two probes that have the same kind of inputs, and the blocks found in them."""
 
     entry: str
     first: Trace
@@ -34,10 +34,11 @@ class ProbeRun:
     axes: Axes
     blocks: list[str]
     other_inputs: bool = False
-    """Whether the model reads more than text, and the text's length differs in the probes."""
+    """Whether the model has other inputs than text, and the text's length differs between the probes."""
 
     def rows_of_block(self, block: str) -> tuple[Rows, Axes]:
-        """The rows of the block's hidden states, and all token axes, with the block's own if it has one."""
+        """Return the meaning of the rows of the block's hidden states, and all token axes, including the block's own
+        axis if it has one."""
         axes = dict(self.axes)
         if block not in self.first.shapes:
             return Rows(), axes
@@ -51,7 +52,7 @@ class ProbeRun:
     def rows_of_module(
         self, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None
     ) -> tuple[Rows, ...]:
-        """The rows that a module reads in each of its calls in one run of its block."""
+        """Return the meaning of the rows that a module reads, for each of its calls in one run of its block."""
         first, second = (
             [rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (self.first, self.second)
         )
@@ -62,20 +63,22 @@ class ProbeRun:
         return tuple(learn_rows(a, b, axes, other_inputs=self.other_inputs) for a, b in pairs)
 
     def rows_of_experts(self, paths: Collection[str], axes: Axes) -> tuple[Rows, ...]:
-        """The rows that a mixture takes the tokens of these experts' modules from."""
+        """Return the meaning of the rows from which a mixture takes the tokens for these modules of its experts."""
         routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]
         if not all(routed):
             return (Rows(may_hold_padding=True),)
         return (learn_rows(routed[0][0], routed[1][0], axes, other_inputs=self.other_inputs),)
 
     def gives_no_rows(self, path: str) -> bool:
-        """Whether a module is only ever given no rows, such as the adapter of a language that no example is in."""
+        """Tell whether every input of a module has no rows. An adapter for a language that no example is in has such
+        inputs."""
         shapes = [shape for of in (self.first, self.second) for shape in of.shapes.get(path, ())]
         return bool(shapes) and all(0 in shape for shape in shapes)
 
 
 def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
-    """Run the model, or the tower that takes these inputs, on two probes. Raises DataError if none can run."""
+    """Run two probes through the model, or through a tower that takes these inputs. Raises DataError if neither can
+    run."""
     problem: Exception | None = None
     for entry in _entries(model, batch):
         for resize in ({ENCODER_AXIS, DECODER_AXIS}, {DECODER_AXIS}, {ENCODER_AXIS}, set[str]()):
@@ -102,7 +105,8 @@ def _has_other_inputs(batch: Batch, axes: Axes) -> bool:
 
 
 def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[str]:
-    """Yield the path of the whole model, then those of its towers that take these inputs, outermost first."""
+    """Yield the path of the whole model (an empty string), then the paths of its towers that take these inputs,
+    outermost first."""
     yield ""
     for name, module in model.named_modules():
         if name and isinstance(module, PreTrainedModel) and forward_names(module).issuperset(batch):
@@ -110,8 +114,8 @@ def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[str]:
 
 
 def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Batch], dict[str, tuple[int, int]]]:
-    """Make two small batches that differ in examples and along the token axes `resize`, and return them with the
-    lengths of all axes."""
+    """Make two small batches that differ in the number of examples and in length along the token axes `resize`. Returns
+    them with the lengths of all token axes in both."""
     count = count_examples(batch)
     probes = [take_examples(batch, [number % count for number in range(examples)]) for examples in PROBE_EXAMPLES]
     has_floats = any(tensor.is_floating_point() for tensor in batch.values())
@@ -132,7 +136,7 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
 
 
 def _resize(tensor: Tensor, size: int, *, whole: bool) -> Tensor:
-    """The first `size` columns of a tensor, the last one repeated if there are fewer; with `whole`, ones in their
-    place."""
+    """Return the first `size` columns of a tensor, with the last column repeated if there are fewer. If `whole`, every
+    value becomes one."""
     columns = torch.arange(size).clamp_max(tensor.shape[1] - 1)
     return torch.ones_like(tensor[:, columns]) if whole else tensor[:, columns]

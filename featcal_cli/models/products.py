@@ -1,6 +1,6 @@
-"""Interception of matrix products with parameters, and of a mixture's routing of tokens to experts. Both are caught at
-the torch functions that compute them, whichever module calls these: many models never call the Linear whose weight they
-use, or keep the weights of all experts in one parameter."""
+"""Intercept matrix products with parameters, and a mixture's routing of tokens to experts. Both are caught at the torch
+functions that compute them, as many models never call the Linear whose weight they use, or keep the weights of all
+experts in one parameter."""
 
 from __future__ import annotations
 
@@ -19,86 +19,88 @@ from featcal_cli.models.module_kinds import ParameterSlice
 
 DECISIONS = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax}
 LARGEST = {torch.max, Tensor.max}
-"""Choices too, if they are made for each row of scores [n, experts]."""
+"""Functions that choose experts like DECISIONS if they return one choice for each row of scores [n, experts]."""
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__}
 GATHERS, SPLITS = {Tensor.__getitem__}, {torch.split, Tensor.split}
 SCALINGS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 ROUTING_FUNCTIONS = {*DECISIONS, *LARGEST, *GATHERS, *SPLITS, *SCALINGS}
-"""Functions by which mixtures choose experts, give them their tokens, and weigh their outputs."""
+"""Functions with which mixtures choose experts, gather each expert's tokens, and weigh the experts' outputs."""
 
 
 class Route:
-    """The tokens that the rows [n, d] of an expert's input were taken from."""
+    """A record of the tokens that the rows [n, d] of an expert's input were taken from."""
 
     def __init__(self, rows: Tensor, shape: torch.Size, whole: tuple[Route, int] | None = None) -> None:
         self.rows = rows
-        """Index of each row's token among all tokens [n]."""
+        """Index [n] of each row's token among all tokens."""
         self.shape = shape
-        """Shape of the features of all tokens [.., d]."""
+        """Shape [.., d] of the features of all tokens, which the rows were taken from."""
         self.gate: Tensor | None = None
-        """Gate of each row [n]: the factor by which the mixture weighs the expert's output."""
+        """Gate of each row [n]: the factor by which the mixture multiplies the expert's output."""
         self.whole = whole
-        """The route that this one is a part of, and the row of it at which this part begins."""
+        """The route that this one is a part of, and the row of that route at which this part begins."""
 
     def gates(self) -> Tensor | None:
-        """The gate of each row [n], taken from the whole route if only that has one; None where none was seen."""
+        """Return the gate of each row [n], if need be from the route that this one is a part of; None if no gate was
+        recorded."""
         if self.gate is None and self.whole is not None and (gates := self.whole[0].gates()) is not None:
             return gates[self.whole[1] : self.whole[1] + len(self.rows)]
         return self.gate
 
 
 class Routing:
-    """Follows a mixture's routing during one run: the choice of experts, and the tokens that each expert is given.
+    """Follows a mixture's routing during one run: which experts are chosen, and which tokens each expert is given.
 
-    1. A top-k, argmax or max over scores is a decision. It is recorded, or replaced by the one that another run took at
-       the same point, so that two models route the same tokens to the same experts.
-    2. After a decision, indexing features by token numbers yields an expert's input, whose rows are kept as a Route.
-       Splitting such rows yields a part of the route for each expert.
-    3. Multiplying these rows by a column [n, 1] gives the route its gates.
+    1. A top-k, argmax or max over scores is a decision. It is recorded, or replaced by the decision that another run
+       made at the same point, so that two models route the same tokens to the same experts.
+    2. After a decision, indexing features by token numbers yields an expert's input, whose rows are recorded as a
+       Route. Splitting these rows yields a partial route for each expert.
+    3. Multiplying these rows by a column [n, 1] sets the route's gates.
 
     Mixtures are recognised by these torch functions alone, never by the names of models.
     """
 
     def __init__(self, decided: Sequence[Any] = (), on_decision: Callable[[Tensor], None] = lambda _: None) -> None:
-        """`decided` holds the decisions of another run, to be replayed here. `on_decision` is called with the scores
-        that a decision is made from."""
+        """Replay the decisions `decided` of another run, if there are any. `on_decision` is called with the scores that
+        each decision is made from."""
         self.decisions: list[Any] = []
         self.active_gates = 1
-        """Number of running modules that choose experts. While there is none, a top-k is no routing decision."""
+        """Number of running modules that choose experts. While it is 0, a top-k is not taken for a routing decision."""
         self._decided, self._on_decision = decided, on_decision
         self._scores = 0
-        """Number of scores of one token in the latest decision."""
+        """Number of scores for each token in the latest decision."""
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
 
     @property
     def kept(self) -> list[list[Any]]:
-        """All records of a run, as lists to be emptied before the next one."""
+        """All lists of records. They must be emptied before the next run."""
         return [self.decisions, self._routes, self._parts]
 
     def clear(self) -> None:
-        """Forget all records."""
+        """Delete all records."""
         for values in self.kept:
             values.clear()
 
     def enter(self) -> None:
-        """Note that a module which chooses experts begins; it may lie inside another."""
+        """Record that a module that chooses experts starts; it may lie inside another one."""
         self.active_gates += 1
 
     def leave(self) -> None:
-        """Note that such a module ends."""
+        """Record that a module that chooses experts ends."""
         self.active_gates -= 1
 
     def find(self, x: Tensor) -> Route | None:
-        """The route of the rows of x [n, d]; None if they are all tokens."""
+        """Return the route of the rows of x [n, d]; None if no routing was recorded for them, as when they are all
+        tokens."""
         if x.ndim != 2:
             return None
         part = next((route for tensor, route in self._parts if tensor is x), None)
         return part or next((route for route in reversed(self._routes) if len(route.rows) == len(x)), None)
 
     def find_nonzero_tokens(self, x: Tensor) -> list[Tensor] | None:
-        """Token numbers [n] of each expert, where all experts are given all tokens x [experts, T, d] with zeros for
-        those not routed to them. None if x is no such input."""
+        """Return the token numbers [n] of each expert if x [experts, T, d] gives all tokens to all experts, with zeros
+        for tokens that are not routed to an expert. None if x is no such input."""
         choice = self.decisions[-1] if self.decisions else None
         chosen = choice[1] if isinstance(choice, tuple) else choice
         if not isinstance(chosen, Tensor) or chosen.ndim not in (1, 2):
@@ -117,13 +119,14 @@ class Routing:
         return list(is_given.nonzero()[:, 1].split(counts))
 
     def take_tokens(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Select the tokens with these numbers [n] from an expert's input [T, d], and record their route for `find`."""
+        """Select the tokens with these numbers [n] from an expert's input [T, d], and record their route so that `find`
+        returns it."""
         tokens = x[numbers]
         self._parts.append((tokens, Route(numbers, x.shape)))
         return tokens
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call one of ROUTING_FUNCTIONS and record what it says of the routing."""
+        """Call one of ROUTING_FUNCTIONS, and record the decision, route or gates that result from it."""
         result = func(*args, **kwargs)
         is_decision = func in DECISIONS or (func in LARGEST and isinstance(result, tuple) and args[0].ndim == 2)
         if is_decision and self.active_gates:
@@ -148,7 +151,7 @@ class Routing:
         return result
 
     def _gather(self, source: Tensor, index: Any, result: Tensor) -> None:
-        """Record the route of rows that indexing by token numbers has taken from features of all tokens."""
+        """Record the route of rows that were taken from the features of all tokens by indexing with token numbers."""
         parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
         if source.ndim < 2 or len(parts) != 1 or not isinstance(parts[0], Tensor) or not source.is_floating_point():
             return
@@ -161,29 +164,29 @@ class Routing:
 
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-"""Functions that compute x W, or W x where features come before tokens."""
+"""Functions that compute x W, or W x if features come before tokens."""
 
 
 BATCHED_PRODUCTS = {torch.bmm, Tensor.bmm, torch.baddbmm}
-"""Functions that compute x W for several x and as many W, which may lie in one parameter."""
+"""Functions that compute x W for a batch of inputs x and as many matrices W, which may all lie in one parameter."""
 CONVOLUTION_FUNCTIONS = {functional.conv1d, functional.conv2d, functional.conv3d}
 
 
 class MatrixProduct(NamedTuple):
-    """A product x Wᵀ + b."""
+    """A matrix product x Wᵀ + b, read from a call of a torch function."""
 
     x: Tensor
-    """Shape [.., d_in]."""
+    """The input of the product, with shape [.., d_in]."""
     weight: Tensor
-    """Shape [d_out, d_in], in the memory of the parameter that holds it."""
+    """The weight [d_out, d_in], a view of the parameter in the same memory."""
     bias: Tensor | None
-    """Shape [d_out]; None if the function adds no bias."""
+    """The bias [d_out]; None if the function adds no bias."""
     features_first: bool = False
-    """Whether the function is given x as [.., d, T], features before tokens, and returns W x."""
+    """Whether the function takes x as [.., d, T], features before tokens, and returns W x."""
 
 
 class MatmulInterceptor(TorchFunctionMode):
-    """Reports, while it is active, every product with a matrix that lies in one of the given parameters."""
+    """Reports, while it is active, every matrix product whose weight lies in one of the given parameters."""
 
     def __init__(
         self,
@@ -195,20 +198,20 @@ class MatmulInterceptor(TorchFunctionMode):
         on_bias: Callable[[ParameterSlice, ParameterSlice], None] | None = None,
         convolutions: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """Watch products with these parameters, by path.
+        """Watch products with these parameters, given by path.
 
-        `before` is called with the weight, x [.., d_in], and the bias if it lies in one of the parameters; `after` with
-        the weight and the product. Only products with `weights` are reported if these are given. `routing` follows the
-        choices of mixtures. `on_bias` is called with the weight and a bias that is added to its product later.
-        `convolutions` are modules by the paths of their weights; a function call that computes what one of them would
-        is reported too.
+        `before` is called with the weight, the input x [.., d_in], and the bias if it lies in one of the parameters;
+        `after` is called with the weight and the product. If `weights` is given, only products with these weights are
+        reported. `routing` records a mixture's routing. `on_bias` is called with a weight and a bias that is added to
+        its product later. `convolutions` are modules by the paths of their weights; a function call that computes the
+        same as one of them is reported too.
         """
         super().__init__()
         self._parameters, self._before, self._after, self._weights = parameters, before, after, weights
         self._routing, self._on_bias, self._convolutions = routing, on_bias, convolutions or {}
         self._latest: tuple[ParameterSlice, Tensor] | None = None
         self._attending = torch.Size([0])
-        """Shape of the queries of the latest multi-head attention, without the last dimension."""
+        """Shape of the queries of the latest multi-head attention, except the last dimension."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -248,8 +251,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return self._weights is None or weight in self._weights
 
     def _multiply_batch(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call one of BATCHED_PRODUCTS on x [n, T, d_in] and n matrices [d_in, d_out], and report each watched product
-        on the tokens that are routed to it."""
+        """Call one of BATCHED_PRODUCTS on x [n, T, d_in] and n matrices [d_in, d_out]. Each watched product is
+        reported, with only the tokens that are routed to it."""
         *given, x, matrices = args
         if self._find(matrices) is None or (given and given[0].shape[:2] != (len(x), 1)):
             return func(*args)
@@ -274,7 +277,7 @@ class MatmulInterceptor(TorchFunctionMode):
         return torch.stack(products) if products else func(*args)
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
-        """Read a call of a torch function as a product x Wᵀ + b; None if it is none."""
+        """Interpret a call of a torch function as a product x Wᵀ + b; None if it is no such product."""
         if func is functional.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
             return MatrixProduct(given["input"], given["weight"], given.get("bias"))
@@ -291,8 +294,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return None
 
     def _read_convolution(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MatrixProduct | None:
-        """Read a convolution that computes what one of the known modules would. The weight is [d_out, d_in / groups,
-        *kernel]."""
+        """Interpret a function call as a convolution that one of the known modules computes; None if it is not. The
+        weight is [d_out, d_in / groups, *kernel]."""
         given = (
             _CONVOLUTION_DEFAULTS
             | dict(zip(("input", "weight", "bias", *_CONVOLUTION_DEFAULTS), args, strict=False))
@@ -309,8 +312,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return MatrixProduct(given["input"], module.get_parameter("weight"), given.get("bias"))
 
     def _read_einsum(self, args: tuple[Any, ...], x_at: int, weight_at: int) -> MatrixProduct | None:
-        """Read an einsum over the last dimensions of x [.., *in] whose other dimensions come last in its output [..,
-        *out]."""
+        """Interpret an einsum as a product that sums over the last dimensions of x [.., *in] and gives [.., *out]; None
+        if it does not."""
         x, weight, (inputs, _, out) = args[x_at], args[weight_at], args[0].replace(" ", "").partition("->")
         if not isinstance(weight, Tensor) or self._find(weight) is None:
             return None
@@ -332,7 +335,8 @@ class MatmulInterceptor(TorchFunctionMode):
         return MatrixProduct(flat, weight.as_strided(sizes, strides), None)
 
     def _find(self, x: Tensor) -> ParameterSlice | None:
-        """The slice of a parameter that a tensor is a view of; None if it lies in none."""
+        """Return the slice of a parameter that a tensor is a view of; None if it is not in the memory of any of the
+        parameters."""
         storage = x.untyped_storage()._cdata
         for name, parameter in self._parameters.items():
             offset = int(x.storage_offset()) - int(parameter.storage_offset())
@@ -342,11 +346,11 @@ class MatmulInterceptor(TorchFunctionMode):
 
 
 _CONVOLUTION_DEFAULTS: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-"""Arguments of convolutions with their defaults."""
+"""Arguments of torch's convolution functions, with their defaults."""
 
 
 def _stride_of(dims: range, x: Tensor) -> int | None:
-    """Stride of neighbouring dimensions merged into one; None if they cannot be merged."""
+    """Return the stride of neighbouring dimensions merged into one; None if they cannot be merged."""
     apart = any(x.stride(one) != x.stride(two) * x.shape[two] for one, two in itertools.pairwise(dims))
     return None if apart else x.stride(dims[-1]) if dims else 1
 
@@ -357,5 +361,5 @@ _attend = FunctionType(
     "multi_head_attention_forward",
     functional.multi_head_attention_forward.__defaults__,
 )
-"""torch's multi-head attention, run without its own dispatch check so that the interceptor sees the products inside it
-and not one opaque call."""
+"""A copy of torch's multi-head attention without its dispatch check, so that the interceptor sees the products inside
+it instead of one opaque call."""

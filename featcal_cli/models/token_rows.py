@@ -1,9 +1,9 @@
-"""Rows of features and the tokens that they belong to, learnt from shapes: two probes differ in the number of examples
-and in the length of the text, so that each dimension shows by its change what it is made of.
+"""Learn from shapes which tokens the rows of a feature belong to. Two probes differ in the number of examples and in
+the text's length, so the way a dimension changes shows what it stands for.
 
-One rule says which rows count. Rows of a feature that has dimensions of examples and of tokens count where the mask of
-these tokens is 1. Where any feature of a model may hold padding in another form (windows, patches beside the text,
-audio frames), its batches are made without padding, and then every row counts.
+One rule decides which rows count. If a feature has dimensions for examples and tokens, its rows count where the mask of
+these tokens is 1. If any feature of a model may hold padding in another form (windows, patches beside the text, audio
+frames), the model's batches are made without padding, and every row counts.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PROBE_EXAMPLES = (3, 5)
-"""Number of examples in the two probes; no pair of lengths changes in the same way."""
+"""Number of examples in the two probes. No token axis changes from 3 to 5, so the dimension of the examples is
+unambiguous."""
 OWN_AXIS = "own"
-"""The axis of a block's own rows (patches, audio frames), if its hidden states [B, n, d] are no text."""
+"""Name of the axis of a block's own rows (patches, audio frames), for hidden states [B, n, d] that are not text."""
 
 Axes = Mapping[str, tuple[int, int]]
-"""Length of each token axis in the two probes."""
+"""Lengths of each token axis in the two probes, by the axis's name."""
 PerToken = Mapping[str, Tensor]
-"""A number for each token [B, length], by axis: a mask or a weight. Axes are missing whose tokens all have 1."""
+"""A mask or weight for each token [B, length], by axis. Axes on which all tokens have 1 are left out."""
 
 
 class Rows(NamedTuple):
     """The meaning of a feature's leading dimensions [.., d]."""
 
     axis: str = ""
-    """The axis that its tokens belong to; empty for none that has a mask."""
+    """Name of the token axis; empty if the rows belong to no axis that has a mask."""
     tokens: int | None = None
-    """The dimension of the tokens; None if rows are no single tokens."""
+    """The dimension of the tokens; None if rows are not single tokens."""
     examples: int | None = None
-    """The dimension of the examples; None if the tokens' dimension holds both, example by example."""
+    """The dimension of the examples; None if one dimension holds the tokens of all examples, one example after
+    another."""
     is_table: bool = False
     """Whether rows belong to no example and are the same in every batch."""
     distances: int | None = None
-    """The dimension that stands for distances between tokens, from the largest backwards to the largest forwards."""
+    """The dimension that stands for distances between tokens, from the largest distance backwards to the largest
+    forwards."""
     may_hold_padding: bool = False
-    """Whether some rows may come from padding and no mask shows which."""
+    """Whether some rows may come from padding that no mask identifies."""
 
     def select(self, x: Tensor, masks: PerToken, weights: PerToken, count: int) -> tuple[Tensor, Tensor | None] | None:
-        """The rows [T, d] of a feature [.., d] of `count` examples which count, and their weights [T], None if all
-        weigh the same. None if a mask or weights do not fit its shape."""
+        """Return the rows [T, d] that count in a feature [.., d] of `count` examples, and their weights [T], or None
+        for equal weights. Returns None if a mask or weights do not fit the feature's shape."""
         rows = x.reshape(-1, x.shape[-1])
         if self.distances is not None:
             return rows, self._count_pairs(x, self.distances, count)
@@ -60,8 +63,8 @@ class Rows(NamedTuple):
         return rows[kept], None if per_row is None else per_row[kept]
 
     def sum_by_token(self, x: Tensor, count: int) -> Tensor | None:
-        """Sum a feature [.., d] over everything but the tokens of `count` examples: [B, length]. None if its rows are
-        not single tokens."""
+        """Sum a feature [.., d] of `count` examples over all dimensions but examples and tokens: [B, length]. None if
+        its rows are not single tokens."""
         if self.tokens is None or x.ndim <= max(self.tokens, self.examples or 0) + 1:
             return None
         kept = {self.tokens, self.tokens if self.examples is None else self.examples}
@@ -69,14 +72,14 @@ class Rows(NamedTuple):
         return (sums if self.examples is None or self.examples < self.tokens else sums.T).reshape(count, -1)
 
     def count_tokens(self, shape: torch.Size, count: int) -> int:
-        """Number of tokens of each of the `count` examples of a feature of this shape; 0 if rows are no single
-        tokens."""
+        """Return the number of tokens per example in a feature of this shape with `count` examples; 0 if rows are not
+        single tokens."""
         if self.tokens is None:
             return 0
         return shape[self.tokens] if self.examples is not None else shape[self.tokens] // count
 
     def _spread(self, per_token: Tensor, x: Tensor) -> Tensor | None:
-        """Repeat numbers [B, length] for all rows [T] of a feature [.., d]; None if they do not fit its shape."""
+        """Expand a number per token [B, length] to all rows [T] of a feature [.., d]; None if the shapes do not fit."""
         if self.tokens is None:
             return None
         shape = [1] * (x.ndim - 1)
@@ -90,8 +93,8 @@ class Rows(NamedTuple):
         return per_token.reshape(shape).expand(x.shape[:-1]).reshape(-1)
 
     def _find_kept(self, mask: Tensor, x: Tensor) -> Tensor | None:
-        """Indices of the rows of a feature [.., d] that a mask keeps; None if it does not fit. Finding them keeps a
-        device waiting, so it is done once for all features of one form."""
+        """Return the indices of the rows of a feature [.., d] that a mask keeps; None if the mask does not fit. They
+        are computed once for all features of one shape, as computing them makes the host wait for the device."""
         known: dict[object, Tensor | None] = _KEPT.setdefault(mask, {})
         form = (self.tokens, self.examples, x.shape[:-1])
         if form not in known:
@@ -100,8 +103,8 @@ class Rows(NamedTuple):
         return known[form]
 
     def _count_pairs(self, x: Tensor, dim: int, count: int) -> Tensor:
-        """Count, for each row of a table of distances [.., d], the pairs of tokens of one example that are so far
-        apart: [T]. Attention reads the row that often: of n tokens, n − r pairs are at distance r."""
+        """Count for each row of a table of distances [.., d] the token pairs of an example at that distance: [T].
+        Attention reads the row once for each pair; among n tokens, n − r pairs are at distance r."""
         size = x.shape[dim]
         apart = (torch.arange(size, device=x.device) - size // 2).abs()
         pairs = ((size + 1) // 2 - apart).clamp_min(0).float()
@@ -113,12 +116,13 @@ class Rows(NamedTuple):
 
 
 _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Indices of the rows that a mask keeps, by the form of the feature, for each mask in use."""
+"""Indices of the rows that each mask in use keeps, by the leading shape of the feature."""
 
 
 def learn_rows(first: torch.Size, second: torch.Size, axes: Axes, *, other_inputs: bool) -> Rows:
-    """Learn what the rows of a feature are from its shapes [.., d] in the two probes. `other_inputs`: the model reads
-    more than a text whose length differs in the probes, so that as many rows in both are those of an image, say."""
+    """Learn what the rows of a feature are from its shapes [.., d] in the two probes. `other_inputs` says that the
+    model has other inputs than a text whose length differs between the probes; a number of rows that stays equal then
+    comes from such an input, for example an image."""
     if len(first) != len(second):
         return Rows(may_hold_padding=True)
     pairs = [*zip(first[:-1], second[:-1], strict=True)]
@@ -142,8 +146,9 @@ def learn_rows(first: torch.Size, second: torch.Size, axes: Axes, *, other_input
 
 
 def _are_apart(pairs: list[tuple[int, int]], *, other_inputs: bool) -> bool:
-    """Whether none of the rows can come from padding of a text: their number does not depend on its length. Several
-    rows an example may still be windows of it, or padding that a model adds itself, if there is nothing but text."""
+    """Tell whether no row can come from the padding of a text, because the number of rows does not depend on its
+    length. If text is the only input, several rows per example may still be windows of it, or padding that the model
+    adds itself."""
     fixed = [one for one, other in pairs if one == other]
     several = [one for one, other in pairs if one * PROBE_EXAMPLES[1] == other * PROBE_EXAMPLES[0]]
     if len(fixed) + len(several) < len(pairs) or len(several) > 1:

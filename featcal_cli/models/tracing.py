@@ -1,4 +1,5 @@
-"""A traced forward pass of a model: what each module was given and returned, and what functions multiplied."""
+"""Trace a model's forward pass: record the input and output of each module, and the matrix products made by
+functions."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from featcal_cli.models.products import MatmulInterceptor, Routing
 from featcal_cli.runtime import hardware
 
 FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
-"""Errors that a model's forward raises on inputs it cannot take, and that our own hooks raise when they have a bug."""
+"""Errors that a model's forward raises on unsuitable inputs, and that featcal's own hooks raise if they have a bug."""
 
 
 class ForwardError(Exception):
-    """A model cannot take its inputs; the cause is the error that its forward raised."""
+    """Raised if a model cannot run on its inputs; the cause is the error that its forward raised."""
 
 
 class HookError(Exception):
-    """A hook on a model's forward has a bug: the error is featcal's, not the model's."""
+    """Raised if one of featcal's hooks on a model's forward fails, as this is featcal's bug and not the model's."""
 
 
 def run_forward(model: nn.Module, inputs: Batch) -> None:
-    """Run a model. Raises ForwardError for inputs that it cannot take."""
+    """Run a model. Raises ForwardError if it cannot run on these inputs."""
     try:
         model(**inputs)
     except FORWARD_ERRORS as error:
@@ -40,7 +41,7 @@ def run_forward(model: nn.Module, inputs: Batch) -> None:
 
 
 def as_hook(watch: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a hook so that its own failures are not taken for failures of the model."""
+    """Wrap a hook so that its own errors become HookError, and are not mistaken for errors of the model."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         try:
@@ -52,37 +53,36 @@ def as_hook(watch: Callable[..., None]) -> Callable[..., None]:
 
 
 class Trace:
-    """A record of one forward pass: what each module, by its path, was given and returned."""
+    """A record of one forward pass: the inputs and outputs of each module, by the module's path."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[str] = []
         """Every call of every module, in the order in which the calls began."""
         self.shapes: dict[str, list[torch.Size]] = {}
-        """Shape of the first tensor argument of each call, by module."""
+        """Shapes of the first tensor argument of each call, by module."""
         self.residual: set[str] = set()
-        """List members whose output has the shape of their input."""
+        """Members of module lists whose output has the shape of their input."""
         self.overwritten: set[str] = set()
-        """Modules whose input was changed in place after they had received it."""
+        """Modules whose input was changed in place after they had read it."""
         self.functional: dict[str, FunctionalLinear] = {}
-        """Matrix products made by functions rather than by module calls, by the path of the uncalled Linear or of the
-        parameter."""
+        """Weights and biases of the matrix products that functions make without calling a module, by the path of the
+        uncalled Linear or of the parameter."""
         self.routed: dict[str, torch.Size] = {}
-        """Modules that a mixture gives only some tokens, each with the shape of the features [.., d] these were taken
-        from."""
+        """Modules that a mixture gives only some tokens, each with the shape [.., d] of the features of all tokens."""
         self.routers: set[str] = set()
-        """Paths of the routers, which compute the scores that a mixture chooses its experts by."""
+        """Paths of the routers, which compute the scores from which a mixture chooses its experts."""
         self.gating_modules: set[str] = set()
-        """Modules in which the choice of experts is made: the router itself, or the mixture around it."""
+        """Modules that choose the experts: the router itself, or the mixture around it."""
         self.routing = Routing(on_decision=as_hook(self._record_choice))
         self._running: list[str] = []
         self._open_choices: dict[str, set[str]] = {}
-        """Modules that are still running and have chosen by largest scores, each with the Linear modules that made the
+        """Running modules that have made a choice by largest scores, each with the Linear modules that computed the
         scores."""
         self._latest = ("", 0)
         self._model = model
         self._widths = {name: x.out_features for name, x in model.named_modules() if isinstance(x, nn.Linear)}
         self.depths: dict[str, int] = {}
-        """Number of successive products with weights that led to the first input of each module."""
+        """Number of successive products with weights that the first input of each module depends on."""
         self.depth = MatmulDepth()
         self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
         self._pending: dict[str, list[tuple[Tensor, int]]] = {}
@@ -97,7 +97,7 @@ class Trace:
             self._flow[name] = (first_tensor(arguments), None)
 
     def _receive(self, name: str, arguments: Any, width: int) -> None:
-        """Record an input of a module. `width` is d_out of a Linear, else 0."""
+        """Record an input of a module. `width` is the module's d_out if it is a Linear, else 0."""
         hidden = first_tensor(arguments)
         if hidden is not None:
             route = self.routing.find(hidden)
@@ -110,7 +110,7 @@ class Trace:
             self.depths.setdefault(name, self.depth.of(hidden))
 
     def multiply(self, weight: ParameterSlice, x: Tensor, bias: ParameterSlice | None) -> None:
-        """Record that a function multiplies x [.., d_in] with a weight inside a parameter, and adds `bias` if it is
+        """Record that a function multiplies x [.., d_in] by a weight that lies in a parameter, and adds `bias` if it is
         known."""
         holder, _, key = weight.parameter.rpartition(".")
         module, shape = self._model.get_submodule(holder), self._model.get_parameter(weight.parameter).shape
@@ -123,30 +123,31 @@ class Trace:
             self._receive(name, x, 0 if isinstance(module, CONVOLUTIONS) else weight.size[0])
 
     def end_product(self, weight: ParameterSlice, y: Tensor) -> None:
-        """Record the result of a function's product with a weight."""
+        """Record the result of a function's matrix product with a weight."""
         if len(weight.size) == 2:  # depth knows of convolutions
             self.depth.add_one(y)
 
     def add(self, weight: ParameterSlice, bias: ParameterSlice) -> None:
-        """Record that a function adds a bias inside a parameter to the result of its product with `weight`."""
+        """Record that a function adds a bias, which lies in a parameter, to the product with `weight`."""
         for name, known in self.functional.items():
             if known.weight == weight and not known.is_module:
                 self.functional[name] = known._replace(bias=bias)
 
     def _record_choice(self, scores: Tensor) -> None:
-        """Record a choice by largest scores. Scores as many as the latest Linear's outputs are taken to be that
-        Linear's."""
+        """Record a choice by largest scores. If there are as many scores as outputs of the latest Linear, that Linear
+        is taken to have computed them."""
         name, numbers = self._latest
         made = self._open_choices.setdefault(self._running[-1] if self._running else "", set())
         if scores.numel() == numbers and scores.is_floating_point():
             made.add(name)
 
     def _find_gating_modules(self, routed: str) -> None:
-        """Find which module chose the expert `routed`: of all that have made a choice, the closest in the module tree.
+        """Find which module chose the expert that contains the module `routed`: of all modules that have made a choice,
+        the closest in the module tree.
 
-        Choices made elsewhere, such as an attention's of the tokens it keeps, are further away or already over. A
-        chooser outside of the expert's own path is a router as a whole; if it contains the expert, the Linear modules
-        that made its scores are the routers.
+        Other choices, such as an attention's choice of tokens to keep, are made further away or have already ended. If
+        the chooser's path does not lead to the expert, the whole chooser is a router. If the chooser contains the
+        expert, the Linear modules that computed its scores are the routers.
         """
         # the longest common path is the closest module
         shared = {name: _count_shared(name, routed) for name in self._open_choices}
@@ -156,12 +157,12 @@ class Trace:
             self.routers |= {name} if is_router else self._open_choices[name]
 
     def is_router(self, path: str) -> bool:
-        """Whether a path lies at or below a router of a mixture."""
+        """Tell whether a path belongs to a mixture's router or to a module inside one."""
         return any(f"{path}.".startswith(f"{router}.") for router in self.routers)
 
     def after(self, name: str, output: Any) -> None:
-        """Record the end of a module's call, and check whether inputs received inside it were changed in place
-        since."""
+        """Record the end of a module's call, and check whether inputs of the modules inside it have been changed in
+        place."""
         self._running.pop()
         if ended := [gating_module for gating_module in self._open_choices if gating_module.rpartition(".")[0] == name]:
             for gating_module in ended:
@@ -178,32 +179,32 @@ class Trace:
                 self.residual.add(name)
 
     def is_chain(self, members: list[str]) -> bool:
-        """Whether each member was given the very tensor that the one before returned."""
+        """Tell whether each member was given the very tensor that the previous member returned."""
         return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
 
 
 def _count_shared(one: str, other: str) -> int:
-    """Number of leading path components that two paths share."""
+    """Count the leading path components that two paths share."""
     steps = zip(one.split("."), other.split("."), strict=False)
     return len([*itertools.takewhile(lambda step: step[0] == step[1], steps)])
 
 
 class MatmulDepth(TorchDispatchMode):
-    """Counts, while it is active, the successive products with weights that each tensor depends on. Depths are kept by
-    storage, so views share theirs. A tensor's depth is the largest among the inputs it is computed from, plus one for a
-    product with a weight."""
+    """Counts, while it is active, the successive products with weights that each tensor depends on. A tensor's depth is
+    the largest depth among the inputs it is computed from, plus one for a product with a weight. Depths are kept per
+    storage, so views share the depth of their base."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of_storages: dict[int, int] = {}
         self.draws = False
-        """Whether random numbers were drawn."""
+        """Whether the run drew random numbers."""
 
     def of(self, x: Tensor) -> int:
         return self._of_storages.get(x.untyped_storage()._cdata, 0)
 
     def add_one(self, y: Tensor) -> None:
-        """Count one product more for y, the result of a product with a weight."""
+        """Add one to the depth of y, the result of a product with a weight."""
         self._of_storages[y.untyped_storage()._cdata] = self.of(y) + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -226,8 +227,8 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def trace(model: nn.Module, batch: Batch, dtype: torch.dtype, entry: str = "") -> Trace:
-    """Run `model`, or the module of it at `entry`, once on `batch` (floating-point inputs in `dtype`) and return the
-    trace. Raises ForwardError for a batch that it cannot take."""
+    """Run `model`, or its submodule at `entry`, once on `batch` with floating-point inputs in `dtype`, and return the
+    trace. Raises ForwardError if it cannot run on the batch."""
     traced, runs = Trace(model), model.get_submodule(entry)
     handles = []
     for name, module in runs.named_modules(prefix=entry):
@@ -254,10 +255,10 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype, entry: str = "") -
 
 
 class BlockCall(NamedTuple):
-    """One call of a block by its model."""
+    """The arguments with which a model calls one of its blocks."""
 
     block: str
-    """Path of the block in that model."""
+    """Path of the block in the model that calls it."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -267,12 +268,13 @@ class StopBlock(Exception):  # noqa: N818 - not an error
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in a forward's arguments or output: by convention the hidden states."""
+    """Return the first tensor in a forward's arguments or output, which by convention is the hidden states; None if
+    there is none."""
     return next(tensors_in(value), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a forward's arguments or output."""
+    """Yield all tensors in a forward's arguments or output."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, tuple, list)):
@@ -286,8 +288,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward's arguments, with any key-value cache copied. Some models create a cache whatever their config says; a
-    run adds its keys to it, and the next run must find it unchanged."""
+    """Return a forward's arguments with every key-value cache copied. Some models create a cache whatever their config
+    says, and a run adds its keys to the cache that it is given; the next run must find it unchanged."""
     if not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
         return args, kwargs
     return tuple(map(_copy_cache, args)), {key: _copy_cache(x) for key, x in kwargs.items()}
@@ -305,7 +307,7 @@ def _copy_cache(value: Any) -> Any:
 
 
 def all_finite(value: Any) -> Tensor:
-    """Whether all floating-point tensors in a forward's arguments or output are finite, as a boolean tensor [] on their
-    device."""
+    """Tell whether all floating-point tensors in a forward's arguments or output are finite, as a boolean tensor [] on
+    their device."""
     flags = [torch.isfinite(x).all() for x in tensors_in(value) if x.is_floating_point()]
     return torch.stack(flags).all() if flags else torch.tensor(True)
