@@ -94,7 +94,7 @@ class AdapterReport:
 
 
 def write_share(share: float) -> str:
-    """Write a share in percent; it is never rounded up to 100 %."""
+    """Write a share in percent; a share below 0.9999 is written as at most 99.9 %."""
     return f"{min(100 * share, 99.9 if share < 0.9999 else 100):.1f} %"
 
 

@@ -28,8 +28,8 @@ from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
 """Forward passes that are paused for one example: expert and student if it is fitted; merged and base as well if drift
-is measured on it, plus the expert's passes for each of these models' heads if heads are small; expert, student and
-merged if updates are checked on it."""
+is measured on it, plus one run of the expert's head for each of these four models, if heads are small; expert, student
+and merged if updates are checked on it."""
 BLOCKS_ON_DEVICE, BLOCKS_ON_HOST, BLOCKS_WRITTEN, STEMS = 6, 2, 5, 3
 """Blocks whose weights are in memory at once. A device holds those of merged, base and an expert, and the next block of
 each; a CPU only those in use. While a block is written, more copies exist, one of them as the file's bytes. STEMS is
