@@ -1,5 +1,5 @@
-"""Backtracking: updates that make held-out rows worse than the merged weights do are reduced, first each update alone,
-then all of them together."""
+"""Backtracking: each update is reduced to the size that is best on held-out rows; then all updates are reduced together
+until drift is no larger than merged's."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from featcal_cli.recipe.schema import Calibration
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The paper's λ, ρ and α, with the metric and the order in which modules are solved."""
+    """Settings of a method: λ, ρ, α, metric and order."""
 
     ridge: float
     """λ: weight of the anchor in every closed form."""

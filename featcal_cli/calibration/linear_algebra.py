@@ -22,7 +22,7 @@ AddUp = Callable[[Tensor], None]
 
 
 class Sum:
-    """A running sum. A single term is stored unchanged; conversion to the sum's dtype starts with the second."""
+    """A running sum. A single term that is added without a scale is stored unchanged, in its own dtype."""
 
     def __init__(self, dtype: torch.dtype = ACCUMULATE) -> None:
         self.value: Tensor | None = None
@@ -61,7 +61,7 @@ class RowSum:
 
     @property
     def value(self) -> Tensor:
-        """Return the sum [d]; at least one batch must have been added."""
+        """The sum [d]; at least one batch must have been added."""
         if len(self._parts) > 1 or self._parts[0].dtype != ACCUMULATE:
             self._parts = [torch.stack(self._parts).sum(0, dtype=ACCUMULATE)]
         return self._parts[0]
@@ -167,7 +167,7 @@ SMALL_SYSTEM, FACTOR_PANEL = 1024, 384
 """Largest width of a system that is factorised as a whole on a CPU, and the number of columns computed at a time for a
 larger one."""
 MOST_RIDGES = 8
-"""Number of values of λ that are tried; each is ten times larger than the one before."""
+"""Number of values of λ that are tried, each ten times the one before."""
 MANY_TASKS = 32
 """Number of tasks assumed when a condition number is estimated in advance."""
 

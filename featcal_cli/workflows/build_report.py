@@ -42,7 +42,7 @@ class Outcome:
     job: Job
     blocks: list[BlockReport]
     step: float
-    """The factor by which all updates are scaled; 1 if the check of the result kept them whole."""
+    """The factor by which the final check scaled all updates, from 0 to 1."""
     pulled: str
     """A sentence on why `step` is less than 1; empty if it is 1."""
 

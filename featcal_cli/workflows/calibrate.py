@@ -141,7 +141,8 @@ def _calibrate_in_smaller_batches(session: Session, setup: Setup, journal: Journ
 
 
 def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ranks: Ranks) -> dict[str, TaskExamples]:
-    """Return the same examples in batches of half the size, after memory ran out. The given batches are emptied.
+    """Return the same examples in batches of half the size, after memory ran out. The given lists of batches are
+    emptied.
 
     Raises ShortageError if batches cannot be smaller, or if there are several ranks, because the other ranks do not
     know of it.

@@ -41,7 +41,7 @@ class Finding:
     fix: str = ""
     """How to fix a note or a problem; empty if nothing needs to be done."""
     command: str = ""
-    """The shell command that carries out the fix, if there is one."""
+    """The shell command for the fix, if any."""
 
 
 def examine() -> Iterator[Finding]:

@@ -227,7 +227,7 @@ class LazyModels:
         self._scratch = ExitStack()
 
     def close(self) -> None:
-        """Delete the merged model that was built, if any."""
+        """Delete the merged model, if it was built."""
         self._scratch.close()
 
     def name(self, role: str) -> str:

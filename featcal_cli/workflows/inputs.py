@@ -32,7 +32,7 @@ class Inputs:
     recipe: Recipe
     """The recipe with every Hub repo and dataset pinned to its current commit."""
     findings: Sequence[Finding]
-    """Where the names of merged, base, each expert and each task's data were found."""
+    """Names of merged, base, and each task's expert and data, with the source of each."""
     origins: Mapping[str, Origin]
     """Origins by role: merged (unless it is built in this run), base, expert TASK, and further models."""
 
@@ -76,7 +76,7 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
 
 def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
     """Return the complete recipe and where each part of it was found. Whatever was looked up is noted as soon as it is
-    found, except in a dry run, whose result it is."""
+    found, except in a dry run, which reports it as its result."""
     noted: set[Finding] = set()
 
     def note(finding: Finding) -> None:

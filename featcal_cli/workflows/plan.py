@@ -50,7 +50,7 @@ Headers = Mapping[str, Entry] | None
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of one model's files, to be downloaded or already here."""
+    """Sizes of one model's files, by where the files are."""
 
     missing: int
     """Bytes that must be downloaded."""

@@ -79,7 +79,7 @@ def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: Text
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
     """Return placeholders for the examples that an expert will write, where only shapes matter. Each has the greatest
-    possible length. sampled: the number of fitted placeholders, if not `count`."""
+    possible length. sampled: the number of fitted placeholders; None for `count`."""
     kept = min(count, sampled or count)
     inputs = {
         "input_ids": torch.zeros(1, reader.max_tokens).long(),

@@ -108,8 +108,8 @@ class Setup:
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
         weights, at which tokens. Writes a safetensors file with the fields of OutputGradients for each task to
-        `folder`. Raises RuntimeError if outputs are not usable or a model cannot be differentiated, and NumericsError
-        for weights that are too large."""
+        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated, and
+        NumericsError for weights that are too large."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
@@ -278,9 +278,9 @@ def choose_switched(batches: Sequence[Batch], blocks: int, models: int, split: i
     """Choose the first examples of a task for the forward passes that switch from the expert's blocks to a model's.
 
     There are as many examples as SWITCH_COST allows, but at least one and at most SWITCHED. Their batches are small, so
-    that about as many forward passes are held at once as in the rest of the measurement. `blocks` is the number of
-    blocks, `models` that of measured models, and `split` that of models whose drift is split into local mismatch and
-    upstream propagation.
+    that about as many forward passes are in memory at once as in the rest of the measurement. blocks: the number of
+    blocks. models: the number of measured models. split: the number of models whose drift is split into local mismatch
+    and upstream propagation.
     """
     examples, largest = sum(map(count_examples, batches)), max(map(count_examples, batches), default=0)
     usual = 1 + models + split  # forwards an example: expert, models, and their blocks on the expert's input
