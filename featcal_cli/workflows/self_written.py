@@ -219,8 +219,7 @@ class Writer:
         return [self.model.device] if self.model.device.type == "cuda" else []
 
     def _write_texts(self, seed: int) -> Iterator[Row]:
-        """Yield texts that start from the token that begins a text; a tokenizer without one starts from random
-        tokens."""
+        """Yield texts that start from the tokenizer's begin or end token; if it has neither, from random tokens."""
         tokenizer = self.reader.tokenizer
         start = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
         random = Random(seed)
