@@ -106,8 +106,8 @@ CPU_ROWS, DEVICE_ROWS = 2_048, 32_768
 """Rows (tokens) that a module should get at once. More rows are no faster on a CPU; other devices need large
 products."""
 CPU_SHARE, DEVICE_SHARE = 64, 16
-"""Divisors of the memory: a batch's inputs of one block's modules may fill the quotient. Several copies of them exist
-at once."""
+"""A batch's inputs of one block's modules may fill 1/CPU_SHARE or 1/DEVICE_SHARE of the memory, because several copies
+of them exist at once."""
 MOST_BYTES = 2**30
 """Most bytes of the inputs of one block's modules in a batch, however large the memory is: wide modules are fully used
 with fewer rows."""

@@ -296,8 +296,8 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
 def _check_models(
     session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
 ) -> None:
-    """Raise CheckpointError if a model does not match merged. Differences between configurations and weights that are
-    not read are noted."""
+    """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ and which
+    weights are not read."""
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike

@@ -45,7 +45,7 @@ class TokenIds:
 
     def verify(self, models: Iterable[Model], merged: Model, note: Callable[..., None]) -> TokenIds:
         """Compare merged's embeddings with those of models whose ids are only assumed. If base has its tokens in
-        another order, it is left out. Raises CheckpointError if any other model has."""
+        another order, it is left out. Raises CheckpointError if any other model has them in another order."""
         left_out = set(self.left_out)
         for model in models:
             ids = self.assumed.get(model.role)
