@@ -174,8 +174,8 @@ MANY_TASKS = 32
 
 def choose_precision(dtype: torch.dtype, ridge: float, metric: str) -> torch.dtype:
     """Choose the dtype in which a system is summed and solved. float32 is enough if λ keeps the condition number low
-    (every ω_i G_i has norm 1), or if the solution is only approximated, as in the output metric. Otherwise, and for
-    float64 weights, it is float64."""
+    (every ω_i G_i has norm 1); a smaller λ suffices in the output metric, whose solution is only approximated.
+    Otherwise, and for float64 weights, it is float64."""
     enough = APPROACHABLE if metric == "output" else MANY_TASKS / WELL_CONDITIONED
     return torch.float32 if ridge >= enough and dtype != torch.float64 else ACCUMULATE
 

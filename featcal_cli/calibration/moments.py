@@ -1,8 +1,7 @@
 """Moments: running sums over the calibration examples of one task, from which the closed forms are computed. They use
 only torch.
 
-Shapes: T rows (tokens), d_in input width, d_out output width. Rows with weight zero (padding) must be removed before
-they are added.
+Shapes: T rows (tokens), d_in input width, d_out output width. Rows of padding must be removed beforehand.
 """
 
 from __future__ import annotations
