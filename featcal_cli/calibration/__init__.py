@@ -1,1 +1,1 @@
-"""The method: Algorithm 1, normal equations, closed forms, hyperparameters."""
+"""The calibration method: Algorithm 1 of the paper, normal equations, closed-form solutions and hyperparameters."""

@@ -3,12 +3,13 @@
 The student starts as the merged model. For each block, in the order in which a forward pass runs them:
 
 1. Divide: the paper's method solves the whole block at once; featcal's solves the modules of one depth after another.
-2. Collect: the student, calibrated up to here, and every expert run on the expert's examples, and what each module is
-   given becomes sums of its equations.
-3. Solve: each module's weight and bias follow in closed form, as an update of merged's.
-4. Check: an update is reduced to the share of it that is best on held-out rows, where the method checks updates.
-5. Load: the student gets all new parameters of the part together, and the next part sees features that they give.
-6. Keep: the journal gets the finished block, and an interrupted run goes on from there.
+2. Collect: the student, with all earlier parts calibrated, and every expert run on the expert's examples; the inputs of
+   each module are summed into the module's equations.
+3. Solve: each module's weight and bias follow in closed form, as an update of the merged model's.
+4. Check: if the method checks updates, each update is scaled by the factor that is best on held-out rows.
+5. Load: all new parameters of the part are loaded into the student together, so that the next part's features depend on
+   them.
+6. Keep: the journal stores the finished block, so that an interrupted run can continue from there.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from featcal_cli.runtime.progress import Progress, Watch
 def calibrate_blocks(
     job: Job, hyperparameters: Hyperparameters, journal: Journal | None, *, bias: bool, watch: Watch
 ) -> list[BlockReport]:
-    """Calibrate the student of `job` block by block. `journal`: the first rank's; None on the others. Raises
-    NumericsError when weights or features are not finite or the equations have no stable solution."""
+    """Calibrate the student of `job` block by block. `journal`: the journal on the first rank; None on all other ranks.
+    Raises NumericsError when weights or features are not finite or the equations have no stable solution."""
     reports = []
     student, blocks = job.student, job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
@@ -62,7 +63,7 @@ def calibrate_blocks(
 def _calibrate_block(
     job: Job, visit: BlockVisit, hyperparameters: Hyperparameters, bias: bool, here: Progress, watch: Watch
 ) -> BlockReport:
-    """Steps 1 to 5 for one block."""
+    """Run steps 1 to 5 of the algorithm for one block."""
     started, block = time.monotonic(), visit.block
     reports: dict[str, ModuleReport] = {}
     skipped = dict(block.skipped)
@@ -89,7 +90,8 @@ def _calibrate_block(
 def _solve_on_all_ranks(
     job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None]
 ) -> dict[str, Solution]:
-    """Solve and check every module of the block; each rank does so for its own equations, and all get the results."""
+    """Solve and check every module of the block. Each rank solves its own equations, and all ranks get all
+    solutions."""
 
     def solve() -> dict[str, Solution]:
         # 3. solve
@@ -110,7 +112,8 @@ def solve_block(
     bias: bool,
     on_module: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Solution]:
-    """New parameters of every module of the block, by its path inside the block; `on_module` is told what is solved."""
+    """Return the new parameters of every module of the block, by its path inside the block. `on_module` is called with
+    the names of the modules before they are solved."""
     solutions: dict[str, Solution] = {}
     with base.on_device():
         if equations.linear or equations.norms:
@@ -129,7 +132,7 @@ def solve_block(
 
 
 def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solution]) -> None:
-    """Put all new parameters of a block into the student together."""
+    """Load all new parameters of a block into the student at once."""
     wholes: dict[nn.Parameter, Tensor] = {}
     for name, solution in solutions.items():
         for parameter, value in new_parameters(student.module(f"{block.name}.{name}"), solution.parameters):
@@ -144,7 +147,8 @@ def load_block(student: BlockRunner, block: Block, solutions: Mapping[str, Solut
 
 
 def _describe(block: Block, solutions: Mapping[str, Solution], asked: float) -> dict[str, ModuleReport]:
-    """Return what was done to some of the block's modules with the given λ, or more of it, by name."""
+    """Return reports on the solved modules by name. A module's λ is reported only if it is larger than `asked`, the λ
+    of the settings."""
     kinds, reports = {module.name: module.kind for module in block.modules}, {}
     for name, (_, change, rows, ridge, step) in solutions.items():
         more = ridge if ridge is not None and ridge > asked else None
@@ -153,7 +157,8 @@ def _describe(block: Block, solutions: Mapping[str, Solution], asked: float) -> 
 
 
 def _tell_finished(job: Job, count: int) -> Progress:
-    """So many blocks are finished; with what was measured of drift after the last of them, for no further pass."""
+    """Return the progress after `count` finished blocks, with the drift after the last of them as far as it was already
+    measured; no extra forward pass is run."""
     blocks, read = job.architecture.blocks, job.drift.meter.read
     name = blocks[count - 1].name
     drifts = {task: (read(name, task, MERGED), read(name, task, CALIBRATED)) for task in job.drift.batches}

@@ -1,5 +1,5 @@
-"""Backtracking: updates that are worse than merged on held-out rows are reduced, first each alone, then all
-together."""
+"""Backtracking: each update is reduced to the size that is best on held-out rows; then all updates are reduced together
+until drift is no larger than merged's."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
 ALMOST_WHOLE = 0.75
-"""The step from which on a module's update is applied in full: held-out rows are too few to tell such steps from 1."""
+"""The step at or above which a module's update is applied in full: there are too few held-out rows to tell such steps
+from 1."""
 STEPS = (1.0, 0.5, 0.25, 0.0)
-"""Candidates for t in W_merged + t (W* − W_merged) of all updates together, the largest first. More ridge would pull to
-the anchor, not to merged."""
+"""Candidates for t in W_merged + t (W* − W_merged), one t for all updates, the largest first. Increasing λ instead
+would pull weights to the anchor, not to merged."""
 NOISE = 1e-6
-"""Mean drift below this is the rounding of float32: an expert may be the merged model."""
+"""Mean drift below which differences are only float32 rounding, for example when an expert equals the merged model."""
 PARTIAL = {step: f"{step:g} of all updates" for step in STEPS if 0 < step < 1}
-"""Roles of the students that have the given share of all updates."""
+"""Role names of the students to which the given share of all updates is applied, by that share."""
 TaskDrifts: TypeAlias = "Mapping[str, Mapping[float, Drift]]"
-"""Drift after the last block by task and step; where errors are measured at the outputs, the distance of outputs of the
-tasks that have some."""
+"""Drift after the last block, by task and step. If errors are measured at the outputs, this is the distance of outputs
+for each task that has one."""
 
 
 def backtrack_block(
     solutions: Mapping[str, Solution], held_out: BlockEquations, merged: Mapping[str, Affine]
 ) -> dict[str, Solution]:
-    """Reduce every module's update to the step t (1: the whole update) that its equations on held-out rows choose; call
-    this before anything is loaded. Raises NumericsError when features of held-out examples are not finite."""
+    """Scale every module's update by the step t that minimises the error of its equations on held-out rows (1: the
+    whole update). Call this before anything is loaded. Raises NumericsError when features of held-out examples are not
+    finite."""
     linear = {name: equations for names, equations in held_out.linear.items() for name in names}
     objectives: dict[str, Tensor] = {}
     for name, solution in solutions.items():
@@ -76,7 +78,7 @@ def backtrack_block(
 
 
 def choose_step(curvature: float, descent: float) -> float:
-    """The t from 0 to 1 that minimises t² `curvature` − 2 t `descent`; 1 from ALMOST_WHOLE on."""
+    """Return the t from 0 to 1 that minimises t² `curvature` − 2 t `descent`; 1 if it is at least ALMOST_WHOLE."""
     if descent >= ALMOST_WHOLE * curvature:
         return 1.0
     return max(0.0, descent / curvature) if curvature > 0 else 0.0
@@ -85,15 +87,15 @@ def choose_step(curvature: float, descent: float) -> float:
 def shrink_updates(
     job: Job, blocks: Sequence[BlockReport], journal: Journal | None, held_out: Collection[str], watch: Watch
 ) -> tuple[float, str]:
-    """Find the largest t of STEPS for which W_merged + t (W* − W_merged), in all modules, has no larger mean drift over
-    tasks than merged (distance of outputs, where errors are measured there). Returns t and, where it is not 1, a
-    sentence about it. The readings of the job are replaced by those at t.
+    """Find the largest t of STEPS for which W_merged + t (W* − W_merged), applied to all modules, does not have a
+    larger mean drift over tasks than merged (or distance of outputs, if errors are measured there). Returns t and, if
+    it is not 1, a sentence about it. The job's measurements are replaced by those at t.
 
-    The mean is taken over the rows that the job has measured, over the other half of the held-out rows, and over both
-    together. Nothing is computed where it did not grow: the job has measured merged and the whole updates.
+    The mean must not grow on the rows that the job has measured, on the other half of the held-out rows, or on both
+    together. If it did not grow, nothing more is computed: the job has already measured merged and the whole updates.
 
-    The job has finished and is retired; the first rank alone has the journal. held_out: the tasks that the job has not
-    measured on calibration examples.
+    The job must have finished and be retired; only the first rank has the journal. held_out: the tasks whose drift was
+    measured on held-out examples, not on calibration examples.
     """
     job.share_readings()
     ends = {1.0: CALIBRATED, 0.0: MERGED}
@@ -115,11 +117,12 @@ def shrink_updates(
 
 
 PIECE = 1 << 24
-"""Elements of a parameter that are interpolated at once: in float64, all experts of a mixture would take gigabytes."""
+"""Elements of a parameter that are interpolated at once; converting all experts of a mixture to float64 together would
+take gigabytes."""
 
 
 def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
-    """W_merged + t (W* − W_merged) in the dtype of both; at 0 and 1 it is one of them to the bit."""
+    """Compute W_merged + t (W* − W_merged) in the dtype of both. At t = 0 or 1 the result is exactly one of the two."""
     if step in (0.0, 1.0):
         return new if step else merged
     mixed = torch.empty_like(merged, memory_format=torch.contiguous_format)
@@ -131,8 +134,8 @@ def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
 
 
 def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: Journal | None, watch: Watch) -> Job:
-    """Run merged with each of PARTIAL of all updates over the rows of the job; returns the job that has measured
-    them."""
+    """Run the merged model with each share in PARTIAL of all updates on the rows of the job; return the job that holds
+    the measurements."""
 
     def runner(of: BlockRunner) -> BlockRunner:
         return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype, of.token_ids)
@@ -166,14 +169,15 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
 
 
 def _renew(measurement: Measurement) -> OutputMeter | None:
-    """An empty meter of outputs, where outputs are measured."""
+    """Return a new, empty meter of outputs if the measurement has one."""
     return OutputMeter() if measurement.outputs is not None else None
 
 
 def _read_updates(
     partial: Job, report: BlockReport, journal: Journal | None, number: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Path, merged and calibrated value of every calibrated parameter of a block, from the first rank's journal."""
+    """Yield the path, merged value and calibrated value of every calibrated parameter of a block, read from the first
+    rank's journal."""
     calibrated = journal.tensors(number) if journal else {}
     places = (f"{report.name}.{module.name}" for module in report.modules)
     named = {path: merged for place in places for path, merged in partial.merged.parameters_at_home(place).items()}
@@ -184,7 +188,7 @@ def _read_updates(
 
 
 def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """The measured drift after the last block, or distance of outputs, by task and role."""
+    """Return the measured drift after the last block, or the distance of outputs, by task and step."""
     drifts = {}
     for task, last in job.architecture.last_blocks.items():
         drifts[task] = {step: measured.meter.read(last, task, role) for step, role in roles.items()}
@@ -200,7 +204,7 @@ def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) ->
 
 
 def _sum_drifts(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """The measurements of all ranks on the second half of the rows, added up; tasks without any are left out."""
+    """Add up the measurements of all ranks on the second half of the held-out rows; tasks without any are left out."""
     assert job.second is not None
     of_ranks = job.ranks.gather(_read_drifts(job, job.second, roles))
     sums = {task: {step: reduce(_plus, (of[task][step] for of in of_ranks)) for step in roles} for task in of_ranks[0]}
@@ -212,8 +216,8 @@ def _plus(one: Drift, other: Drift) -> Drift:
 
 
 def _holds(measured: TaskDrifts, other: TaskDrifts, step: float, held_out: Collection[str]) -> bool:
-    """Whether the mean drift at a step is no larger than merged's on the first rows, on the second ones and on both
-    together, over the tasks with held-out rows and over all tasks."""
+    """Return whether the mean drift at `step` is at most merged's on the first half of the rows, on the second half and
+    on both together, each averaged over all tasks and over the tasks with held-out rows."""
     joined = {
         task: {at: _plus(drift, other[task][at]) if task in other else drift for at, drift in drifts.items()}
         for task, drifts in measured.items()
@@ -227,12 +231,13 @@ def _holds(measured: TaskDrifts, other: TaskDrifts, step: float, held_out: Colle
 
 
 def _mean(drifts: TaskDrifts, step: float, tasks: Collection[str]) -> float:
-    """Mean over tasks of mean ‖e‖₂ / mean ‖h_exp‖₂."""
+    """Return the mean over tasks of mean ‖e‖₂ / mean ‖h_exp‖₂."""
     return sum(drifts[task][step].relative for task in tasks) / len(tasks)
 
 
 def _take_over(job: Job, partial: Job, role: str) -> None:
-    """Store the measurements of a role as those of the calibrated model; both jobs have shared their readings."""
+    """Copy the measurements of `role` in `partial` to the calibrated model of `job`. Both jobs must have shared their
+    readings."""
     ours, theirs = job.drift, partial.drift
     drifts = {**theirs.meter.elsewhere, **theirs.meter.readings}
     ours.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}

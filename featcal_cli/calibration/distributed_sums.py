@@ -1,4 +1,5 @@
-"""Sums over ranks: each system of equations is summed on the rank that solves it, and its solution is sent to all."""
+"""Sums over ranks: each system of equations is summed on the rank that solves it, and its solution is sent to all
+ranks."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ def sum_over_ranks(
     merged: Callable[[str], Affine],
     owners: Mapping[str, int] | None = None,
 ) -> None:
-    """Add up the equations of a block over all ranks. Each sum is kept by one rank alone, together with the one over
-    held-out rows. merged: a module's merged parameters. owners: the rank for each module, given where these are the
-    sums over held-out rows."""
+    """Add up the equations of a block over all ranks. Only one rank keeps each sum, together with the sum over held-out
+    rows for the same modules. merged: returns a module's merged parameters. owners: the rank that keeps each module's
+    sums; given only when `equations` are those of held-out rows."""
     linears = {names: linear.summarise() for names, linear in equations.linear.items()}
     norms = {name: norm.summarise() for name, norm in equations.norms.items()}
     summaries = ranks.gather(_BlockSummary(linears, norms, equations.skipped))
@@ -74,8 +75,8 @@ def _without(names: Names, skipped: Mapping[str, str]) -> Names:
 
 
 def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str]) -> dict[Names, list[RankSummary]]:
-    """The modules of each rank by the input that they share, without skipped ones. Raises FeatCalError where modules
-    share an input on one rank and not on another."""
+    """Group the modules that share an input, and list each group's summary from every rank; skipped modules are left
+    out. Raises FeatCalError if modules share an input on one rank but not on another."""
     of_ranks = [
         {left: linear for names, linear in summary.linear.items() if (left := _without(names, skipped))}
         for summary in summaries
@@ -94,7 +95,8 @@ def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str
 def share_solutions(
     ranks: Ranks, solve: Callable[[], dict[str, Solution]], device: torch.device
 ) -> dict[str, Solution]:
-    """The solutions of every rank, on all ranks, to the last bit. Raises on all of them what `solve` raises on any."""
+    """Return the solutions of all ranks, bit-identical on every rank. If `solve` raises NumericsError on any rank, all
+    ranks raise it."""
     if ranks.size == 1:
         return solve()
     own: dict[str, Solution] = {}

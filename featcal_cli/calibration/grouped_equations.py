@@ -1,7 +1,6 @@
-"""Normal equations of grouped convolutions: each group is a small Linear by itself, and all groups are solved at once.
+"""Normal equations of grouped convolutions: each group is a small Linear of its own, and all groups are solved at once.
 
-Errors are measured at features whatever the metric: a metric of the outputs would tie all groups together in one
-system.
+Errors are always measured on features here: the output metric would couple all groups into one system.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from featcal_cli.models.module_kinds import Affine
 
 
 class GroupedMoments(LinearMoments):
-    """Moments of the patches that one convolution reads, for one task and each of its g groups [d]."""
+    """Moments of the input patches of one convolution, for one task and for each of its g groups of width d."""
 
     def __init__(self, weight: torch.Size, device: torch.device, alpha: float, dtype: torch.dtype) -> None:
         """weight: the shape [g, d_out / g, d] of the convolution's weight."""
@@ -30,7 +29,8 @@ class GroupedMoments(LinearMoments):
     def add(
         self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, _: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Add the student's and the expert's patches for the same rows [T, g · d], each counted `weights` [T] times."""
+        """Add the student's and the expert's patches for the same rows [T, g · d]; each row counts `weights` [T]
+        times."""
         x, target = (rows.to(torch.promote_types(rows.dtype, torch.float32)) for rows in (x_cal, x_exp))
         column = x.new_ones(len(x), 1) if weights is None else weights.to(x)[:, None]
         drift, weighted = target - x, x * column
@@ -43,7 +43,7 @@ class GroupedMoments(LinearMoments):
         self.rows += len(x)
 
     def _by_group(self, rows: Tensor) -> Tensor:
-        """The rows [g, T, d] of each group of [T, g · d]."""
+        """Split rows [T, g · d] into one matrix for each group [g, T, d]."""
         return rows.view(len(rows), self._groups, -1).transpose(0, 1)
 
     @property
@@ -59,7 +59,7 @@ class GroupedMoments(LinearMoments):
 
 
 class GroupedEquations(LinearEquations):
-    """Normal equations of one convolution with g groups, summed over tasks: g systems [d, d], each with its ω."""
+    """Normal equations of one convolution with g groups, summed over tasks: g systems [d, d], each with its own ω."""
 
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
@@ -73,7 +73,7 @@ class GroupedEquations(LinearEquations):
         self._grams = self._mean.new_zeros(groups, d, d)
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
-        """Add one task as `LinearEquations.add_task` does, with ω_i [g]."""
+        """Add one task as `LinearEquations.add_task` does, but with one ω_i for each group [g]."""
         ((name, expert),) = experts.items()
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         weight, merged = self._cast(expert.weight), self._cast(self._merged[name].weight)

@@ -1,4 +1,4 @@
-"""λ, ρ and α: the user's, featcal's or the paper's."""
+"""The hyperparameters λ, ρ and α: given by the user, or defaults of featcal's method or the paper's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from featcal_cli.recipe.schema import Calibration
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """λ, ρ and α of the paper."""
+    """Settings of a method: λ, ρ, α, metric and order."""
 
     ridge: float
     """λ: weight of the anchor in every closed form."""
@@ -26,10 +26,11 @@ class Hyperparameters:
     alpha: float
     """α: target features = α · expert + (1 − α) · calibrated."""
     metric: str = "features"
-    """How errors are measured: by the paper's "features", or by "output", their effect on each expert's outputs."""
+    """How errors are measured: "features" on features, as in the paper; "output" by their effect on each expert's
+    outputs."""
     order: str = "block"
-    """How much is solved from the same features: the paper's whole "block", or a "module" (with those beside it), whose
-    features come from the calibrated modules before it."""
+    """How much is solved from the same features: "block" solves a whole block, as in the paper; "module" solves the
+    modules of one depth at a time, on features from the modules calibrated before."""
 
     def __str__(self) -> str:
         order = ", module by module" if self.order == "module" else ""
@@ -38,28 +39,30 @@ class Hyperparameters:
 
 
 NUMBERS = ("ridge", "rho", "alpha")
-"""The numbers that a user may give in place of the method's own."""
+"""Hyperparameters that a user may set instead of the method's defaults."""
 PAPER = {
     "CLIP": Hyperparameters(ridge=0.05, rho=2.0, alpha=0.3),
     "FLAN-T5": Hyperparameters(ridge=1e-5, rho=2.0, alpha=0.6),
     "Llama-3.2-3B": Hyperparameters(ridge=1e-5, rho=0.5, alpha=0.15),
     "Llama-3.1-8B": Hyperparameters(ridge=3.0, rho=0.5, alpha=0.15),
 }
-"""The paper's, by the models that it has them for."""
+"""The paper's hyperparameters, by the model for which the paper gives them."""
 PAPER_KINDS = {"encoder": "CLIP", "encoder-decoder": "FLAN-T5", "causal": "Llama-3.2-3B"}
-"""Whose hyperparameters a kind of model has by the paper's method."""
+"""Key of PAPER whose hyperparameters the paper's method uses, by kind of model."""
 FEATCAL = {
     "module": Hyperparameters(ridge=1e-4, rho=1.0, alpha=0.5, metric="output", order="module"),
     "block": Hyperparameters(ridge=1e-3, rho=1.0, alpha=0.3, metric="output", order="block"),
 }
-"""featcal's, by order: near the best of a grid on every family of benchmarks/ (benchmarks/NOTES.md)."""
+"""featcal's default hyperparameters by order: close to the best of a grid search on every model family of benchmarks/
+(benchmarks/NOTES.md)."""
 
 
 def choose_hyperparameters(
     calibration: Calibration, kind: str, *, has_gradients: bool = True
 ) -> tuple[Hyperparameters, str]:
-    """The numbers that the user gives, and the method's own for the others, with its metric and order; and where the
-    numbers come from, in words. kind: a key of PAPER_KINDS. has_gradients: the output metric can be measured."""
+    """Return the hyperparameters and a phrase that says where they come from: numbers from the user if given, else the
+    method's own, with its metric and order. kind: a key of PAPER_KINDS. has_gradients: whether the output metric can be
+    measured."""
     order = calibration.solving_order
     metric = "output" if calibration.uses_output_metric and has_gradients else "features"
     own, whose = FEATCAL[order], "featcal's own"
@@ -74,8 +77,9 @@ def choose_hyperparameters(
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """The key of PAPER_KINDS for a model, with its head or without: numbers are tuned for what its blocks are. The
-    encoder of a T5 has the T5's, as half of one; text encoders and vision models have CLIP's, whose towers are such."""
+    """Return the key of PAPER_KINDS for a model, with or without its head, according to what its blocks are. A T5
+    encoder counts as an encoder-decoder, being half of one; text encoders and vision models count as encoders, like the
+    towers of CLIP."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder"
     if model.can_generate():
@@ -87,7 +91,8 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether a model without a head that generates is a language model whose tokens see those before them alone."""
+    """Return whether a model without a generating head is a causal language model, one whose tokens attend only to
+    earlier tokens."""
     text = model.config.get_text_config()
     writing = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     if writing.isdisjoint({model.config.model_type, text.model_type}):

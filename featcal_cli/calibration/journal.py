@@ -1,4 +1,4 @@
-"""Finished blocks on disk, one file each, from which an interrupted run of the same job goes on."""
+"""Journal: finished blocks on disk, one file for each, from which an interrupted run of the same job continues."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ if TYPE_CHECKING:  # what only looks for finished blocks need not wait for torch
     from featcal_cli.engine.block_runner import BlockRunner
 
 FORMAT = 3
-"""The version of the files; those of another one are not taken over."""
+"""Version of the file format; blocks written in another version are not reused."""
 BLOCK = re.compile(r"block-\d{4,}\.safetensors")
 LONGEST = 60
-"""Letters of a value in a message."""
+"""Characters of a value that a message shows at most."""
 TYPED = {key for key, field in Calibration.model_fields.items() if AsOption.of(field)}
-"""Settings of the method that are options."""
+"""Calibration settings that are also command-line options."""
 COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def take_fingerprint(
     recipe: Recipe, folders: Iterable[Path], device: torch.device, examples: Mapping[str, TaskExamples]
 ) -> dict[str, Any]:
-    """Everything that decides the result of a job; where it goes does not. folders: of models on this machine; of each
-    only what lies in it at once, as the output, and the journal, may lie below."""
+    """Return everything that decides the result of a job; where the output goes does not. folders: folders of models on
+    this machine. Only the files directly in each folder count, because the output and the journal may lie in
+    subfolders."""
     from featcal_cli.runtime.hardware import describe_environment, read_versions
 
     with ThreadPoolExecutor() as pool:
@@ -56,7 +57,7 @@ def take_fingerprint(
 
 
 def name_local_files(draft: Draft) -> dict[Path, str]:
-    """The data files on this machine that a job names itself, each with whose it is."""
+    """Return the local data files that the job names itself, each with a phrase that says which task's data it is."""
     files: dict[Path, str] = {}
     for task, spec in draft.tasks.items():
         path = existing_path(spec.data.path) if spec.data and spec.data.path else None
@@ -67,13 +68,13 @@ def name_local_files(draft: Draft) -> dict[Path, str]:
 
 
 class DamagedError(Exception):
-    """A file is not what was written: torn, cut short, or changed by somebody else."""
+    """A file does not hold what was written: it is incomplete, or somebody else changed it."""
 
 
 class Journal:
-    """One file for each finished block: its new parameters by module path, and as metadata its report, what decides the
-    result of the job, and a checksum of all of it. After a loss of power a file is whole, not there, or known not to be
-    whole."""
+    """A journal with one file for each finished block. The file holds the block's new parameters by module path and, as
+    metadata, its report, the fingerprint of the job and a checksum of all of it. After a power failure a file is either
+    complete, missing, or recognised as damaged."""
 
     def __init__(
         self,
@@ -85,13 +86,14 @@ class Journal:
         note: Callable[[str], None] = lambda _: None,
         check_inputs: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the journal in `folder`; what is in it is dropped with `restart`, and what another job left with
-        `overwrite`. note: is told what was damaged. check_inputs: raises where what blocks are computed from is no
-        longer what the fingerprint says; no block is kept then. Raises OutputError where it holds blocks of a job with
-        another fingerprint, and says what differs."""
+        """Open the journal in `folder`. restart: delete all blocks in it. overwrite: delete blocks of another job.
+        note: called with a message about damaged blocks. check_inputs: raises if the inputs no longer match the
+        fingerprint; the block is then not written. Raises OutputError, which says what differs, if the journal holds
+        blocks of a job with another fingerprint."""
         self.folder = folder
         self._own: set[int] = set()
-        """Blocks that this run has finished; after running out of memory it reads them again."""
+        """Blocks that this run has finished itself. It may read them again after running out of memory; they do not
+        count as restored."""
         self._restored: set[int] = set()
         self._note, self._check_inputs = note, check_inputs
         wanted = _complete(fingerprint)
@@ -111,11 +113,11 @@ class Journal:
 
     @property
     def restored(self) -> int:
-        """How many blocks were taken over from an earlier run."""
+        """Number of blocks that were restored from an earlier run."""
         return len(self._restored)
 
     def write(self, number: int, report: BlockReport, student: BlockRunner) -> None:
-        """Keep the parameters that a finished block has now."""
+        """Write the current parameters of a finished block to the journal."""
         from safetensors.torch import save_file
 
         self._check_inputs()
@@ -137,8 +139,9 @@ class Journal:
         self._own.add(number)
 
     def restore(self, number: int, student: BlockRunner) -> BlockReport | None:
-        """Load a block that was finished before into the student and return its report; None when it was not, or is
-        damaged: then it and all after it, which were computed from it, are computed again."""
+        """Load a block that was finished before into the student and return its report. Returns None if the block is
+        missing or damaged; it and all later blocks, which were computed from it, are then deleted and must be computed
+        again."""
         try:
             report, parameters = self._read(number)
         except (FileNotFoundError, DamagedError) as error:
@@ -154,7 +157,8 @@ class Journal:
         return report
 
     def tensors(self, number: int) -> dict[str, Tensor]:
-        """The parameters of a finished block by module path. Raises OutputError where the disk has lost them."""
+        """Return the parameters of a finished block by module path. Raises OutputError if its file is missing or
+        damaged."""
         try:
             return self._read(number)[1]
         except (DamagedError, FileNotFoundError):
@@ -166,7 +170,8 @@ class Journal:
             ) from None
 
     def _read(self, number: int) -> tuple[BlockReport, dict[str, Tensor]]:
-        """Read a finished block. Raises FileNotFoundError where there is none, and DamagedError."""
+        """Read the report and the parameters of a finished block. Raises FileNotFoundError if there is no file, and
+        DamagedError if it is damaged."""
         file = self._file(number)
         if not file.is_file():
             raise FileNotFoundError(file)
@@ -182,7 +187,7 @@ class Journal:
         return BlockReport.from_json(text), parameters
 
     def _drop_from(self, number: int) -> None:
-        """Delete a block and all after it, the last one first."""
+        """Delete a block and all later ones, starting with the last."""
         self._own = {kept for kept in self._own if kept < number}
         self._restored = {kept for kept in self._restored if kept < number}
         files = [file for file in list_blocks(self.folder) if file.name >= self._file(number).name]
@@ -199,8 +204,8 @@ class Journal:
 
 
 def restore_block(journal: Journal | None, number: int, student: BlockRunner, ranks: Ranks) -> BlockReport | None:
-    """A block that was finished before, from the journal of the first rank, which alone has one, loaded into the
-    students of all ranks; None where there is no such block."""
+    """Load a block that was finished before from the first rank's journal into the students of all ranks, and return
+    its report; None if there is no such block. Only the first rank has a journal."""
     import torch
 
     report = ranks.broadcast(journal.restore(number, student) if journal else None)
@@ -215,8 +220,8 @@ def restore_block(journal: Journal | None, number: int, student: BlockRunner, ra
 
 
 def check_unfinished(folder: Path, fingerprint: Mapping[str, Any]) -> None:
-    """Raise OutputError where the journal in `folder` is of another job, as far as that shows without the examples,
-    which are not read yet. Nothing is written."""
+    """Raise OutputError if the journal in `folder` belongs to another job. The examples, which are not read yet, are
+    not compared. Nothing is written."""
     wanted = _complete({**fingerprint, "data": {}})
     if (other := _find_other(folder, wanted, "data")) is not None:
         raise _refuse(folder.parent, other, wanted)
@@ -231,13 +236,13 @@ def drop_journal(folder: Path) -> None:
 
 
 def list_blocks(folder: Path) -> list[Path]:
-    """The finished blocks, the first one first."""
+    """List the files of the finished blocks in order."""
     return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
 
 
 def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """List the differences between two fingerprints, one clause each: what the user typed, then files, packages and
-    machine, then examples; these only where nothing before explains that they differ."""
+    """List the differences between two fingerprints, one clause each: first those in the user's settings, then in
+    files, packages and machine, then in examples. Differing examples are listed only if nothing else explains them."""
     clauses = []
     differing = list(_differing_keys(known, wanted))
     is_explained = any(path[0] != "data" for path, *_ in differing)
@@ -259,7 +264,8 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
 
 def _differing_keys(known: Any, wanted: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The keys of two fingerprints that differ, by their paths, down to what is written as one value."""
+    """Yield the path of each key that differs between two fingerprints, with both values. A mapping that users type as
+    one value is compared as a whole."""
     is_value = path == ("recipe", "merged") or (len(path) == 4 and path[-1] in ("data", "evaluate"))
     if is_value or not (isinstance(known, Mapping) and isinstance(wanted, Mapping)):
         if known != wanted:
@@ -270,7 +276,7 @@ def _differing_keys(known: Any, wanted: Any, *path: str) -> Iterator[tuple[tuple
 
 
 def _show(key: str, value: Any) -> str:
-    """A value as it is typed, where there is a way to type it, and short."""
+    """Write a value for a message as the user would type it, if it can be typed, and shortened."""
     if value is None:
         return "not given"
     if isinstance(value, Mapping) and key in ("merged", "data"):
@@ -280,7 +286,7 @@ def _show(key: str, value: Any) -> str:
 
 
 def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> OutputError:
-    """The error for finished blocks of another job: what differs, and what to do."""
+    """Return the error for a journal with finished blocks of another job, which says what differs and what to do."""
     clauses = list_some(describe_differences(known, wanted), between="; ", write=str)
     return OutputError(
         f"an unfinished run of another job is here: {clauses}",
@@ -290,13 +296,14 @@ def _refuse(folder: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -
 
 
 def _explain(error: Exception, target: Path) -> OutputError:
-    """The error for what cannot be written."""
+    """Return the error for a file or folder that cannot be written."""
     fix = f"{tell_fix(error, 'choose another --output')}, and run the same command again"
     return OutputError(f"cannot write: {name_reason(error)}", where=str(target), fix=fix)
 
 
 def _complete(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint as it is read back from a file: without tokens, and with the version of the files."""
+    """Return the fingerprint as it would be read back from a file: without access tokens, and with the file format's
+    version."""
     known: dict[str, Any] = json.loads(without_tokens(json.dumps({"format": FORMAT, **fingerprint})))
     return known
 
@@ -306,15 +313,15 @@ def _write_job(fingerprint: Mapping[str, Any]) -> str:
 
 
 def _find_other(folder: Path, wanted: dict[str, Any], unknown: str | None = None) -> dict[str, Any] | None:
-    """The fingerprint of another job than `wanted` whose blocks lie here; None where there are none. unknown: a key
-    that is not compared."""
+    """Return the fingerprint of a job other than `wanted` whose blocks lie in `folder`; None if there is none. unknown:
+    a key that is not compared."""
     known = [job for block in list_blocks(folder) if (job := _read_job(block))]
     known = [{**job, unknown: wanted[unknown]} if unknown else job for job in known]
     return next((job for job in known if job != wanted), None)
 
 
 def _read_job(block: Path) -> dict[str, Any] | None:
-    """The fingerprint in a block's file; None where it has none, or cannot be read."""
+    """Read the fingerprint from a block's file; None if it has none or cannot be read."""
     try:
         with safe_open(block, framework="np") as stored:
             job = json.loads((stored.metadata() or {})["job"])
@@ -328,14 +335,14 @@ def _hash_text(text: str) -> str:
 
 
 def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:
-    """A checksum of everything that a finished block's file says, and of its place in the job."""
+    """Compute a checksum of everything in a finished block's file and of the block's position in the job."""
     digest = sha256(json.dumps([job, number, report]).encode())
     _hash_tensors(digest, parameters)
     return digest.hexdigest()
 
 
 def _hash_examples(examples: TaskExamples) -> str:
-    """A hash of every tensor that a model is given."""
+    """Hash every input tensor of a task's examples."""
     digest = sha256()
     for batch in (*examples.fitted, *examples.selection, *examples.held_out):
         _hash_tensors(digest, batch)
@@ -343,7 +350,7 @@ def _hash_examples(examples: TaskExamples) -> str:
 
 
 def _hash_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Add tensors, with their names, dtypes and shapes, to a hash."""
+    """Add tensors with their names, dtypes and shapes to a hash."""
     import torch
 
     for name, tensor in sorted(tensors.items()):

@@ -1,4 +1,4 @@
-"""Linear algebra: running sums of matrices, the precision of a system, and its Cholesky factor."""
+"""Linear algebra: running sums of matrices, the choice of precision, and Cholesky factorisation."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from torch import Tensor
 from featcal_cli.runtime.errors import NumericsError
 
 ACCUMULATE = torch.float64
-"""Precision of running sums. Products are computed in the features' precision (at least float32), and added up in this
-one."""
+"""Precision of running sums. Products are computed in the features' precision (at least float32) and added up in this
+precision."""
 PANELS = 8
-"""Number of panels in which a symmetric product is computed; only blocks on and below the diagonal are."""
+"""Number of panels in which a symmetric product is computed; blocks above the diagonal are not computed."""
 NARROWEST_PANEL, NARROWEST_ON_DEVICE = 64, 1024
-"""Widths below which a matrix product loses speed: on a CPU, and on other devices."""
+"""Panel widths below which a matrix product becomes slow: on a CPU, and on other devices."""
 AddUp = Callable[[Tensor], None]
-"""A function that replaces a tensor by its sum over several processes."""
+"""Function that replaces a tensor, in place, by its sum over several processes."""
 
 
 class Sum:
-    """A running sum; while it has one term, that term is kept as it is."""
+    """A running sum. A single term that is added without a scale is stored unchanged, in its own dtype."""
 
     def __init__(self, dtype: torch.dtype = ACCUMULATE) -> None:
         self.value: Tensor | None = None
         self.dtype = dtype
 
     def add(self, term: Tensor, scale: Tensor | None = None) -> None:
-        """Add a term, times a number []; the sum may keep the tensor."""
+        """Add a term, multiplied by a scalar [] if given. The sum may keep a reference to the tensor."""
         if self.value is None:
             self.value = term if scale is None else to_accumulation_dtype(term, self.dtype) * scale
         else:
             self.value = _add_to(to_accumulation_dtype(self.value, self.dtype), term, scale)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left · right; in place where the factors are as precise as the sum."""
+        """Add left · right, in place if the factors have the precision of the sum."""
         if self.value is not None and self.value.dtype == left.dtype == self.dtype:
             self.value.addmm_(left, right)
         else:
             self.add(left @ right)
 
     def sum_over_ranks(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
-        """Replace the sum by that of all ranks; `zeros` makes the term of a rank that has none."""
+        """Replace the sum by the sum over all ranks; `zeros` creates the term of a rank that has none."""
         self.value = zeros() if self.value is None else to_accumulation_dtype(self.value, self.dtype).contiguous()
         add_up(self.value)
 
 
 class RowSum:
-    """A running sum of rows: each batch's sum is kept, and these are added up at the end."""
+    """A running sum of rows: the sum of each batch is stored, and these sums are added up when the value is read."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
-        """Add all rows [T, d]."""
+        """Add the sum of all rows [T, d]."""
         total = rows.sum(0)
         self._parts.append(total.to(sums_device(total.device)))
 
@@ -71,7 +71,8 @@ class RowSum:
 
 
 class Symmetric:
-    """A running sum Σ XᵀWX [d, d], of which only panels on and below the diagonal are computed and held."""
+    """A running sum Σ XᵀWX [d, d], stored in panels of rows; only blocks on and below the diagonal are computed and
+    stored."""
 
     def __init__(self, d: int, device: torch.device, dtype: torch.dtype = ACCUMULATE) -> None:
         width = max(NARROWEST_PANEL if device.type == "cpu" else NARROWEST_ON_DEVICE, -(-d // PANELS))
@@ -81,7 +82,8 @@ class Symmetric:
         self._d, self._device, self._dtype = d, sums_device(device, dtype), dtype
 
     def add_product(self, x: Tensor, weighted: Tensor) -> None:
-        """Add the symmetric product xᵀ · weighted of rows [T, d] and the same rows times their weights."""
+        """Add the symmetric product xᵀ · weighted, where x are rows [T, d] and weighted are these rows times their
+        weights."""
         for number, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
             left, right, panel = weighted[:, start:stop].T, x[:, :stop], self.panels[number]
             if panel is not None and panel.dtype == x.dtype == self._dtype:
@@ -93,7 +95,7 @@ class Symmetric:
                 )
 
     def add(self, other: Symmetric, scale: Tensor) -> None:
-        """Add another such sum of the same width, times a number []."""
+        """Add another sum of the same width, multiplied by a scalar []."""
         for number, term in enumerate(other.panels):
             if term is not None:
                 panel = self.panels[number]
@@ -101,7 +103,7 @@ class Symmetric:
                 self.panels[number] = new
 
     def sum_over_ranks(self, add_up: AddUp) -> None:
-        """Replace the sum by that of all ranks."""
+        """Replace the sum by the sum over all ranks."""
         for number, (start, stop, panel) in enumerate(zip(self.starts, self.stops, self.panels, strict=True)):
             if panel is None:
                 panel = torch.zeros(stop - start, stop, device=self._device)
@@ -109,7 +111,7 @@ class Symmetric:
             add_up(panel)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of the whole matrix []."""
+        """Return the Frobenius norm of the whole matrix []."""
         squares = []
         for start, panel in zip(self.starts, self.panels, strict=True):
             if panel is not None:
@@ -118,7 +120,7 @@ class Symmetric:
         return torch.stack(squares).sum().sqrt()
 
     def full(self, out: Tensor | None = None) -> Tensor:
-        """The whole matrix [d, d]; in `out`, where it is given."""
+        """Return the whole matrix [d, d], written to `out` if it is given."""
         whole = torch.empty(self._d, self._d, dtype=self._dtype, device=self._device) if out is None else out
         if None in self.panels:
             whole.zero_()
@@ -130,57 +132,58 @@ class Symmetric:
 
 
 def sums_device(device: torch.device, dtype: torch.dtype = ACCUMULATE) -> torch.device:
-    """The device that holds sums over features of `device`: MPS has no float64."""
+    """Return the device that holds sums over features on `device`: the CPU for float64 sums on MPS, which has no
+    float64."""
     return torch.device("cpu") if device.type == "mps" and dtype == torch.float64 else device
 
 
 def _add_to(total: Tensor, term: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Add a term, which may be less precise, to a sum in place, times a number []."""
+    """Add a term, which may be less precise, to a sum in place, multiplied by a scalar [] if given."""
     term = term.to(total.device)
     return total.add_(term) if scale is None else total.addcmul_(term, scale)
 
 
 def _dot(x: Tensor) -> Tensor:
-    """Sum of squares []."""
+    """Return the sum of squares []."""
     flat = x.flatten()
     return torch.dot(flat, flat)
 
 
 def to_accumulation_dtype(x: Tensor, dtype: torch.dtype = ACCUMULATE) -> Tensor:
-    """The tensor in the dtype, and on the device, of running sums."""
+    """Return the tensor in the dtype and on the device of running sums."""
     return x.to(sums_device(x.device, dtype)).to(dtype)
 
 
 EPSILON = 1e-8
 """The paper's ε, which keeps 1/‖G‖ and the inverse finite."""
 WELL_CONDITIONED = 1e3
-"""Condition number up to which float32 gives an update to four digits, and weights, of which it is a few per cent, to
-six."""
+"""Condition number up to which float32 gives an update to four digits. The update is a few per cent of the weights, so
+that the weights are correct to six."""
 APPROACHABLE = 1e-4
-"""The λ from which on float32 is enough to approach a solution by a few steps of conjugate gradients."""
+"""The smallest λ for which float32 is enough if the solution is only approximated by a few conjugate gradient steps."""
 ROWS_SOLVED = 1024
-"""Rows of a right-hand side that are solved for at a time."""
+"""Rows of a right-hand side that are solved at a time."""
 SMALL_SYSTEM, FACTOR_PANEL = 1024, 384
-"""Width up to which a system is factorised as a whole on a CPU, and the number of columns that are computed at a time
-of a larger one."""
+"""Largest width of a system that is factorised as a whole on a CPU, and the number of columns computed at a time for a
+larger one."""
 MOST_RIDGES = 8
-"""How often λ may be made ten times larger."""
+"""Number of values of λ that are tried, each ten times the one before."""
 MANY_TASKS = 32
-"""The number of tasks assumed when a condition number is estimated in advance."""
+"""Number of tasks assumed when a condition number is estimated in advance."""
 
 
 def choose_precision(dtype: torch.dtype, ridge: float, metric: str) -> torch.dtype:
-    """The dtype in which a system is summed and solved: float32 where λ keeps its condition number low (every ω_i G_i
-    is of size 1), or where the solution is only approached, as in the output metric; float64 otherwise, and for float64
-    weights."""
+    """Choose the dtype in which a system is summed and solved. float32 is enough if λ keeps the condition number low
+    (every ω_i G_i has norm 1); a smaller λ suffices in the output metric, whose solution is only approximated.
+    Otherwise, and for float64 weights, it is float64."""
     enough = APPROACHABLE if metric == "output" else MANY_TASKS / WELL_CONDITIONED
     return torch.float32 if ridge >= enough and dtype != torch.float64 else ACCUMULATE
 
 
 def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
-    """Cholesky factor of gram + (λ + ε) I [d, d] or [g, d, d], for which `gram` is overwritten, and λ. Where the system
-    has no stable solution, λ is made ten times larger, a hundred times, and so on. Raises NumericsError when the
-    features are not finite."""
+    """Return the Cholesky factor of gram + (λ + ε) I [d, d] or [g, d, d], and λ. `gram` is overwritten. If the system
+    has no stable solution, λ is multiplied by ten until it has. Raises NumericsError if the features are not finite, or
+    if no λ that is tried works."""
     more = ridge
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(ridge + EPSILON)
@@ -198,11 +201,11 @@ def factorise(gram: Tensor, ridge: float) -> tuple[Tensor, float]:
 
 
 def _cholesky(gram: Tensor) -> Tensor:
-    """The lower Cholesky factor [d, d] or [g, d, d], of which only elements on and below the diagonal are set; the
-    diagonal holds NaN where the matrix is not positive definite.
+    """Return the lower Cholesky factor [d, d] or [g, d, d]. Elements above the diagonal are not set; the diagonal holds
+    NaN if the matrix is not positive definite.
 
-    A large matrix is factorised in panels on a CPU: more than half of the time of torch's own function goes into
-    clearing the other half.
+    On a CPU a large matrix is factorised in panels, because torch's own function spends more than half of its time on
+    clearing the upper half.
     """
     if gram.ndim == 3:
         factors, failures = torch.linalg.cholesky_ex(gram)
@@ -220,8 +223,8 @@ def _cholesky(gram: Tensor) -> Tensor:
 
 
 def solve_rows(rows: Tensor, factor: Tensor) -> Tensor:
-    """Compute rows · (L Lᵀ)⁻¹ [n, d] for a factor L [d, d], in the place of `rows`. Two triangular solves are faster
-    than LAPACK's solve for both factors, and taking some rows at a time saves memory."""
+    """Compute rows · (L Lᵀ)⁻¹ [n, d] for a factor L [d, d], overwriting `rows`. Two triangular solves are faster than
+    LAPACK's solve with both factors, and solving a few rows at a time saves memory."""
     solve = partial(torch.linalg.solve_triangular, left=False)
     for part in rows.split(ROWS_SOLVED):
         part.copy_(solve(factor, solve(factor.mT, part, upper=True), upper=False))

@@ -1,8 +1,7 @@
-"""Moments: running sums over the rows of calibration examples, per task, from which the closed forms are computed. Pure
-torch.
+"""Moments: running sums over the calibration examples of one task, from which the closed forms are computed. They use
+only torch.
 
-Shapes: T rows (tokens), d_in input width, d_out output width. Rows that do not count (padding) are left out before they
-come here.
+Shapes: T rows (tokens), d_in input width, d_out output width. Rows of padding must be removed beforehand.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from featcal_cli.models.module_kinds import Affine
 
 
 class Pair(NamedTuple):
-    """One module's parameters in the expert and in merged."""
+    """Parameters of one module in the expert and in the merged model."""
 
     expert: Affine
-    """Weight W_i [d_out, d_in] and bias b_i [d_out] of the expert."""
+    """The expert's weight W_i [d_out, d_in] and bias b_i [d_out]."""
     merged: Tensor
-    """Weight W_merged [d_out, d_in]."""
+    """The merged model's weight W_merged [d_out, d_in]."""
 
 
 class LinearMoments:
-    """Moments of the input that some modules of one block share, for one task (paper, section 3).
+    """Moments for one task of an input that several modules of a block share (paper, section 3).
 
-    The target x_tgt = α x_exp + (1 − α) x_cal is formed here and nowhere else. Besides G_i and the mean, E[r xᵀ] is
-    needed for the right-hand side, where r = W_i x_tgt − W_merged x_cal is the residual of the student's output. It
-    comes from the drift of the input, from sums of r xᵀ themselves where `pairs` are given, or, with `keep_rows`, from
-    all rows of x and r. The results are equal, the costs differ.
+    Only this class forms the target x_tgt = α x_exp + (1 − α) x_cal. Besides G_i and the mean, the right-hand side
+    needs E[r xᵀ], where r = W_i x_tgt − W_merged x_cal is the residual of the student's output. It is computed in one
+    of three ways: from the drift of the input; from sums of r xᵀ, if `pairs` are given; or from all rows of x and r, if
+    `keep_rows` is set. The results are equal, but the costs differ.
     """
 
     def __init__(
@@ -47,32 +46,32 @@ class LinearMoments:
         dtype: torch.dtype = ACCUMULATE,
         keep_rows: bool = False,
     ) -> None:
-        """dtype: of the sums of products; sums of rows are always held in ACCUMULATE."""
+        """dtype: the dtype of sums of products. Sums of rows are always held in ACCUMULATE."""
         self.alpha = alpha
         self.pairs = dict(pairs or {})
-        """Weights of each module for which r is summed."""
+        """Parameters of each module for which r is summed, by name."""
         self.sum = Symmetric(d_in, device, dtype)
         """The weighted sum Σ x_cal x_calᵀ; empty where rows are kept."""
         self.kept = Rows() if keep_rows else None
         self._dx, self._x, self._d = Sum(dtype), RowSum(), RowSum()
         self._rx, self._r = {name: Sum(dtype) for name in self.pairs}, {name: RowSum() for name in self.pairs}
         self._offsets: dict[tuple[str, bool], Tensor] = {}
-        """Factor of x_cal in r [d_out, d_in], by module and whether the expert's outputs are known."""
+        """The factor of x_cal in r [d_out, d_in], by module name and by whether the expert's outputs are known."""
         self._experts: dict[str, Tensor] = {}
-        """W_i of the modules whose expert's outputs are not known, in the dtype of the rows."""
+        """W_i, in the dtype of the rows, for each module whose expert outputs are not known."""
         self.weight: Tensor | float = 0.0
         """Sum of the rows' weights []."""
         self.rows = 0
-        """The number of rows that were added."""
+        """Number of rows added."""
         self.gradients: Mapping[str, Tensor] = {}
-        """R [r, d_out] by module name, where RᵀR holds the directions of a module's outputs that move the model's
-        outputs and errors are measured there; modules without influence on them have none."""
+        """Factor R [r, d_out] by module name: RᵀR describes in which directions a change of the module's output changes
+        the model's outputs, which the output metric uses. Modules that do not influence the outputs have none."""
 
     def add(
         self, x_cal: Tensor, x_exp: Tensor, weights: Tensor | None = None, outputs: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Add the student's and the expert's inputs for the same rows [T, d_in], each counted `weights` [T] times.
-        outputs: the expert's modules' outputs for x_exp [T, d_out], as far as they are known."""
+        """Add the student's and the expert's inputs for the same rows [T, d_in]; each row counts `weights` [T] times.
+        outputs: the outputs of the expert's modules for x_exp [T, d_out], as far as they are known."""
         x, x_exp = _at_least_float32(x_cal), _at_least_float32(x_exp)
         column = None if weights is None else weights.to(x)[:, None]
         weighted = x if column is None else x * column
@@ -97,7 +96,7 @@ class LinearMoments:
 
     @property
     def checksum(self) -> Tensor:
-        """A number that is finite if all rows of student and expert were []."""
+        """A number [] that is finite if all rows of the student and the expert were finite."""
         sums = (self._x, self._d, *self._r.values())
         return torch.cat([total.value for total in sums if total]).sum()
 
@@ -118,30 +117,30 @@ class LinearMoments:
 
     @property
     def drift(self) -> Tensor:
-        """The drift E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not available where r is summed."""
+        """The drift E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not available if r is summed."""
         assert self._dx.value is not None
         return to_accumulation_dtype(self._dx.value, self._dx.dtype) / self.weight
 
     @property
     def mean_drift(self) -> Tensor:
-        """The mean drift E[x_exp − x_cal] [d_in]. Not available where r is summed."""
+        """The mean drift E[x_exp − x_cal] [d_in]. Not available if r is summed."""
         return self._d.value / self.weight
 
     def add_drift(self, total: Sum, omega: Tensor) -> Tensor:
-        """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to a total; returns C = E[x_tgt x_calᵀ] in its precision. Not
-        available where r is summed."""
+        """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to `total` and return C = E[x_tgt x_calᵀ] in the precision of
+        `total`. Not available if r is summed."""
         drift = to_accumulation_dtype(self.drift, total.dtype)
         total.add(drift, omega * self.alpha)
         return to_accumulation_dtype(self.gram, total.dtype).add_(drift, alpha=self.alpha)
 
     def add_pull(self, name: str, total: Sum, omega: Tensor) -> None:
-        """Add ω E[r xᵀ] of a module [d_out, d_in] to a total; only where r is summed."""
+        """Add a module's ω E[r xᵀ] [d_out, d_in] to `total`. Available only if r is summed."""
         term = self._rx[name].value
         assert term is not None
         total.add(term, omega / self.weight)
 
     def mean_residual(self, name: str, expert: Tensor, merged: Tensor) -> Tensor:
-        """The mean residual E[r] of a module [d_out], given its weights W_i and W_merged."""
+        """Return the mean residual E[r] of a module [d_out], given its weights W_i and W_merged."""
         if self.pairs:
             return self._r[name].value / self.weight
         target = self.mean + self.alpha * self.mean_drift
@@ -151,7 +150,8 @@ class LinearMoments:
         return to_accumulation_dtype(expert @ target - merged @ mean)
 
     def _residual(self, name: str, pair: Pair, x_cal: Tensor, x_exp: Tensor, y_exp: Tensor | None) -> Tensor:
-        """The residuals r [T, d_out]; y_exp: the expert's output for x_exp, bias included, where it is known."""
+        """Compute the residuals r [T, d_out]. y_exp: the expert's output for x_exp, including the bias, if it is
+        known."""
         (weight, bias), merged = pair
         known = y_exp is not None
         if (name, known) not in self._offsets:
@@ -168,7 +168,7 @@ class LinearMoments:
 
 @dataclass
 class Rows:
-    """All rows of an input and their residuals, kept where there are fewer rows than the input is wide."""
+    """All rows of an input and their residuals. They are kept if there are fewer rows than input features."""
 
     x: list[Tensor] = field(default_factory=list)
     """Inputs [T, d_in]."""
@@ -184,13 +184,14 @@ class Rows:
             self.residuals.setdefault(name, []).append(r)
 
     def norm(self) -> Tensor:
-        """Frobenius norm of Σ w x xᵀ [], computed as the equal norm of the products of all rows with each other."""
+        """Return the Frobenius norm of Σ w x xᵀ [], computed from the products of all pairs of rows, whose norm is
+        equal."""
         x = torch.cat(self.x) * torch.cat(self.roots)
         return to_accumulation_dtype(torch.linalg.matrix_norm(x @ x.T))
 
 
 class NormMoments:
-    """Mean z̄ and second moment q [d], per coordinate, of the student's normalised input of one norm, for one task."""
+    """Per-coordinate mean z̄ and second moment q [d] of one norm's normalised input in the student, for one task."""
 
     def __init__(self) -> None:
         self._z, self._zz = RowSum(), RowSum()
@@ -198,7 +199,7 @@ class NormMoments:
         self.rows = 0
 
     def add(self, z: Tensor, weights: Tensor | None = None) -> None:
-        """Add normalised inputs z [T, d] (before scale and bias), each row counted `weights` [T] times."""
+        """Add normalised inputs z [T, d] (before scale and bias); each row counts `weights` [T] times."""
         weighted = z if weights is None else z * weights.to(z)[:, None]
         self._z.add(weighted)
         self._zz.add(weighted * z)
@@ -221,10 +222,10 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 class TaskMoments(NamedTuple):
-    """One task's sums over the rows of every module of a block."""
+    """Moments of every module of a block for one task."""
 
     linear: dict[tuple[str, ...], LinearMoments]
-    """Moments by the modules that share an input (and its token weights)."""
+    """Moments by the names of the modules that share an input and its token weights."""
     norms: dict[str, NormMoments]
     skipped: dict[str, str]
-    """Modules whose rows cannot be paired, with the reasons."""
+    """Modules whose rows in student and expert cannot be matched, with the reasons."""

@@ -1,4 +1,4 @@
-"""Collection of normal equations: one block's features, task by task, become the systems of equations of its
+"""Collection of normal equations: the features of one block, read task by task, are summed into the equations of its
 modules."""
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from featcal_cli.runtime.errors import NumericsError
 
 Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
 LEAST_ROUTED = 32
-"""Tokens of all tasks from which on an expert of a mixture is calibrated."""
+"""Number of tokens over all tasks that must be routed to an expert of a mixture for it to be calibrated."""
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
-"""Key and value projections, which count every token alike even where the first token has a larger weight: attention
-reads all of them."""
+"""Key and value projections. They weight all tokens equally even where the first token has a larger weight, because
+attention reads every token's keys and values."""
 
 
 def collect_equations(
     visit: BlockVisit, hyperparameters: Hyperparameters, on_task: Callable[[str], None] = lambda _: None
 ) -> BlockEquations:
-    """Read every task's features of the visited part of the block in the student, and build its equations from them;
-    each rank gets those that it is to solve. An expert's part is not needed any more once its task is added."""
+    """Read the student's and the experts' features for every task in the visited part of the block, and build the
+    equations from them. Each rank gets the equations that it is to solve. An expert's weights are not needed after its
+    task is added."""
     equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
     with visit.ranks.on_its_own():
         for task in visit.tasks:
@@ -72,8 +73,8 @@ def collect_equations(
 
 
 def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str, str]:
-    """Take out the equations of a mixture's experts to which too few tokens of all tasks, on all ranks, are routed;
-    returns the reasons why they are left unchanged."""
+    """Remove the equations of a mixture's experts to which too few tokens are routed, counted over all tasks and ranks;
+    return the reasons why they are left unchanged."""
     if not visit.is_routed:
         return {}
     here = {name: linear.rows for names, linear in equations.linear.items() for name in names}
@@ -91,14 +92,15 @@ def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str,
 
 
 def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
-    """Weight and bias of one of the block's modules in one of the models, [d_out, d_in] and [d_out], or [d] and [d]."""
+    """Return the weight and bias of a module of the block in the model of `runner`: [d_out, d_in] and [d_out] for a
+    Linear, [d] and [d] for a norm."""
     return read_parameters(runner.module(f"{block.name}.{module}"))
 
 
 def _add_batch(
     visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose, sizes: Mapping[str, Tensor]
 ) -> None:
-    """Add one batch's rows to a task's sums."""
+    """Add the rows of one batch to a task's sums."""
     modules = {module.name: module for module in visit.part.modules}
     linear, norms, skipped = sums
     skipped |= _unpaired(modules, seen)
@@ -132,8 +134,9 @@ def _add_batch(
 
 
 def _check_features(visit: BlockVisit, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
-    """Raise NumericsError where summed features are not finite: those of one task's calibration examples and, if there
-    are any, of the examples on which updates are checked. The device is waited for once."""
+    """Raise NumericsError if the sums of features are not finite. `checksums` are those of one task's calibration
+    examples and, if there are any, those of the held-out examples on which updates are checked. All are copied from the
+    device at once."""
     flat = [checksum for of_rows in checksums for checksum in of_rows]
     values = iter(torch.stack(flat).tolist() if flat else ())
     for checked, of_rows in enumerate(checksums):
@@ -142,8 +145,8 @@ def _check_features(visit: BlockVisit, task: str, checksums: Sequence[Sequence[T
 
 
 def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsError:
-    """The error for features that are not finite, with their model, module and example. All features are read again for
-    it."""
+    """Return the error for features that are not finite; it names model, module and example. All features are read
+    again to find them."""
     kind = "held-out " if checked else ""
     fix = "look at this example, and take it out if need be; if it is fine, give --dtype float32"
     for seen in visit.features(task, checked=checked, again=True):
@@ -169,8 +172,9 @@ def _choose_moments(
     hyperparameters: Hyperparameters,
     form: type | None,
 ) -> LinearMoments:
-    """Empty moments for the modules `names`, in the form that is cheapest for all rows to come, estimated from the
-    `rows` of the first batch. `form`: the class of the equations of earlier tasks."""
+    """Create empty moments for the modules `names`. They compute the right-hand side in the way that is cheapest for
+    all rows to come, as estimated from the `rows` of the first batch. `form`: the class of the equations to which
+    earlier tasks were added, if any."""
     of_merged, of_expert = (
         {name: parameters_of(runner, visit.block, name) for name in names}
         for runner in (visit.merged, visit.expert(task))
@@ -194,7 +198,7 @@ def _choose_moments(
 
 
 def _choose_equations(moments: LinearMoments, hyperparameters: Hyperparameters) -> type[LinearEquations]:
-    """The kind of equations for these moments, which are all summed, solved and checked in one way."""
+    """Choose the class of equations for these moments: it decides how all tasks are summed, solved and checked."""
     if isinstance(moments, GroupedMoments):
         return GroupedEquations
     if hyperparameters.metric == "output":
@@ -209,8 +213,8 @@ def _add_task(
     equations: BlockEquations,
     omegas: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> list[Tensor]:
-    """Add one task's sums to the equations, with its expert's parameters; `omegas` are given for held-out rows. Returns
-    numbers that are finite if all rows were."""
+    """Add one task's sums and its expert's parameters to the equations. `omegas` is given for held-out rows only.
+    Returns numbers that are finite if all rows were finite."""
 
     def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
         return next((group for group in equations.linear if set(names) <= set(group)), None)
@@ -253,7 +257,7 @@ def _add_task(
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
-    """Modules whose inputs in student and expert cannot be matched."""
+    """List the modules whose inputs in student and expert cannot be matched, with the reasons."""
     skipped = {}
     for name, module in modules.items():
         ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
@@ -265,7 +269,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
 
 
 def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[Names]:
-    """Linear modules by the input that they share, those with other token weights apart."""
+    """Group the Linear modules that share an input; modules with different token weights are in different groups."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for module in visit.part.modules:
         inputs = [id(x) for x in seen.x_cal[module.name]]
@@ -281,8 +285,8 @@ def _is_weighted(visit: BlockVisit, module: Module) -> bool:
 
 
 def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> PerToken:
-    """The weight of each token for a module, and for those that share its input: the sizes of gradients there [n,
-    longest], where they are known."""
+    """Return the weight of each token for a module and for all modules that share its input. If `sizes` of gradients
+    [n, longest] are given, the weights are computed from them."""
     usual = seen.weights if _is_weighted(visit, module) else {}
     if not sizes or len(module.rows) > 1:
         return usual
@@ -296,7 +300,7 @@ def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: 
 
 
 def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
-    """The sizes [B, length] of gradients, padded with their mean, 1, for tokens beyond the longest text that was
+    """Pad the sizes [B, length] of gradients with their mean, 1, at tokens beyond the longest text that was
     measured."""
     return torch.nn.functional.pad(sizes, (0, length - sizes.shape[1]), value=1.0)
 
@@ -304,7 +308,7 @@ def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
 def _rows(
     visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation, weights: PerToken
 ) -> list[tuple[Tensor, Tensor | None]] | None:
-    """Rows and their weights of every call of a module; None where they cannot be matched to tokens."""
+    """Return the rows and their weights for every call of a module; None if rows cannot be matched to tokens."""
     count = len(seen.examples)
     of_calls: list[tuple[Tensor, Tensor | None] | None]
     if module.is_routed:
@@ -326,16 +330,16 @@ def _rows(
 
 
 MOST_NUMBERS, LEAST_PATCHES = 1 << 21, 64
-"""Numbers in the patches that are used of an example, and patches that are used in any case, if the example has so
-many."""
+"""Most numbers that are used of one example's patches, and the number of patches that are used even if they hold
+more."""
 
 
 def _choose_patches(
     patches: Tensor, rows: Rows, weights: PerToken, seen: Observation
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rows [T, d] of the patches [B, *positions, C, *kernel] at the positions that count, and their weights [T]; None
-    where positions cannot be matched to tokens. Where an example has many, a sample is drawn, seeded by the example's
-    number, so that it is the same in every model and in batches of any size."""
+    """Return rows [T, d] of the patches [B, *positions, C, *kernel] at the positions that count, and their weights [T];
+    None if positions cannot be matched to tokens. If an example has too many patches, a sample is drawn, seeded by the
+    example's number, so that it is the same in every model and for every batch size."""
     sizes = patches.shape[: patches.ndim // 2]
     positions, width = prod(sizes), prod(patches.shape[patches.ndim // 2 :])
     count, most = len(seen.examples), max(LEAST_PATCHES, MOST_NUMBERS // width)
@@ -356,19 +360,21 @@ def _choose_patches(
 
 
 PRECISE_COST = 2
-"""Multiplications in float32 that take as long as one in float64."""
+"""Number of float32 multiplications that take as long as one in float64."""
 
 
 def is_residual_cheaper(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> bool:
-    """Whether E[r xᵀ] of modules with one input (`d_out` outputs together) is cheaper to compute from their outputs,
-    row by row, than from the drift of the input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once."""
+    """Return whether E[r xᵀ] is cheaper to compute from the modules' outputs row by row than from the drift of their
+    shared input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once. `d_out`: the outputs of all modules
+    together."""
     by_drift = rows * d_in * d_in + PRECISE_COST * d_out * d_in * d_in
     by_rows = (2 if outputs_known else 3) * rows * d_in * d_out
     return by_rows < by_drift
 
 
 def is_dual_cheaper(rows: int, d_in: int, d_out: int) -> bool:
-    """Whether the systems of modules with one input are cheaper to solve over the rows of all tasks than over d_in."""
+    """Return whether the systems of modules with one input are cheaper to solve over the rows of all tasks than over
+    d_in."""
     if rows >= d_in:
         return False
     sums = rows * d_in * d_in / 2 + rows * d_in * d_out
@@ -376,10 +382,11 @@ def is_dual_cheaper(rows: int, d_in: int, d_out: int) -> bool:
 
 
 def primal_cost(d_in: int, d_out: int) -> float:
-    """The cost of factorising the sums over rows and of the solution."""
+    """Estimate the cost of factorising and solving a system over d_in."""
     return PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
 
 
 def dual_cost(rows: float, d_in: int, d_out: int) -> float:
-    """The cost of solving over rows: their products, the factor, the solution, and the way back to d_in."""
+    """Estimate the cost of solving over rows: the products of the rows, the factorisation, the solution, and the
+    product that maps it back to d_in."""
     return PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)

@@ -1,13 +1,12 @@
-"""Output metric: each task's error is measured by its effect on that task's outputs.
+"""Output metric: the error on each task is measured by its effect on the outputs of that task's expert.
 
-With S_i [d_out, d_out], which measures how far a change of a module's output moves the outputs of expert i, the update
-U solves
+S_i [d_out, d_out] measures how far a change of a module's output moves the outputs of expert i. The update U solves
 
     Σ ω_i S_i U G_i + λ U = Σ ω_i S_i E[r_i xᵀ] + λ (W_anc − W_merged),
 
-which is the paper's equation where every S_i is the identity. With one task, S changes hardly anything; with several
-tasks that want different things, it decides which of them gives way in which direction. The means G_i = E[x xᵀ] and E[r
-xᵀ] weight each token by how far a change there moves the outputs.
+which is the paper's equation if every S_i is the identity. With one task, S has hardly any effect; with several tasks
+that need different updates, it decides in which directions each task takes precedence. The means G_i = E[x xᵀ] and E[r
+xᵀ] weight each token by how far a change at that token moves the outputs.
 """
 
 from __future__ import annotations
@@ -36,54 +35,55 @@ from featcal_cli.runtime.errors import NumericsError
 
 NOT_FINITE = "equations in the output metric are not finite"
 SENSITIVITY = 0.9
-"""The share κ of S that comes from gradients; the rest is the identity, as a few gradients tell nothing about most
+"""The share κ of S that comes from gradients. The rest is the identity, because a few gradients say nothing about most
 directions."""
 TOKEN_SENSITIVITY = 0.5
 """The share of a token's weight that comes from gradients; the rest is equal for all tokens."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
-"""Stopping rule of conjugate gradients: the relative residual, and the most steps. They start at merged and first find
-the directions that the examples determine best; more steps do not improve outputs (benchmarks/NOTES.md)."""
+"""Stopping rule of conjugate gradients: the relative residual and the largest number of steps. The first steps, which
+start at the merged weights, find the directions that the examples determine best; more steps do not improve outputs
+(benchmarks/NOTES.md)."""
 
 
 def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    """Weights of tokens [B, length]: the sizes ‖g‖² of gradients at the outputs of the modules that read them, over
-    their means [B, length]; 0 at masked tokens."""
+    """Compute token weights [B, length] from `sizes`: for each module that reads the tokens, the sizes ‖g‖² of the
+    gradients at its outputs over their means [B, length]. Masked tokens get weight 0."""
     mean = torch.stack([*sizes]).mean(0)
     weights = mean.mul_(TOKEN_SENSITIVITY).add_(1 - TOKEN_SENSITIVITY)
     return weights if mask is None else weights.mul_(mask)
 
 
 class OutputMetric:
-    """The metric S = (1 − κ) I + κ (RᵀR + ρ I). RᵀR [d, d], of R [r, d], holds the directions that move outputs most,
-    and ρ is the size of all others, chosen so that the mean diagonal of the bracket is 1."""
+    """The metric S = (1 − κ) I + κ (RᵀR + ρ I). RᵀR [d, d], with R [r, d], holds the directions that move outputs most.
+    ρ is the weight of all other directions, chosen so that the matrix in brackets has mean diagonal 1."""
 
     def __init__(self, factor: Tensor, dtype: torch.dtype) -> None:
         factor = to_accumulation_dtype(factor, dtype)
         self.identity = 1 - SENSITIVITY * factor.square().sum() / factor.shape[1]
-        """Factor of I in S []."""
+        """The factor of I in S, a scalar []."""
         self.factor = factor.mul(SENSITIVITY**0.5)
         """The matrix √κ R [r, d]."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product S x [d, n] or [d]."""
+        """Return the product S x [d, n] or [d]."""
         return (self.factor.T @ (self.factor @ x)).add_(x * self.identity)
 
 
 class _Task(NamedTuple):
-    """The parts of the equations that belong to one task."""
+    """One task's terms of the equations."""
 
     gram: Symmetric
     scale: Tensor
-    """Factor of the sums in `gram`: ω_i over the rows' weight."""
+    """Factor that turns the sums in `gram` into ω_i G_i: ω_i over the sum of the rows' weights."""
     omega: Tensor
     mean: Tensor
     """The mean E[x_cal] [d_in]."""
     metrics: Mapping[str, OutputMetric]
-    """Metrics by module; S = I for a module without influence on the outputs."""
+    """Metric of each module by name; S = I for a module that does not influence the outputs."""
 
 
 class MetricEquations(LinearEquations):
-    """Normal equations of Linear modules that share one input, every task's in its own metric of the outputs."""
+    """Normal equations of Linear modules that share one input, in which every task has its own output metric."""
 
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
@@ -109,7 +109,7 @@ class MetricEquations(LinearEquations):
     def _pull_of_task(
         self, moments: LinearMoments, name: str, expert: Affine, omega: Tensor, gram: Tensor | None
     ) -> Tensor:
-        """The pull ω E[r xᵀ] of a module [d_out, d_in]; gram: ω G, where r is not summed."""
+        """Compute the pull ω E[r xᵀ] of a module [d_out, d_in]. gram: ω G if r is not summed, else None."""
         total = Sum(self._dtype)
         if gram is None:
             moments.add_pull(name, total, omega)
@@ -123,8 +123,8 @@ class MetricEquations(LinearEquations):
         return total.value
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """Coefficients as from `LinearEquations.objective`, for Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² in the metric
-        of S_i."""
+        """Return the coefficients of `LinearEquations.objective` for Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖², with the
+        norm taken in the metric S_i."""
         update, shift = self._cast(update), self._cast(shift)
         alike = torch.zeros_like(self._mean).diag()  # Σ c_i ω_i G_i: with what S_i is beside F_iᵀF_i, rows are few
         curvature = shift.new_zeros(())
@@ -151,12 +151,12 @@ class MetricEquations(LinearEquations):
         return update_of, ridge
 
     def _approach(self, name: str, grams: Tensor, right: Tensor, ridge: float) -> Tensor:
-        """The update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.
+        """Approximate the update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.
 
-        The multiples of I in S_i = c_i I + F_iᵀ F_i make one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. In V = U L the
-        equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the span
-        of the rows of all F_i. There, in the axes of Σ F_iᵀ F_i, it is approached with the preconditioner I + Σ F_iᵀ
-        F_i / Σ c_i, which is the mean of S_i up to a factor.
+        Write S_i = c_i I + F_iᵀ F_i. The multiples of I form one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. For V = U L
+        the equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the
+        span of the rows of all F_i. Inside that span, in the eigenvectors of Σ F_iᵀ F_i, V is computed by conjugate
+        gradients with the preconditioner I + Σ F_iᵀ F_i / Σ c_i, which is the mean of S_i up to a factor.
         """
         # the one system H of all multiples of I, with the λ that made the sum of the G_i positive
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
@@ -183,7 +183,8 @@ class MetricEquations(LinearEquations):
         return update
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
-        """The change of the bias, (Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged)) [d_out]."""
+        """Compute the change of the bias, (Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged))
+        [d_out]."""
         right = self._cast(self._bias_pull[name]) + ridge * towards
         whole = self._omega.new_full((), ridge)
         factors = []
@@ -198,7 +199,7 @@ class MetricEquations(LinearEquations):
 
 
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """The non-zero eigenvalues [p] of FᵀF and their eigenvectors [d, p], for F [n, d]."""
+    """Return the non-zero eigenvalues [p] of FᵀF and their eigenvectors [d, p], for F [n, d]."""
     narrow = len(factor) < factor.shape[1]
     product = factor @ factor.T if narrow else factor.T @ factor
     if not product.isfinite().all():
@@ -212,9 +213,9 @@ def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
 def approach_by_conjugate_gradients(
     system_of: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], steps: int
 ) -> Tensor:
-    """Solve system_of(x) = right from 0, until the residual is within TOLERANCE or for at most so many steps, for a
-    positive symmetric operator and an approximate inverse of it, which returns a new tensor. Raises NumericsError where
-    `right` is not finite, or too large."""
+    """Solve system_of(x) = right by conjugate gradients from 0, until the residual is within TOLERANCE or for at most
+    `steps` steps. The operator must be symmetric and positive; `precondition` applies an approximate inverse of it and
+    returns a new tensor. Raises NumericsError if `right` is too large or not finite."""
     x, residual = torch.zeros_like(right), right.clone()
     enough = TOLERANCE * float(torch.linalg.vector_norm(right))
     if not isfinite(enough):

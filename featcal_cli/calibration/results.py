@@ -16,16 +16,17 @@ class ModuleReport:
     """The report on one calibrated module."""
 
     name: str
-    """Path inside the block."""
+    """Path of the module inside its block."""
     kind: str
     rows: int
-    """Number of rows (tokens) of the calibration examples, all tasks together."""
+    """Number of rows (tokens) of the calibration examples of all tasks."""
     relative_change: float
     """Relative size of the update, ‖W* − W_merged‖ / ‖W_merged‖."""
     step: float | None = None
-    """The share t of the update that held-out rows left standing; None where it was not checked."""
+    """The step t: the share of the update that was kept after the check on held-out rows; None if it was not
+    checked."""
     ridge: float | None = None
-    """The λ that was needed for a stable solution, where it is larger than the one asked for."""
+    """The λ that was needed for a stable solution, if it is larger than the requested one."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ KINDS = {
     "norms": ("layernorm", "rmsnorm"),
     "scales": ("scale",),
 }
-"""Names of the kinds of modules in sentences."""
+"""Kinds of modules by the name that sentences use for them."""
 
 
 def describe_kinds(blocks: Sequence[BlockReport], *, stems: bool) -> str:
-    """A sentence on the kinds of modules that were calibrated, and where they are; empty where there are none. stems:
-    modules before the transformer blocks were calibrated, too."""
+    """Return a sentence on which kinds of modules were calibrated and where they are; empty if there are none. stems:
+    whether modules before the transformer blocks were calibrated too."""
     modules = [module for block in blocks for module in block.modules]
     names = [name for name, kinds in KINDS.items() if any(module.kind in kinds for module in modules)]
     if not names:
@@ -70,7 +71,7 @@ def describe_kinds(blocks: Sequence[BlockReport], *, stems: bool) -> str:
 
 
 ADAPTER = "adapter"
-"""The folder of an adapter in an output."""
+"""Name of the adapter's folder inside an output."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class AdapterReport:
 
     rank: int
     share: float
-    """Share of the updates' sum of squares that the adapter holds, 0 to 1."""
+    """Share of the updates' sum of squares that the adapter holds, from 0 to 1."""
     bytes: int
-    """Size of its files."""
+    """Total size of the adapter's files."""
     left_out: list[str]
     """Paths of changed parameters that the adapter cannot hold."""
 
@@ -93,12 +94,12 @@ class AdapterReport:
 
 
 def write_share(share: float) -> str:
-    """A share in percent, never rounded up to the whole."""
+    """Write a share in percent; a share below 0.9999 is written as at most 99.9 %."""
     return f"{min(100 * share, 99.9 if share < 0.9999 else 100):.1f} %"
 
 
 def describe_ridges(blocks: Sequence[BlockReport]) -> str:
-    """A sentence on the modules that needed more ridge than was asked for; empty where none did."""
+    """Return a sentence on the modules that needed a larger ridge than requested; empty if there are none."""
     names = [
         f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
     ]
@@ -107,7 +108,7 @@ def describe_ridges(blocks: Sequence[BlockReport]) -> str:
 
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:
-    """A sentence on how many updates did not hold on held-out rows; empty where none were checked."""
+    """Return a sentence on how many updates were reduced or undone on held-out rows; empty if no update was checked."""
     steps = [module.step for block in blocks for module in block.modules if module.step is not None]
     if not steps:
         return ""

@@ -1,4 +1,5 @@
-"""The closed forms for Linear modules and norms, over features and over rows."""
+"""Closed-form solutions for Linear modules and norms; those for Linear modules are solved over features or over
+rows."""
 
 from __future__ import annotations
 
@@ -26,26 +27,26 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
 Names: TypeAlias = "tuple[str, ...]"
-"""Names, inside the block, of modules that share an input (and its token weights)."""
+"""Names, inside the block, of the modules that share an input and its token weights."""
 
 
 class Solution(NamedTuple):
-    """New parameters of one module and their figures for the report."""
+    """New parameters of one module and the numbers that its report needs."""
 
     parameters: Affine
     relative_change: Tensor
     """Relative size of the update, ‖W* − W_merged‖ / ‖W_merged‖ (Frobenius) []."""
     rows: int
-    """The number of rows of all tasks."""
+    """Number of rows of all tasks."""
     ridge: float | None = None
     """The λ of the solved system; None for norms."""
     step: float | None = None
-    """The share of the update that held-out rows left standing; None where it was not checked."""
+    """The share of the update that was kept after the check on held-out rows; None if it was not checked."""
 
 
 def check_solutions(block: str, solutions: Mapping[str, Solution]) -> dict[str, Solution]:
-    """A block's solutions with their figures on the CPU, all in one copy. Raises NumericsError where one is not
-    finite."""
+    """Return the solutions of a block with their relative changes on the CPU, copied all at once. Raises NumericsError
+    if a solution is not finite."""
     figures = []
     for (weight, bias), change, *_ in solutions.values():
         checksum = weight.sum() if bias is None else weight.sum() + bias.sum()
@@ -61,10 +62,10 @@ def check_solutions(block: str, solutions: Mapping[str, Solution]) -> dict[str, 
 
 
 class RankSummary(NamedTuple):
-    """Summary of one rank's equations, exchanged before their sums are added up."""
+    """Summary of one rank's equations, which the ranks exchange before they add up their sums."""
 
     weight: float
-    """The sum Σ ω_i; for norms the number of tasks."""
+    """The sum Σ ω_i; for norms, the number of tasks."""
     rows: int
     filled: frozenset[str]
     """Names of the sums that are not empty."""
@@ -76,8 +77,8 @@ class LinearEquations:
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
     ) -> None:
-        """with_bias: the difference of the experts' biases counts in the weights' right-hand side too. The paper's W*
-        leaves it to b*; minimising the joint objective does not."""
+        """with_bias: include the difference of the experts' biases in the weights' right-hand side too. The paper's W*
+        does not include it and leaves it to b*; the joint objective of weight and bias needs it."""
         self._merged = dict(merged)
         self._hyperparameters, self._with_bias = hyperparameters, with_bias
         first = next(iter(merged.values())).weight
@@ -91,7 +92,7 @@ class LinearEquations:
         self.rows = 0
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
-        """Add one task, given its moments and its expert's parameters by module name; returns ω_i [], which is computed
+        """Add one task, given its moments and its expert's parameters by module name. Returns ω_i [], which is computed
         if it is not given."""
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         self._omega += omega
@@ -103,13 +104,13 @@ class LinearEquations:
         return omega
 
     def summarise(self) -> RankSummary:
-        """Summary for `sum_over_ranks`."""
+        """Return the summary that `sum_over_ranks` needs."""
         sums = {"": self._drift, **self._pull}
         filled = frozenset(name for name, each in sums.items() if each.value is not None)
         return RankSummary(float(self._omega), self.rows, filled)
 
     def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
-        """Replace the equations by the sum over all ranks, for the modules `names`; one tensor at a time."""
+        """Replace the equations of the modules `names` by the sum over all ranks, one tensor at a time."""
         self._omega.fill_(sum(summary.weight for summary in summaries))
         self.rows = sum(summary.rows for summary in summaries)
         filled = frozenset().union(*(summary.filled for summary in summaries))
@@ -123,8 +124,8 @@ class LinearEquations:
                 self._pull[name].sum_over_ranks(partial(self._zeros_of, name), add_up)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
-        """W* and b* of every module (b is left unchanged with `bias` False), given the base's parameters for the
-        anchor. Raises NumericsError when the equations have no stable solution."""
+        """Return W* and b* of every module, given the base's parameters for the anchor. If `bias` is False, b stays
+        unchanged. Raises NumericsError when the equations have no stable solution."""
         update_of, ridge = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
@@ -143,8 +144,8 @@ class LinearEquations:
         return solutions
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """Coefficients (a [], c []) by which Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖² of a module changes by t² a
-        − 2 t c with t · (update, shift) of its weight and bias [d_out, d_in] and [d_out]; the equations must be
+        """Return the coefficients a [] and c [] of the change t² a − 2 t c in Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖²,
+        if t · (update, shift) is added to a module's weight [d_out, d_in] and bias [d_out]. The equations must be
         `with_bias`."""
         update, shift = self._cast(update), self._cast(shift)
         curvature, descent = self._quadratic_form(name, update)
@@ -152,7 +153,7 @@ class LinearEquations:
         return curvature, descent + _dot(shift, self._bias_pull[name])
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
-        """The change b* − b_merged [d_out], given the update of the weight and the anchor's offset."""
+        """Compute the change b* − b_merged [d_out], given the update of the weight and the anchor's offset."""
         return (self._bias_pull[name] - update @ self._mean + ridge * towards) / (self._omega + ridge)
 
     def _bias_pull_of_task(self, moments: LinearMoments, name: str, expert: Affine, omega: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class LinearEquations:
         return omega * self._cast(residual + self._bias_offset(name, expert))
 
     def _bias_offset(self, name: str, expert: Affine) -> Tensor:
-        """The difference b_i − b_merged; 0 where a module has no bias."""
+        """Return b_i − b_merged; 0 if the module has no bias."""
         bias, merged = expert.bias, self._merged[name].bias
         if bias is None or merged is None:
             return to_accumulation_dtype(torch.zeros_like(self._bias_pull[name]))
@@ -190,8 +191,8 @@ class LinearEquations:
         return drift if pull is None else drift.add_(self._cast(pull))
 
     def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
-        """A function from the anchor's offset (anchor − merged) to a module's update, and λ, which is larger than asked
-        for where the equations have no stable solution otherwise."""
+        """Return a function that computes a module's update from the anchor's offset (anchor − merged), and the λ that
+        was used. It is larger than requested if the equations have no stable solution otherwise."""
         factor, ridge = factorise(self._gram.full(), self._hyperparameters.ridge)
 
         def update_of(name: str, towards: Tensor) -> Tensor:
@@ -206,12 +207,13 @@ class LinearEquations:
         return to_accumulation_dtype(x, self._dtype)
 
     def _quadratic_form(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
-        """The quadratic form ⟨U, U G⟩ and the inner product ⟨U, pull⟩ of an update U."""
+        """Return the quadratic form ⟨U, U G⟩ and the inner product ⟨U, pull⟩ of an update U."""
         return _dot(update @ self._gram.full(), update), _dot(update, self.pull_of(name))
 
 
 class NormEquations:
-    """The 2×2 systems (1×1 for a scale without bias) of one norm, per coordinate, summed over tasks with weight 1."""
+    """Normal equations of one norm: a 2×2 system for each coordinate (1×1 for a scale without bias), summed over tasks
+    with equal weights."""
 
     def __init__(self, merged: Affine, hyperparameters: Hyperparameters) -> None:
         self._merged = precise(merged)
@@ -221,7 +223,7 @@ class NormEquations:
         self._tasks, self.rows = 0.0, 0
 
     def add_task(self, moments: NormMoments, expert: Affine) -> None:
-        """Add one task, given the moments of its normalised input and its expert's scale and bias."""
+        """Add one task, given the moments of the norm's normalised input and its expert's scale and bias."""
         scale, shift = precise(expert).minus(self._merged)
         shift = torch.zeros_like(scale) if shift is None else shift
         self._second += moments.second
@@ -232,7 +234,7 @@ class NormEquations:
         self.rows += moments.rows
 
     def summarise(self) -> RankSummary:
-        """Summary for `sum_over_ranks`."""
+        """Return the summary that `sum_over_ranks` needs."""
         return RankSummary(self._tasks, self.rows, frozenset())
 
     def sum_over_ranks(self, summaries: Sequence[RankSummary], add_up: AddUp) -> None:
@@ -245,14 +247,14 @@ class NormEquations:
             add_up(total)
 
     def objective(self, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """Coefficients (a [], c []) by which Σ E‖γ z + β − γ_i z − β_i‖² changes by t² a − 2 t c with t · (update,
-        shift) of scale and bias [d] each."""
+        """Return the coefficients a [] and c [] of the change t² a − 2 t c in Σ E‖γ z + β − γ_i z − β_i‖², if t ·
+        (update, shift) is added to scale and bias [d]."""
         curvature = _dot(update.square(), self._second) + 2 * _dot(update * shift, self._mean)
         descent = _dot(update, self._scale_pull) + _dot(shift, self._bias_pull)
         return curvature + self._tasks * _dot(shift, shift), descent
 
     def solve(self, base: Affine) -> Solution:
-        """Scale γ* and bias β*, given the base's for the anchor."""
+        """Solve for the scale γ* and the bias β*, given the base's parameters for the anchor."""
         merged, ridge = self._merged, self._hyperparameters.ridge
         towards = _anchor_offset(merged, precise(base), self._hyperparameters.rho)
         a11, a12, a22 = self._second + ridge, self._mean, self._tasks + ridge
@@ -269,12 +271,12 @@ class NormEquations:
 
 
 def precise(parameters: Affine) -> Affine:
-    """The parameters in the precision of the sums."""
+    """Convert the parameters to the precision of the sums."""
     return parameters.each(to_accumulation_dtype)
 
 
 def _anchor_offset(merged: Affine, base: Affine, rho: float) -> Affine:
-    """The offset anchor − merged = (1 − ρ)(base − merged)."""
+    """Compute the offset anchor − merged = (1 − ρ)(base − merged)."""
     return base.minus(merged).each(lambda difference: difference.mul_(1 - rho))
 
 
@@ -300,21 +302,23 @@ class BlockEquations:
     linear: dict[Names, LinearEquations] = field(default_factory=dict)
     norms: dict[str, NormEquations] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Modules that cannot be calibrated, with the reasons."""
+    """Reasons why modules cannot be calibrated, by module name."""
     omegas: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    """The weight ω_i [] of every task and Linear."""
+    """The weight ω_i [] by task and Linear."""
     held_out: BlockEquations | None = None
-    """The equations of the examples on which updates are checked, with the ω_i of the calibration examples."""
+    """The equations of the held-out examples on which updates are checked; they use the ω_i of the calibration
+    examples."""
 
 
 class DualEquations(LinearEquations):
-    """Normal equations solved over rows, which are kept. With X [T, d_in] the rows times √(ω_i w), R [T, d_out] their
-    residuals and A the anchor's pull over λ,
+    """Normal equations that are solved over rows instead of input features; all rows are kept. With X [T, d_in] the
+    rows times √(ω_i w), R [T, d_out] their residuals and λ A the anchor's pull,
 
         (RᵀX + λ A) (XᵀX + λ I)⁻¹ = A + (R − X Aᵀ)ᵀ (X Xᵀ + λ I)⁻¹ X.
 
-    Few rows and wide inputs are common in first trials of language models, and the sums over inputs would cost most of
-    the time: for a down projection of Llama 8B (14336 inputs, 3 × 512 rows) 139 s on two CPU cores, against 15 s here.
+    First trials of language models often have few rows and wide inputs. The sums over input features would then take
+    most of the time: for a down projection of Llama 8B (14336 inputs, 3 × 512 rows) 139 s on two CPU cores, against 15
+    s over rows.
     """
 
     def __init__(

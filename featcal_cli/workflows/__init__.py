@@ -1,1 +1,2 @@
-"""The verbs: calibrate, inspect_drift, evaluate, demo; what they check before, and what they write."""
+"""The commands (calibrate, inspect_drift, evaluate, demo), as called by the command line and by Python users, and their
+steps."""

@@ -1,5 +1,5 @@
-"""Batch sizes: how many examples of a task run at once, and what a batch takes, found by running the outline of a model
-on its shapes."""
+"""Batch sizes: choose how many examples of a task run at once, from the memory that a batch needs. That is found by
+running a model without weight values on the batch's shapes."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from featcal_cli.models.products import MatmulInterceptor
 from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, run_forward, tensors_in
 
 COMPUTE = 4
-"""Bytes of a float32, in which products of features are made."""
+"""Bytes of a float32, the dtype in which products of features are computed."""
 
 
 @dataclass(frozen=True)
 class BatchNeeds:
-    """Memory of one batch of a task in float32, at its largest over the blocks."""
+    """Memory that one batch of a task needs in float32, at the block where it is largest."""
 
     examples: int
     state_bytes: int
-    """Bytes of what a block is called with, which a pass that is paused before it holds."""
+    """Bytes of a block's arguments, which a forward pass holds while it is paused before the block."""
     begun_bytes: int
-    """Bytes of what a pass was begun with: it holds that to its end, and asks for it no more."""
+    """Bytes of the hidden states that the pass started from; it holds them to its end without reading them again."""
     feature_bytes: int
-    """Bytes of the inputs of a block's modules, in one of its calls."""
+    """Bytes of the inputs of a block's modules in one call of the block."""
     rows: Mapping[str, int]
     """Rows of each module's input, by its path in the model."""
 
 
 def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch: Batch) -> BatchNeeds:
-    """Run the outline on the batch's shapes, and add up what its blocks are given; up to where the model looks at
-    values, if it does."""
+    """Run the model without weight values on the batch's shapes and add up the inputs of its blocks. A model that reads
+    values can run only until it does so."""
     states: dict[str, int] = {}
     embedded: dict[str, int] = {}
     inputs: dict[str, dict[int, Tensor]] = {}
@@ -101,23 +101,26 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
 
 
 PLAIN = 16
-"""Examples of a batch where nothing is known of what they take; the most for a model that was not seen to its end."""
+"""Examples in a batch if their memory needs are unknown, and at most for a model that could not be run to its end."""
 CPU_ROWS, DEVICE_ROWS = 2_048, 32_768
-"""Rows (tokens) that a module is given at once: more are no faster on a CPU; other devices want large products."""
+"""Rows (tokens) that a module should get at once. More rows are no faster on a CPU; other devices need large
+products."""
 CPU_SHARE, DEVICE_SHARE = 64, 16
-"""Part of the memory that a batch's inputs of one block's modules may fill; several times as much is held of them."""
+"""A batch's inputs of one block's modules may fill 1/CPU_SHARE or 1/DEVICE_SHARE of the memory, because several copies
+of them exist at once."""
 MOST_BYTES = 2**30
-"""Most bytes of a batch's inputs of one block's modules, whatever the memory: wide modules are busy with fewer
-rows."""
+"""Most bytes of the inputs of one block's modules in a batch, however large the memory is: wide modules are fully used
+with fewer rows."""
 
 
 def choose_batch_sizes(
     model: nn.Module, architecture: Architecture, longest: Mapping[str, Batch], device: torch.device, memory: int
 ) -> dict[str, int]:
-    """Examples in a batch, by task, given the outline of a model, and of each task a batch of its longest example.
+    """Choose the number of examples in a batch for each task, given the model without weight values and, for each task,
+    a batch of its longest example.
 
-    memory: all that the device has, in bytes. Nothing else of the machine counts, so that the next run of a job cuts
-    the same batches: they decide how sums are rounded.
+    memory: the device's total memory in bytes. Nothing else about the machine's state counts, so that the next run of a
+    job uses the same batches: they determine how sums are rounded.
     """
     sizes: dict[str, int] = {}
     known: dict[tuple[object, ...], int] = {}
@@ -136,10 +139,11 @@ def choose_batch_sizes(
 
 
 def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory: int) -> int:
-    """Examples in a batch, at least 1, given what one of them is: `rows` of a typical module's input, and the bytes of
-    all inputs of one block's modules.
+    """Return the number of examples in a batch, at least 1. rows: the rows that one example gives a typical module at
+    once. feature_bytes: the bytes of one example's inputs of all modules of a block.
 
-    memory: of the device, in bytes. Only its power of two counts: what a system keeps for itself changes with updates.
+    memory: the device's memory in bytes, rounded down to a power of two because the system's own share changes with
+    updates.
     """
     most_rows, share = (CPU_ROWS, CPU_SHARE) if device.type == "cpu" else (DEVICE_ROWS, DEVICE_SHARE)
     most_bytes = min(MOST_BYTES, 2 ** (memory.bit_length() - 1) // share)
@@ -148,9 +152,10 @@ def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory:
 
 
 def _rows_of(model: nn.Module, architecture: Architecture, needs: BatchNeeds) -> float:
-    """Rows that an example gives a typical module at once: half of all multiplications are done on no more.
+    """Return the rows that an example gives a typical module at once, the median over all multiplications: half of them
+    are in modules with at most so many rows.
 
-    Stages of a pyramid have many rows or few, and a decoder may have but one.
+    The stages of a pyramid differ widely in their rows, and a decoder may have only one row.
     """
     calls = {f"{block.name}.{module.name}": block.calls for block in architecture.blocks for module in block.modules}
     at_once = {path: rows / needs.examples / max(calls[path], 1) for path, rows in needs.rows.items()}

@@ -1,4 +1,4 @@
-"""The report of a run: all that it did and measured."""
+"""The report of a run: everything that it did and measured."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from featcal_cli.workflows.session import Session
 class Outcome:
     hyperparameters: Hyperparameters
     chosen_by: str
-    """The origin of λ, ρ and α, in words."""
+    """A phrase that says where λ, ρ and α come from."""
     job: Job
     blocks: list[BlockReport]
     step: float
-    """The share of all updates that is left."""
+    """The factor by which the final check scaled all updates, from 0 to 1."""
     pulled: str
-    """Why it is less than 1, in a sentence."""
+    """A sentence on why `step` is less than 1; empty if it is 1."""
 
 
 def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[str, str]) -> Report:
@@ -103,7 +103,7 @@ def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
 
 
 def _describe_sources(plan: Plan) -> Iterator[Source]:
-    """Every model and dataset that a run read, with the licence that its card names."""
+    """Yield every model and dataset that a run read, with the licence from its card."""
     found_in = {finding.role: finding.source for finding in plan.inputs.findings}
     for role, origin in plan.origins.items():
         licenses = {read_license(repo.find_card()) for repo in origin.repos()}
@@ -129,7 +129,8 @@ def _count_traced(job: Job, task: str) -> int:
 
 
 def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
-    """A task's drift at its last block in a calibration; `held_out` says whether its examples were not fitted."""
+    """Return a task's drift after its last block in a calibration. held_out: whether it was measured on held-out
+    examples."""
     last = job.architecture.last_blocks[task]
     before, after = (job.drift.meter.read(last, task, role) for role in ("merged", CALIBRATED))
     base = job.drift.meter.read(last, task, "base").relative if "base" in job.drift.runners else None
@@ -137,7 +138,7 @@ def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
 
 
 def read_curve(job: Job, task: str) -> DriftCurve:
-    """A task's relative drift after every block that its examples reach in a calibration."""
+    """Return a task's relative drift after every block that its examples reach in a calibration."""
     meter = job.drift.meter
     blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
     before, after, base = (

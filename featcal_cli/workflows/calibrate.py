@@ -1,4 +1,4 @@
-"""calibrate, from a job that may start to the output; smaller batches where memory runs out."""
+"""The `calibrate` command from the plan to the finished output; batches are made smaller if memory runs out."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from featcal_cli.workflows.setup import Setup, set_up
 from featcal_cli.workflows.workspace import Workspace, describe_output, stamp_inputs
 
 GRADIENTS = "gradients"
-"""The folder, beside the journal, of what is needed of experts' outputs during a run."""
+"""Name of the folder for the gradients of experts' outputs during a run; it lies beside the journal."""
 
 
 def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Target | None) -> tuple[Report, Models]:
-    """Plan, load, calibrate, check and write: a job whose output is not there yet. It is pushed to `target` later; of
-    several processes each does its part. Raises FeatCalError."""
+    """Run a job whose output does not exist yet: plan it, load the models, calibrate, check and write. Each of several
+    processes does its part. target: the Hub repo to which the output is pushed later. Raises FeatCalError."""
     ranks, options = session.ranks, session.options
     stamps = stamp_inputs(inputs.recipe.local_paths)
     data = Unchanged(name_local_files(session.draft))
@@ -118,14 +118,16 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
 
 
 def check_unfinished_run(session: Session, inputs: Inputs, workspace: Workspace) -> None:
-    """Raise OutputError for an unfinished run of another job, as far as that shows without all examples."""
+    """Raise OutputError if an unfinished run of another job is in the workspace. Examples, which are not read yet, are
+    not compared."""
     if not (session.options.restart or session.options.overwrite):
         folders = [repo.folder for origin in inputs.origins.values() for repo in origin.repos() if repo.folder]
         check_unfinished(workspace.journal, take_fingerprint(inputs.recipe, folders, session.device, {}))
 
 
 def _calibrate_in_smaller_batches(session: Session, setup: Setup, journal: Journal | None) -> Outcome:
-    """Calibrate all blocks; where memory runs out, go on from the last finished one in batches half as large."""
+    """Calibrate all blocks. If memory runs out, continue after the last finished block with batches of half the
+    size."""
     while True:
         try:
             with _with_gradients(session, setup) as ready:
@@ -140,9 +142,11 @@ def _calibrate_in_smaller_batches(session: Session, setup: Setup, journal: Journ
 
 
 def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ranks: Ranks) -> dict[str, TaskExamples]:
-    """Return the same examples in batches half as large, after memory ran out with these, which are given up.
+    """Return the same examples in batches of half the size, after memory ran out. The given lists of batches are
+    emptied.
 
-    Raises ShortageError where they cannot be smaller, and for one of several ranks, as the others know nothing of it.
+    Raises ShortageError if batches cannot be smaller, or if there are several ranks, because the other ranks do not
+    know of it.
     """
     largest = max(
         count_examples(batch) for rows in examples.values() for batch in (*rows.fitted, *rows.selection, *rows.held_out)
@@ -174,8 +178,8 @@ def _halve(batches: list[Batch]) -> list[Batch]:
 
 @contextmanager
 def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
-    """The setup with how experts' outputs depend on their modules, where errors are measured by that. Raises
-    NumericsError where it is asked for and cannot be known."""
+    """Yield the setup; if errors are measured in the output metric, add the gradients of experts' outputs. Raises
+    NumericsError if the recipe asks for that metric and the gradients cannot be computed."""
     if not setup.calibration.uses_output_metric or session.ranks.size > 1:
         yield setup
         return
@@ -198,14 +202,15 @@ def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
 
 
 def _go_on_by_features(session: Session, error: FeatCalError) -> None:
-    """Note why errors are not measured by what they do to outputs; raise the error where the recipe wants it."""
+    """Note why errors are measured on features instead of outputs. Raises the error instead if the recipe asks for the
+    output metric."""
     if session.draft.calibration.metric == "output":
         raise error
     session.note(f"errors are measured by features: {error.what}")
 
 
 def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outcome:
-    """Calibrate all blocks; those that the journal holds are taken over."""
+    """Calibrate all blocks; blocks that the journal holds are restored from it."""
     calibration, models, examples = setup.calibration, setup.models, setup.examples
     kind = kind_of(models.merged.module)
     used, whose = choose_hyperparameters(calibration, kind, has_gradients=bool(setup.gradients))
@@ -250,7 +255,7 @@ def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -
 
 
 def _read_groups(journal: Journal, models: Models, blocks: int, step: float) -> Iterator[dict[str, Tensor]]:
-    """Yield each block's parameters by path, with the share `step` of their updates; nothing where there is none."""
+    """Yield each block's parameters by path, with their updates scaled by `step`; nothing if `step` is 0."""
     merged = models.merged.module
     for number in range(blocks if step else 0):  # without updates every byte is merged's
         full = journal.tensors(number).items()
@@ -260,8 +265,8 @@ def _read_groups(journal: Journal, models: Models, blocks: int, step: float) -> 
 def _extract_adapter(
     session: Session, journal: Journal, models: Models, plan: Plan, outcome: Outcome
 ) -> tuple[AdapterReport | None, dict[str, bytes]]:
-    """The adapter that the updates amount to: what is to be said of it, and its files by their paths in the output;
-    nothing where there are no updates."""
+    """Build the adapter that holds the updates. Returns the report on it, and its files by their paths in the output;
+    None and no files if there are no updates."""
     if not outcome.step:
         session.note("no adapter is written: no update helps, so there is nothing that it could hold")
         return None, {}
@@ -286,7 +291,7 @@ def _write(
     adapter: Mapping[str, bytes],
     check_inputs: Callable[[], None],
 ) -> Report:
-    """Write the output, and return its report, which says what is in it."""
+    """Write the output and return its report, completed with the list of its files."""
     merged = models.merged
     slots = read_slots(merged.snapshot)
 

@@ -1,4 +1,4 @@
-"""Checks of the machine, piece by piece, with a fix for what is wrong. Models are not touched."""
+"""Checks of the machine, each with a fix for what is wrong. No model is read."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.sanitise import exception_text, list_some
 
 SMALLEST_DISK, SMALLEST_MEMORY = 1e9, 2e9
-"""Bytes below which next to no model fits."""
+"""Bytes of free disk and of memory below which hardly any model fits."""
 TORCH_PAGE = "https://pytorch.org/get-started/locally"
 State = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: State
-    """note: a run works, though perhaps not the one that is wanted; problem: it would stop."""
+    """"note": a run works, but perhaps not as wanted; "problem": a run would stop."""
     text: str
-    """The finding, with numbers."""
+    """The result in words, with numbers."""
     fix: str = ""
-    """The fix of a note or a problem; empty where nothing need be done."""
+    """How to fix a note or a problem; empty if nothing needs to be done."""
     command: str = ""
-    """The command for it."""
+    """The shell command for the fix, if any."""
 
 
 def examine() -> Iterator[Finding]:
-    """Every finding, in the order in which a run needs the things; no secret is in any of them."""
+    """Run all checks and yield their findings, in the order in which a run needs what is checked. No finding shows a
+    secret."""
     yield Finding("featcal", "ok", version("featcal-cli"))
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _examine_packages()
@@ -56,8 +57,8 @@ def examine() -> Iterator[Finding]:
 
 
 def _examine_packages() -> Iterator[Finding]:
-    """Check the packages that featcal's own metadata asks for: one finding for all that is right, one for each
-    that is not."""
+    """Check the packages that featcal's own metadata requires: yield one finding for all that are correct, and one for
+    each that is not."""
     right = []
     for line in requires("featcal-cli") or []:
         wanted = Requirement(line)
@@ -76,7 +77,7 @@ def _examine_packages() -> Iterator[Finding]:
 
 
 def _examine_machine() -> Iterator[Finding]:
-    """The devices and their memory, as torch sees them."""
+    """Check the devices and their memory as torch sees them."""
     try:
         import torch
 
@@ -103,7 +104,8 @@ def _examine_machine() -> Iterator[Finding]:
 
 
 def _examine_cache(name: str, folder: Path, variable: str, command: str) -> Iterator[Finding]:
-    """A folder that downloads go to. variable: names another one; command: frees some of it."""
+    """Check a folder for downloads. variable: the environment variable that sets another folder; command: a command
+    that frees space in it."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         text = f"{folder} cannot be written"
@@ -119,7 +121,7 @@ def _examine_cache(name: str, folder: Path, variable: str, command: str) -> Iter
 
 
 def _measure(folder: Path) -> int:
-    """Bytes of a folder's files; links, of which the Hub's cache is full, count nothing."""
+    """Add up the bytes of a folder's files; links, of which the Hub's cache has many, count as nearly nothing."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -131,7 +133,7 @@ def _measure(folder: Path) -> int:
 
 
 def _examine_hub() -> Iterator[Finding]:
-    """Whether the Hub answers, whose the token is, and where that user may write."""
+    """Check whether the Hub answers, which user the token belongs to, and where that user may write."""
     token = get_token()
     if is_offline_mode():
         text = f"{hub_host()} is not asked: HF_HUB_OFFLINE is set, so only what is in the cache can be used"
@@ -157,7 +159,8 @@ def _examine_hub() -> Iterator[Finding]:
 
 
 def _greet() -> dict[str, str]:
-    """Ask without a token who we are: a Hub answers that it does not know."""
+    """Ask the Hub for the current user without a token. A working Hub answers 401, which counts as success; raises for
+    other errors."""
     response = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(token=False))
     if response.status_code != 401:
         hf_raise_for_status(response)

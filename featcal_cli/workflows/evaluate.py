@@ -1,5 +1,5 @@
-"""`evaluate`: experts, merged and further models on the labelled data of a recipe's tasks, each model loaded when it is
-first needed."""
+"""The `evaluate` command: measure experts, merged and further models on the labelled data of a recipe's tasks. Each
+model is loaded when it is first needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 
 BASE = "base"
 BATCH = {"cpu": 16, "cuda": 128}
-"""Examples in a batch, where nobody says how many."""
+"""Examples in a batch by kind of device, if the user does not set it."""
 
 
 def evaluate(
@@ -46,11 +46,13 @@ def evaluate(
     allow_code: bool = False,
     listener: Listener | None = None,
 ) -> Evaluation:
-    """Measure how well models do the tasks of a recipe: each expert its own, merged and every one of `models` all.
+    """Measure how well models do the tasks of a recipe: each expert on its own task; merged and every one of `models`
+    on all tasks.
 
-    recipe: as for `calibrate`; the tasks that say under `evaluate` how they are measured are. limit: examples per task,
-    chosen at random, the same ones for all models; None for all. allow_code: lm-eval's tasks may run code that a model
-    wrote. Figures that an earlier run with these models, data and limit has found are taken over.
+    recipe: as for `calibrate`; only tasks whose recipe has an `evaluate` key are measured.
+    limit: examples per task, drawn at random and the same for all models; None for all examples.
+    allow_code: let lm-eval tasks run code that a model wrote.
+    Results of an earlier run with these models, data and limit are reused.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
@@ -69,7 +71,7 @@ def evaluate_models(
     batch_size: int | None = None,
     allow_code: bool = False,
 ) -> Evaluation:
-    """Measure expert, merged and `others` (by role) on the tasks of a whole recipe. Raises FeatCalError."""
+    """Measure the experts, merged and `others` (by role) on the tasks of a complete recipe. Raises FeatCalError."""
     from featcal_cli.runtime.hardware import describe_environment
 
     check_evaluable(session, recipe, allow_code=allow_code)
@@ -101,7 +103,7 @@ def evaluate_models(
 
 
 def find_own_recipe(models: Sequence[str]) -> Path | None:
-    """The recipe in the repo or folder of the first model, if featcal made it. Raises HubError."""
+    """Return the recipe file in the repo or folder of the first model, if featcal wrote one there. Raises HubError."""
     if not models or "+" in models[0]:
         return None
     repo = open_repo(models[0])
@@ -109,7 +111,8 @@ def find_own_recipe(models: Sequence[str]) -> Path | None:
 
 
 def name_roles(models: Sequence[str]) -> list[str]:
-    """A short name for each model: the last part of its path or id, as much of it as tells it from the others."""
+    """Return a short name for each model: as many last parts of its path or id as are needed to tell it from the
+    others. Raises RecipeError if a model is given twice."""
     roles: list[str] = []
     for model in models:
         parts = [part for part in model.partition("@")[0].rstrip("/").split("/") if part]
@@ -133,7 +136,7 @@ class _TaskMeasurement:
     allow_code: bool
 
     def measure(self, cache: ScoreCache) -> TaskScores:
-        """The figures of all models; what is known is not measured again. Raises FeatCalError."""
+        """Return the scores of all models; scores in the cache are not measured again. Raises FeatCalError."""
         roles, how = self.models.roles, self.how
         common = self._describe()
         abouts = {role: {**common, "model": self.models.identify(role, self.task)} for role in roles}
@@ -176,7 +179,8 @@ class _TaskMeasurement:
             torch.cuda.empty_cache()
 
     def _open_task(self, roles: Sequence[str]) -> LabelledTask:
-        """The task, read with the preprocessors of its expert, else of the first role's model, else base's."""
+        """Open the task with the preprocessors of its expert; if that has none, with those of the first role's model
+        (for lm-eval) or of base."""
         from featcal_cli.data.vocabulary import TextModels, Vocabularies
         from featcal_cli.evaluation.protocols import LabelledTask
 
@@ -189,7 +193,7 @@ class _TaskMeasurement:
         return LabelledTask(*parts, text_models)
 
     def _describe(self) -> dict[str, Any]:
-        """Everything that the figures of the task depend on besides the model."""
+        """Return everything besides the model that a task's scores depend on."""
         from featcal_cli.data.local_files import local_path
         from featcal_cli.evaluation.lm_eval_tasks import read_version
 
@@ -206,15 +210,16 @@ class _TaskMeasurement:
 
 
 class LazyModels:
-    """Base, experts, merged and further models. Nothing is downloaded for a figure that is known."""
+    """Base, experts, merged and further models, downloaded and loaded only when needed. Models whose scores are all
+    cached are never downloaded."""
 
     def __init__(self, session: Session, recipe: Recipe, others: Mapping[str, str]) -> None:
-        """others: further models by role. Raises HubError for a model that there is not."""
+        """others: further models by role. Raises HubError if a model does not exist."""
         self._session = session
         named = {**name_models(recipe), **others}
         self._origins = {role: session.find_origin(name) for role, name in named.items()}
         self.recipe = pin(recipe, self._origins, session)
-        """Every repo and dataset at the commit that it has now."""
+        """The recipe with every repo and dataset pinned to its current commit."""
         self.roles = [EXPERT, MERGED, *others]
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}
@@ -222,15 +227,15 @@ class LazyModels:
         self._scratch = ExitStack()
 
     def close(self) -> None:
-        """Delete what was built."""
+        """Delete the merged model, if it was built."""
         self._scratch.close()
 
     def name(self, role: str) -> str:
-        """Describe a role's model: a repo with its commit, a folder, or how it is built."""
+        """Return the name of a role's model: a repo with its commit, a folder, or the merge that builds it."""
         return self._origins[role].pinned if role in self._origins else str(self.recipe.merged)
 
     def identify(self, role: str, task: str) -> list[Any]:
-        """Return a value that changes when the model does: repos with commits, folders with their files' stamps."""
+        """Return a value that changes when the model does: repos with commits, and folders with their files' stamps."""
         key = f"expert {task}" if role == EXPERT else role
         if key in self._origins:
             return identify(self._origins[key])
@@ -238,7 +243,8 @@ class LazyModels:
         return [self.name(MERGED), *map(identify, parts)]
 
     def snapshot(self, role: str, task: str = "") -> Snapshot:
-        """The model's files on this machine. Raises HubError, and CheckpointError for what cannot be merged."""
+        """Return the model's files on this machine, downloaded or built if needed. Raises HubError, and CheckpointError
+        if the experts cannot be merged."""
         key = f"expert {task}" if role == EXPERT else role
         if key not in self._snapshots:
             if key in self._origins:
@@ -249,7 +255,7 @@ class LazyModels:
         return self._snapshots[key]
 
     def model(self, role: str, task: str = "") -> Model:
-        """The model as what its config says it is. Raises HubError and CheckpointError."""
+        """Load the model as the class that its config names. Raises HubError and CheckpointError."""
         from featcal_cli.models.loading import find_class, load_model
 
         snapshot = self.snapshot(role, task)
@@ -260,7 +266,7 @@ class LazyModels:
         return self._models[role]
 
     def tower(self, role: str, task: str) -> PreTrainedModel:
-        """The model as a two-tower one like base. Raises HubError and CheckpointError."""
+        """Load the model as a two-tower model like base. Raises HubError and CheckpointError."""
         from featcal_cli.evaluation.protocols import load_tower
 
         if role == EXPERT:
@@ -274,7 +280,7 @@ class LazyModels:
         return self.model(BASE)
 
     def _build(self) -> Snapshot:
-        """The merged model, built of all experts in a temporary folder."""
+        """Build the merged model from all experts in a temporary folder."""
         from featcal_cli.workflows.load import load_models
 
         merge = self.recipe.merged

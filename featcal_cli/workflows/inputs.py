@@ -1,4 +1,5 @@
-"""The models and data of a job by name and commit, and where each name was read: all that is found without torch."""
+"""The inputs of a job: its models and data by name and commit, and the sources of these names. Nothing here needs
+torch."""
 
 from __future__ import annotations
 
@@ -26,33 +27,35 @@ from featcal_cli.workflows.session import EXPERT, Session
 
 @dataclass(frozen=True)
 class Inputs:
-    """A complete job, without its weights."""
+    """A complete job, without model weights."""
 
     recipe: Recipe
-    """Every Hub repo and dataset at the commit that it has now."""
+    """The recipe with every Hub repo and dataset pinned to its current commit."""
     findings: Sequence[Finding]
-    """Places where merged and base, and the expert and the data of each task, were read."""
+    """Names of merged, base, and each task's expert and data, with the source of each."""
     origins: Mapping[str, Origin]
-    """Origins by role: merged (unless it is built), base, expert TASK, and further models."""
+    """Origins by role: merged (unless it is built in this run), base, expert TASK, and further models."""
 
     @property
     def merged_card(self) -> str | None:
-        """The text of the merged model's card, where it has one. Raises HubError."""
+        """The text of the merged model's card; None if it has none. Raises HubError."""
         return self.origins["merged"].repo.find_card() if "merged" in self.origins else None
 
     @property
     def commits(self) -> list[str | None]:
-        """The commit of each finding, None for what is no Hub repo."""
+        """The commit of each finding; None if it is not a Hub repo."""
         data = {f"data {task}": spec.data.revision for task, spec in self.recipe.tasks.items()}
         known = data | {role: origin.repo.commit for role, origin in self.origins.items()}
         return [known.get(finding.role) for finding in self.findings]
 
 
 def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, copied: bool = False) -> Inputs:
-    """Complete the recipe from what repos state, and pin every repo. The first rank does it for all of them.
+    """Complete the recipe from what repos state, and pin every repo to a commit. The first rank completes it for all
+    ranks.
 
-    others: further models, by role. copied: merged's files will lie in an output.
-    Raises OpenQuestionsError for what nothing says, LineageError, HubError and DataError.
+    others: further models by role.
+    copied: whether merged's files will be copied to an output.
+    Raises OpenQuestionsError if something can be found nowhere, LineageError, HubError and DataError.
     """
     session.stage("finding models")
     ranks, further = session.ranks, dict(others or {})
@@ -72,8 +75,8 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
 
 
 def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
-    """The whole recipe, and where each part of it was read; what was looked up is noted as it is found, unless it is a
-    dry run, of which it is the result."""
+    """Return the complete recipe and where each part of it was found. Whatever was looked up is noted as soon as it is
+    found, except in a dry run, which reports it as its result."""
     noted: set[Finding] = set()
 
     def note(finding: Finding) -> None:
@@ -92,7 +95,7 @@ def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
 
 
 def _list_given(findings: Sequence[Finding]) -> str:
-    """Merged and base by name, experts and data by their tasks."""
+    """List what the user gave: merged and base by name, experts and data by their tasks."""
     texts = [f"{finding.role} {finding.value}" for finding in findings if " " not in finding.role]
     for kind, name in (("expert", "experts"), ("data", "data")):
         tasks = [
@@ -103,13 +106,13 @@ def _list_given(findings: Sequence[Finding]) -> str:
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:
-    """Every model that a job reads, as the user would type it, by its role."""
+    """Return the name of every model that a job reads, as the user would type it, by its role."""
     merged = {} if isinstance(recipe.merged, Merge) else {"merged": recipe.merged}
     return merged | {"base": recipe.base} | {f"{EXPERT}{task}": spec.expert for task, spec in recipe.tasks.items()}
 
 
 def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Recipe:
-    """The recipe with every model and dataset at the commit that it has now."""
+    """Return the recipe with every model and dataset pinned to its current commit."""
     tasks = {}
     for task, spec in recipe.tasks.items():
         data = pin_data(task, spec.data, session.open_repo, session.note)
@@ -119,8 +122,8 @@ def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Reci
 
 
 def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
-    """The source with a dataset at the commit that it has now, or the Hub's parquet copy of it, which `note` is told.
-    Raises HubError, and DataError where there is nothing to read."""
+    """Return the data source pinned to the dataset's current commit, or to the Hub's parquet copy of it; `note` is then
+    called with a message. Raises HubError, and DataError if there is nothing to read."""
     if data.dataset is None or data.is_self_written:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
@@ -129,13 +132,13 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
 
 
 def identify(origin: Origin) -> list[Any]:
-    """Return a value that changes when a model does: its repo with the commit, and the stamps of local files."""
+    """Return a value that changes when the model does: its repo with the commit, and the stamps of local files."""
     descriptions = (CARD, REPORT, RECIPE, PICTURE)  # they say something of a model and are no part of it
     return [origin.pinned, *(stamp(repo.folder, skip=descriptions) for repo in origin.repos() if repo.folder)]
 
 
 def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
-    """Raise RecipeError where nothing says how to evaluate, or what is needed for it is not there."""
+    """Raise RecipeError if no task says how to evaluate it, or if something that the evaluation needs is missing."""
     if session.ranks.size > 1:
         raise RecipeError("evaluation is made for one process", where="torchrun", fix="type featcal evaluate alone")
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
@@ -152,8 +155,8 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
 
 
 def check_copyable(repo: Repo) -> None:
-    """Raise CheckpointError where the files of a model cannot lie in an output: a folder among them has the name of a
-    file of ours, one cannot be read, or is a link that would lead other files of this machine into the output."""
+    """Raise CheckpointError if the files of a model cannot be copied to an output: a folder has the name of a file that
+    featcal writes, a file cannot be read, or a link would bring other files of this machine into the output."""
     for name in (CARD, REPORT, RECIPE, PICTURE):
         if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
             what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"

@@ -1,4 +1,5 @@
-"""`inspect-drift`: experts, model and base run side by side, nothing is calibrated, all is measured."""
+"""The `inspect-drift` command: experts, model and base run side by side and their drift is measured; nothing is
+calibrated."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
-"""Per task, where nobody says how many."""
+"""Examples per task, if the user does not set a number."""
 SEED = 43
-"""Another one than calibration's: its examples are not the ones to judge it by."""
+"""Seed of the examples if the user sets none. It differs from calibration's default, so that a calibration is not
+judged by the examples it was fitted to."""
 
 
 def inspect_drift(
@@ -47,11 +49,13 @@ def inspect_drift(
     max_drift: float | None = None,
     listener: Listener | None = None,
 ) -> Inspection:
-    """Measure how far a model's features are from its experts', and where that comes from.
+    """Measure how far a model's features are from its experts', and in which parts of the model the distance arises.
 
-    recipe: as for `calibrate`; its merged model is the one that is inspected, and so is `compare` if it is given.
-    plot (.png or .svg), html and markdown (.md): files to write, and all that is written.
-    max_drift: the limit of a gate, for what markdown says; `verdict.check_gate` stops a program that is over it.
+    recipe: as for `calibrate`; its merged model is inspected.
+    compare: a second model to inspect.
+    plot (.png or .svg), html and markdown (.md): files to write; nothing else is written.
+    max_drift: the limit of a gate, which the markdown file reports; to stop a program above it, call
+    `verdict.check_gate`.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     wanted = ((plot, PICTURES), (html, PAGES), (markdown, TEXTS))
@@ -80,13 +84,13 @@ def inspect_drift(
 
 
 def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
-    """Write what `make` makes of the kind of file, if one is wanted."""
+    """Write the content from `make` to a file, if one is wanted; `make` gets the file's suffix without the dot."""
     if file:
         write_requested(Path(file), make(Path(file).suffix[1:]), where=str(file))
 
 
 def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
-    """Run the job; return it with all that it has measured. Raises FeatCalError."""
+    """Run the job; return its plan and the job with all measurements. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.models.alignment import check_alignment, load_fitting
     from featcal_cli.workflows.load import fetch_models, load_models

@@ -1,4 +1,5 @@
-"""The models of a job on this machine: downloaded, loaded, and the merged one built where it is not named."""
+"""The models of a job on this machine: they are downloaded and loaded, and the merged model is built if the job does
+not name one."""
 
 from __future__ import annotations
 
@@ -25,14 +26,15 @@ class Models:
 
     merged: Model
     student: Model
-    """The merged model again, with the same tensors: it is the one that changes."""
+    """A second copy of the merged model that shares its tensors; only this one is changed by calibration."""
     base: Model
     experts: Mapping[str, Model]
-    """Experts by task; of several ranks each has those of its own tasks."""
+    """Experts by task; each of several ranks has only the experts of its own tasks."""
 
 
 def fetch_models(session: Session, plan: Plan, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
-    """Every model of a job on this machine, by its role; with `tasks`, of the experts only theirs. Raises HubError."""
+    """Download every model of a job and return the snapshots by role. tasks: if given, only the experts of these tasks
+    are fetched. Raises HubError."""
     snapshots = {}
     for role, origin in plan.origins.items():
         if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
@@ -50,10 +52,10 @@ def load_models(
     ranks: Ranks | None = None,
     scratch: Path | None = None,
 ) -> Models:
-    """The models of `snapshots` (by role: merged, base, expert TASK). With `merge`, merged is built in the folder
-    `built` and called `name`, by one rank on each machine. scratch: a folder for weights that run in another form than
-    the files have them in (a mixture's experts in one); without it they stay in memory. Raises CheckpointError for what
-    cannot be loaded, OutputError where the disk is full."""
+    """Load the models of `snapshots` (by role: merged, base, expert TASK). If `merge` is given, one rank on each
+    machine builds the merged model in the folder `built`; its name is `name`. scratch: a folder for weights that are
+    converted when they are loaded (such as a mixture's fused experts); without it they stay in memory. Raises
+    CheckpointError if a model cannot be loaded, and OutputError if the disk is full."""
 
     def keep(model: Model) -> Model:
         if scratch is not None:

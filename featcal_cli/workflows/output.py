@@ -1,5 +1,5 @@
-"""Checkpoints that are written: which tensor lies where, new values without touching anything else, and all of it read
-back before it takes its place; and a merged model that is built."""
+"""Checkpoint files: find each tensor on disk, overwrite the calibrated ones and nothing else, and verify the output
+before it is published. A merged model that featcal builds is written here too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Slot(Entry):
 
 
 def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
-    """Every tensor of the checkpoint by its name on disk, from the headers alone. Raises CheckpointError."""
+    """Return the slot of every tensor of the checkpoint by its name on disk; only the headers are read. Raises
+    CheckpointError."""
     slots: dict[str, Slot] = {}
     for file in snapshot.weights():
         try:
@@ -49,8 +50,8 @@ def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
 
 
 def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """`parameters`, named by module path, as the tensors that the model's files hold, in the files' dtypes. Raises
-    CheckpointError when a parameter has no place of the same shape in the files."""
+    """Convert `parameters`, named by module path, to the tensors in the model's files, by their names and in their
+    dtypes. Raises CheckpointError if the files have no tensor of the same shape for a parameter."""
     tensors = {}
     for name, tensor, stored in _match_names(model, parameters, entries):
         if stored is None or entries[stored].shape != tuple(tensor.shape):
@@ -65,8 +66,8 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mappi
 
 
 def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
-    """Raise CheckpointError where the files hold a parameter of a block in a dtype that only packed weights have. The
-    model may be without values; nothing is checked where the files' tensors, by name, are not known."""
+    """Raise CheckpointError if the files hold a parameter of a block in a dtype that only packed weights have. The
+    model may be without values. entries: the files' tensors by name; nothing is checked if they are not known."""
     blocks = [path for block in architecture.blocks if (path := model.own_path(block.name)) is not None]
     inside = {
         f"{block}.{name}": value
@@ -80,7 +81,8 @@ def check_readable(model: Model, architecture: Architecture, entries: Mapping[st
 
 
 def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
-    """Raise CheckpointError where a calibrated parameter could not be written to the files; likewise."""
+    """Raise CheckpointError if a calibrated parameter could not be written to the files. entries: the files' tensors by
+    name; nothing is checked if they are not known."""
     if entries is not None:
         solved = {
             f"{block.name}.{path}": parameter
@@ -92,7 +94,7 @@ def check_writable(merged: Model, architecture: Architecture, entries: Mapping[s
 
 
 def _check_dtype(model: Model, name: str, dtype: str) -> None:
-    """Raise CheckpointError for a tensor in whose dtype no weight can be read and written."""
+    """Raise CheckpointError if a tensor's dtype is not one that can be calibrated."""
     if dtype not in DTYPES:
         what = f"{model.role} holds {name} as {dtype}; only float64, float32, float16 and bfloat16 can be calibrated"
         raise CheckpointError(what, where=model.snapshot.name, fix=UNPACKED)
@@ -101,7 +103,8 @@ def _check_dtype(model: Model, name: str, dtype: str) -> None:
 def _match_names(
     model: Model, parameters: Mapping[str, Tensor], stored: Collection[str]
 ) -> Iterator[tuple[str, Tensor, str | None]]:
-    """Every parameter as the files have it (fused ones in parts), with the name of its tensor there; None for none."""
+    """Yield every parameter in the form that the files have (a fused one in parts), with the name of its tensor in the
+    files, or None if they have none."""
     prefix = f"{model.module.base_model_prefix}."
     tied: dict[int, list[str]] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
@@ -115,8 +118,8 @@ def _match_names(
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
-    """Copy a checkpoint's files byte for byte into the new folder `target`; return which they are, and which are left
-    out. Raises CheckpointError for a link out of the folder that is no weight file."""
+    """Copy a checkpoint's files byte for byte into the new folder `target`; return which files were copied and which
+    were left out. Raises CheckpointError if a file that is no weight file links to a place outside the folder."""
     files = divide_files(snapshot.folder)
     target.mkdir(parents=True)
     copy_files(snapshot.folder, files.kept, target, weights=[file.name for file in snapshot.weights()])
@@ -124,7 +127,8 @@ def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
 
 
 def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`; nothing else changes."""
+    """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`; all other bytes stay
+    unchanged."""
     for name, tensor in tensors:
         slot = slots[name]
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -136,7 +140,7 @@ def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tup
 
 
 CHUNK = 1 << 24
-"""Bytes of two files that are compared at a time."""
+"""Number of bytes of two files that are compared at a time."""
 
 
 def write_output(
@@ -147,10 +151,13 @@ def write_output(
     check_inputs: Callable[[], None],
     stage: Callable[[str], None],
 ) -> Files:
-    """Copy the merged checkpoint, put the calibrated tensors of the `groups` (by name on disk) into the copy, add
-    `contents` by file name, look it all over, and let it take its place. Returns which files of merged it has.
+    """Write the output: copy the merged checkpoint, overwrite the calibrated tensors from `groups` (by name on disk),
+    add `contents` by file name, verify the result, and move it to its place. Returns which of merged's files were
+    copied.
 
-    check_inputs: raises where merged is no longer what it was. stage: told when the look begins. Raises OutputError."""
+    check_inputs: raises if the merged model's files have changed. stage: called when the verification begins. Raises
+    OutputError.
+    """
     check_inputs()
     built = workspace.built
     with workspace.writing():
@@ -170,8 +177,9 @@ def write_output(
 
 
 def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
-    """A checkpoint in the new folder `target` with the files of `layout`, the given tensors (by name on disk) in place
-    of its own, and the processor and tokenizer files of `spare` that `layout` lacks. Raises OutputError."""
+    """Write a checkpoint to the new folder `target`. It has the files of `layout` with the given tensors (by name on
+    disk) in place of its own, and the processor and tokenizer files of `spare` that `layout` lacks. Raises
+    OutputError."""
     try:
         sources = [source for source in spare.folder.iterdir() if source.is_file()]
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
@@ -192,11 +200,12 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
 def check_built(
     folder: Path, merged: Model, groups: Iterable[Mapping[str, Tensor]], contents: Mapping[str, bytes]
 ) -> None:
-    """Read back a finished output folder: the calibrated tensors of `groups` (by name on disk) hold what they should
-    and are finite, every other byte is merged's, `contents` are there by file name, and the model loads.
+    """Verify a finished output folder by reading it back: the calibrated tensors of `groups` (by name on disk) are
+    finite and stored correctly, every other byte equals merged's, the files of `contents` are complete, and the model
+    loads.
 
-    Raises OutputError for what is not so: a disk that lies, or a fault of ours. Raises NumericsError where the weights'
-    dtype is too small for a solution.
+    Raises OutputError if any of this fails, because of a faulty disk or a bug in featcal. Raises NumericsError if a
+    solution is too large for the dtype of the weights.
     """
     written: dict[str, list[tuple[int, int]]] = {}
     slots = read_slots(merged.snapshot)
@@ -226,7 +235,7 @@ def check_built(
 
 
 def _check_loading(folder: Path, merged: Model) -> None:
-    """Raises OutputError where transformers lacks more tensors than it does in merged."""
+    """Raise OutputError if transformers misses tensors in the output that it finds in merged."""
     snapshot = Snapshot("the output", folder, None, trusted=merged.snapshot.trusted)
     try:
         lacking = load_model("the output", snapshot, type(merged.module)).missing - merged.missing
@@ -237,7 +246,7 @@ def _check_loading(folder: Path, merged: Model) -> None:
 
 
 def _same_but_for(original: Path, copy: Path, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether two files are alike outside of these spans of bytes, which are in order."""
+    """Return whether two files are equal outside of the given byte ranges, which must be in order."""
     if original.stat().st_size != copy.stat().st_size:
         return False
     starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), original.stat().st_size]

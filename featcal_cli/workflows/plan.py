@@ -1,4 +1,4 @@
-"""Everything that can be found out about a job before its weights are downloaded, and every reason not to start it."""
+"""The plan of a job: everything that can be found out before weights are downloaded, and every reason not to start."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, f
 from featcal_cli.workflows.workspace import Workspace
 
 SAMPLED = 8
-"""Examples of a task that a dry run reads."""
+"""Number of examples of each task that a dry run reads."""
 Headers = Mapping[str, Entry] | None
-"""The tensors of a model's files, by name; None where they are not known before its weights are here."""
+"""The tensors in a model's files by name; None if they are unknown until the weights are downloaded."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of one model's files."""
+    """Sizes of one model's files, by where the files are."""
 
     missing: int
-    """To be downloaded."""
+    """Bytes that must be downloaded."""
     here: int
     """Bytes that are in the cache or in a local folder already."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that may start."""
+    """A job that is checked and ready to start."""
 
     inputs: Inputs
     recipe: Recipe
-    """The recipe of the inputs; once it has run, with the numbers that were chosen."""
+    """The recipe from the inputs; after a run, it also holds the hyperparameters that were chosen."""
     transfers: Mapping[str, Transfer]
     examples: Mapping[str, TaskExamples]
     token_ids: TokenIds
@@ -74,11 +74,11 @@ class Plan:
     parameters: int
     blocks: int
     modules: int
-    """Number of calibrated parameters."""
+    """Number of modules that can be calibrated."""
     estimate: Estimate
     device: str
     stops: Sequence[FeatCalError] = ()
-    """Errors that would stop a run, where this is the plan of a dry run."""
+    """Errors that would stop a run; filled only by a dry run."""
 
     @property
     def origins(self) -> Mapping[str, Origin]:
@@ -97,11 +97,11 @@ class Plan:
 
 
 def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> Plan:
-    """Compare the models by their files' headers, read the examples, and work out what the job needs.
+    """Compare the models by their files' headers, read the examples, and estimate what the job needs.
 
-    target: the folder that a calibration will write; None where models are only measured. Nothing is written but small
-    files to the Hub's cache, and, at the end, the examples that experts write themselves. A dry run reads a few
-    examples. Raises FeatCalError for whatever would stop the job later, as far as the session does not collect that.
+    target: the folder that a calibration will write; None if models are only measured. This writes only small files to
+    the Hub's cache and, at the end, the examples that experts write themselves. A dry run reads only a few examples.
+    Raises FeatCalError for whatever would stop the job later, unless the session collects these errors.
     """
     options, device, look = session.options, session.device, session.obstacles.look
     recipe, origins = inputs.recipe, inputs.origins
@@ -173,7 +173,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
 
 
 def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:
-    """Every model without values, and what its files hold, by its role."""
+    """Build every model without weight values, and read the headers of its files; return both by role."""
     snapshots: dict[str, Snapshot] = {}
     headers: dict[str, Headers] = {}
     for role, origin in origins.items():
@@ -202,7 +202,7 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
 
 
 def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError for a quantised model, or an adapter on one."""
+    """Raise CheckpointError if a model is quantised, or is an adapter on a quantised model."""
     what = f"the base of {role}, {origin.body.name}," if origin.base else role
     fix = f"name the base in full precision: BASE+{origin.name}" if origin.base else ""
     check_unquantised(snapshot.config, what, origin.body.name, tensors, fix)
@@ -213,13 +213,13 @@ def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mappi
 
 
 def describing_folder(repo: Repo, further: Sequence[str] = ()) -> Path:
-    """A folder with what says how to build and feed one model, without its weights."""
+    """Return a folder with a model's configuration and preprocessing files, without its weights."""
     return repo.folder or download_describing(repo, (*DESCRIBING, *further))
 
 
 def _find_vocabularies(origins: Mapping[str, Origin]) -> Vocabularies:
-    """The models' vocabularies by role; a merged model that is yet to be built gets the first expert's files, and of
-    base's those that it lacks."""
+    """Return the models' vocabularies by role. A merged model that is not built yet has the first expert's files, and
+    those of base's files that the expert lacks."""
     folders = {role: [describing_folder(repo) for repo in origin.repos()] for role, origin in origins.items()}
     first = next(role for role in folders if role.startswith(EXPERT))
     return Vocabularies({MERGED: [*folders[first], *folders["base"]], **folders})
@@ -244,9 +244,9 @@ def _draw_examples(
     *,
     held_out: bool,
 ) -> dict[str, DrawnExamples]:
-    """The examples by task; in the place of those that an expert is yet to write, as many without a meaning. held_out:
-    where a source has no further rows, some are held out of those that would be fitted, if the method checks updates.
-    """
+    """Draw the examples of each task. For an expert that has yet to write its examples, placeholders of the same number
+    are returned. held_out: if a source has no further rows and the method checks updates, hold out some of the rows
+    that would otherwise be fitted."""
     drawn, merged, calibration = {}, outlines["merged"].module, inputs.recipe.calibration
     sampled = SAMPLED if session.options.dry_run and not session.options.strict else None
     for task, spec in inputs.recipe.tasks.items():
@@ -272,7 +272,7 @@ def _draw_examples(
 
 
 def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calibration) -> Architecture:
-    """The blocks of an outline. Raises ArchitectureError where there are none."""
+    """Find the blocks of a model without weight values. Raises ArchitectureError if it has none."""
     # a model that looks at values cannot run without them: then what is registered must do, and the run will tell
     kinds = {"routers": calibration.routers, "stems": calibration.stems}
     architecture = run_without_values(merged.module, calibration.norms, longest, **kinds)
@@ -287,7 +287,7 @@ def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calib
 
 
 def check_stems(architecture: Architecture, calibration: Calibration, merged: Model) -> None:
-    """Raise RecipeError where stems are to be calibrated and there is none."""
+    """Raise RecipeError if stems are to be calibrated and the model has none."""
     if calibration.stems and not architecture.stems:
         what = f"{type(merged.module).__name__} has no stem: no module that holds convolutions runs before its blocks"
         raise RecipeError(what, where=merged.snapshot.name, fix="take stems: true out of the recipe")
@@ -296,7 +296,8 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
 def _check_models(
     session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
 ) -> None:
-    """Raise CheckpointError for a model that does not go with merged; note what differs and what is not read."""
+    """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ and which
+    weights are not read."""
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike
@@ -308,7 +309,7 @@ def _check_models(
 
 
 def _count_transfer(origin: Origin) -> Transfer:
-    """Bytes of a model's own files and, for an adapter, of its base's."""
+    """Count the bytes of a model's files; those of an adapter include its base's."""
     repo = origin.repo
     missing = set() if repo.folder else set(missing_files(repo))
     sizes = {True: 0, False: 0}
@@ -319,7 +320,7 @@ def _count_transfer(origin: Origin) -> Transfer:
 
 
 def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:
-    """Raise OutputError when the output or the downloads would not fit."""
+    """Raise OutputError if the output or the downloads would not fit on the disk."""
     downloads = sum(transfer.missing for transfer in transfers.values())
     places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
     if target is not None:
@@ -334,8 +335,8 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path
 
 
 def _check_adapter(origins: Mapping[str, Origin], rank: int | None, largest: int) -> None:
-    """Raise RecipeError where no adapter of this rank can be written of the updates; nothing is checked for None.
-    largest: the most that the model's matrices allow; 0 where it is not known."""
+    """Raise RecipeError if no adapter of this rank can be written; `rank` None means that none is wanted. largest: the
+    largest rank that the model's matrices allow; 0 if it is not known."""
     if rank is None:
         return
     where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"

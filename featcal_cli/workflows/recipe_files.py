@@ -1,4 +1,4 @@
-"""Recipes that are written: the one in an output, and that of a dry run."""
+"""Recipe files that featcal writes: the one in an output, and the one that a dry run saves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _DID = "the job that calibrated"
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that `as_draft` reads back; without `output`: running a job again need not publish it.
+    """Return the recipe as YAML that `as_draft` can read. It leaves out `output`, because running a job again should
+    not publish it again.
 
-    The same recipe gives the same text: no date, and in the comments no path of this machine.
+    The same recipe always gives the same text: it holds no date, and its comments hold no local path.
     """
     made = f"# Written by featcal {__version__}: {_DID} {_name_merged(recipe)},"
     again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
@@ -30,7 +31,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, overwrite: bool) -> None:
-    """Write what a dry run found to a file that `featcal calibrate -r` takes. Raises OutputError."""
+    """Write the recipe that a dry run completed to a file that `featcal calibrate -r` can read. Raises OutputError."""
     check_save(file, overwrite=overwrite)
     lines = [
         f"# Written by featcal {__version__}, by a dry run: the job that would calibrate {_name_merged(recipe)},",
@@ -42,7 +43,7 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
 
 
 def check_save(file: Path, *, overwrite: bool, dry_run: bool = True) -> None:
-    """Raise RecipeError or OutputError where a dry run cannot be saved to this file."""
+    """Raise RecipeError or OutputError if a dry run's recipe cannot be saved to this file."""
     where = f"--save {file}"
     if not dry_run:
         fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
@@ -62,7 +63,8 @@ def check_save(file: Path, *, overwrite: bool, dry_run: bool = True) -> None:
 
 
 def is_calibrated(repo: Repo) -> bool:
-    """Whether featcal made the model in this repo or folder, by what lies beside its weights. Raises HubError."""
+    """Return whether featcal calibrated the model in this repo or folder, judged by the other files there. Raises
+    HubError."""
     if REPORT in repo.files:
         return True
     metadata, _, _ = split_front_matter(repo.read_card())
@@ -82,7 +84,7 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
 
 
 def _name_merged(recipe: Recipe) -> str:
-    """The merged model, in words where it has no name that others know."""
+    """Return the merged model's name, or a description if it was built by featcal or has no public name."""
     if isinstance(recipe.merged, Merge):
         named = {"ties": "TIES merge", "dare_ties": "DARE-TIES merge"}
         method = recipe.merged.method

@@ -1,6 +1,6 @@
-"""Estimates of the memory and disk that a job will need, as sums of a few terms.
+"""Estimates of the memory and disk that a job will need, each a sum of a few terms.
 
-`benchmarks/estimate.py` compares them with what runs take: they are within 30 % of that.
+`benchmarks/estimate.py` compares them with measured runs: they are within 30 % of the measured values.
 """
 
 from __future__ import annotations
@@ -27,39 +27,42 @@ from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
-"""Passes that are paused for one example: where it is fitted those of expert and student; where drift is measured on it
-those of merged and base too, and the expert's for each of these heads, if they are small; where updates are checked on
-it those of expert, student and merged."""
+"""Forward passes that are paused for one example: expert and student if it is fitted; merged and base as well if drift
+is measured on it, plus one run of the expert's head for each of these four models, if heads are small; expert, student
+and merged if updates are checked on it."""
 BLOCKS_ON_DEVICE, BLOCKS_ON_HOST, BLOCKS_WRITTEN, STEMS = 6, 2, 5, 3
-"""Blocks whose weights a device has at once: merged's, base's, an expert's, and the next one of each; a CPU only those
-that are in use, and while a block is written all, also as a file's bytes. Stems that run beside each other."""
+"""Blocks whose weights are in memory at once. A device holds those of merged, base and an expert, and the next block of
+each; a CPU only those in use. While a block is written, more copies exist, one of them as the file's bytes. STEMS is
+the number of stems that run side by side."""
 MODELS_CONVERTED = 4
-"""Models whose weights a CPU converts while they run: merged, student, base and an expert."""
+"""Number of models whose weights a CPU converts while they run: merged, student, base and an expert."""
 BATCH_COPIES = 4
-"""Bytes of a batch's features at one block: the student's, the expert's, its outputs, and what sums are made of."""
+"""Copies of a batch's features at one block: the student's, the expert's, the expert's outputs, and the terms of the
+sums."""
 LOGIT_COPIES = 6
-"""Bytes of a batch's logits while they are differentiated: with their probabilities, and the gradients of both."""
+"""Copies of a batch's logits while they are differentiated, including probabilities and the gradients of both."""
 SQUARES, SQUARES_SOLVED = 2.0, 3
-"""Matrices of d_in² in the sums for one input, of the models' features with themselves and with each other; and for the
-largest system that is solved: with its factor, and what that is made with."""
+"""Matrices of d_in² elements. SQUARES: in the sums for one input, products of the student's features with themselves
+and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory."""
 HEAP_GAPS = 2 * LARGEST_REUSED
-"""Bytes that the heap keeps free: a piece of the largest size, and gaps between features that took others' places."""
+"""Bytes that the heap keeps without using them: a freed piece of the largest size, and gaps between features."""
 HEAD_SHARE = 0.05
-"""The largest share of an expert's stem and blocks that a small head has."""
+"""Largest size of a head that counts as small, as a share of the expert's stem and blocks."""
 SMALL_FILES = 2**18
-"""Bytes of report, card, picture and records, and of what a disk takes for a file beyond its bytes."""
+"""Bytes of the report, model card, picture and other small files, including what the disk uses beyond their size."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of a job."""
+    """The memory and disk that a job needs."""
 
     host_bytes: int
-    """Peak resident memory, weights that are read from disk included."""
+    """Peak resident memory, including weights that are read from disk."""
     device_bytes: int
     """Peak memory on the device; 0 where it is the CPU."""
     disk_bytes: int
-    """The output, finished blocks, a merged model that is built, and features that do not fit in memory, together."""
+    """Disk space for the output, finished blocks, a merged model that is built, and features that do not fit in memory,
+    together."""
 
 
 def estimate(
@@ -71,14 +74,15 @@ def estimate(
     *,
     writes: bool,
 ) -> Estimate:
-    """The needs of a job, given the outline of its merged model; `writes`: it calibrates, and does not only measure.
+    """Estimate what a job needs, given its merged model without weight values. writes: whether the job calibrates, and
+    does not only measure.
 
-    1. Features: what paused passes hold, and the examples. Where a device has no room for all, the rest lies in the
-       machine's memory, and then in files.
-    2. Weights: the blocks that are in memory at once, or else the stems.
-    3. Sums: for each input [.., d_in] of a block's modules, matrices of d_in² and of d_out × d_in; and features of
+    1. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
+       machine's memory, and then to files.
+    2. Weights: the blocks that are in memory at once, or the stems if they are larger.
+    3. Sums: matrices of d_in² and of d_out × d_in for each input [.., d_in] of a block's modules, and the features of
        one batch.
-    4. Gradients of one expert's outputs at all its modules.
+    4. Gradients: those of one expert's outputs at all its modules.
     """
     calibration, model, on_device = recipe.calibration, merged.module, device.type != "cpu"
     computing = choose_dtype(calibration, model)
@@ -150,14 +154,14 @@ def estimate(
 
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
-    """The dtype that models are run in."""
+    """Choose the dtype in which models run."""
     wanted = str(model.dtype) if calibration.dtype == "auto" else calibration.dtype
     return torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
 
 
 def has_small_head(model: Model, architecture: Architecture) -> bool:
-    """Whether all that runs after a model's blocks is small beside what must be read of it anyway: only then a
-    calibration reads it, to measure what drift does to its answers."""
+    """Return whether everything that runs after a model's blocks is small compared with the weights that are read
+    anyway. Only then does a calibration read the head, to measure the effect of drift on outputs."""
     inside = set(map(id, model.parameters.values()))
     own = [value for value in model.module.parameters() if id(value) not in inside] if model.body else []
     stem = set(map(id, model.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
@@ -166,12 +170,13 @@ def has_small_head(model: Model, architecture: Architecture) -> bool:
 
 
 def read_bytes(model: Model, architecture: Architecture) -> int:
-    """Bytes of the parameters that a calibration reads of this model."""
+    """Return the bytes of this model's parameters that a calibration reads."""
     return sum(value.nbytes for value in model.parameters_of(architecture.reached))
 
 
 def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) -> tuple[int, int, int, int]:
-    """Bytes of the largest block and of the stem, each in the dtype of its files and in the one that it runs in."""
+    """Return the bytes of the largest block and of the stem, each in the dtype of the files and in the dtype in which
+    it runs."""
     model = merged.module
     blocks = [list(model.get_submodule(block.name).parameters()) for block in architecture.blocks]
     inside = {id(x) for block in blocks for x in block}
@@ -184,8 +189,9 @@ def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) ->
 
 
 def _find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:
-    """Every input of the block's Linear modules: d_in, and d_out of all modules together that read it and of the widest
-    one. Modules of one parent that are as wide share theirs, but for parts of one parameter."""
+    """List the inputs of the block's Linear modules, each as d_in, the sum of d_out over all modules that read it, and
+    the largest d_out among them. Modules with the same parent and d_in are assumed to share an input, unless they are
+    parts of one parameter."""
     inputs: dict[tuple[str, int], tuple[int, int, int]] = {}
     for module in block.modules:
         if module.kind in LINEAR_KINDS:
@@ -200,8 +206,8 @@ def _find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:
 def _count_sums(
     model: nn.Module, architecture: Architecture, calibration: Calibration, guarded: bool, tasks: int, batch: float
 ) -> float:
-    """Bytes of the sums over features while a batch is added to them, or while a system is solved, at the part of a
-    block where they are largest. guarded: the examples that updates are checked on have sums of their own."""
+    """Return the peak bytes of the sums over features at the largest part of a block, either while a batch is added or
+    while a system is solved. guarded: whether updates are checked, which needs separate sums over held-out examples."""
     used, _ = choose_hyperparameters(calibration, kind_of(model))
     item, most, times = choose_precision(torch.float32, used.ridge, used.metric).itemsize, 0.0, 1 + guarded
     by_depth = calibration.solving_order == "module"
@@ -218,7 +224,8 @@ def _count_sums(
 
 
 def _count_gradients(model: nn.Module, architecture: Architecture) -> tuple[int, int]:
-    """Bytes of one expert's gradients at the outputs of its modules, as they are summed, and as they are kept."""
+    """Return the bytes of one expert's gradients at the outputs of its modules: while they are summed, and as they are
+    stored."""
     summed = kept = 0
     for block, of_experts in product(architecture.blocks, (False, True)):
         modules = tuple(module for module in block.modules if module.is_routed == of_experts)

@@ -1,4 +1,5 @@
-"""Examples that an expert writes itself, for merges that name no data: sampled from it once, and kept in the cache."""
+"""Examples that an expert writes itself, for merges whose recipe names no data. They are sampled from the expert once
+and kept in the cache."""
 
 from __future__ import annotations
 
@@ -38,19 +39,19 @@ from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import EXPERT, Session
 
 VERSION = 1
-"""Version of the way to write: rows that were written in another one are not read again."""
+"""Version of the sampling procedure; rows written by another version are not reused."""
 AT_ONCE = 32
-"""Texts that are written together."""
+"""Number of texts that are generated together."""
 PASSES = 4
-"""Times as many as are needed may be tried: some are empty, or equal to others."""
+"""Factor by which more texts than needed may be generated, because some are empty or repeat others."""
 LOGITS = 3
-"""Times that a step's logits are held: as they are, as probabilities, and sorted or drawn from."""
+"""Copies of a step's logits that are in memory: the logits, the probabilities, and those sorted or sampled from."""
 MARK = "featcal"
-"""Stands for the user's words while a chat template is taken to pieces."""
+"""Text that stands for the user's message while a chat template is split into the parts before and after it."""
 
 
 def can_write(model_class: type[PreTrainedModel]) -> bool:
-    """Whether models of this class read text alone and write it on."""
+    """Return whether models of this class take only text as input and can continue it."""
     names = inspect.signature(model_class.forward).parameters.keys()
     reads_text = model_class.main_input_name == "input_ids" and not {"pixel_values", "input_features"} & names
     return model_class.can_generate() and reads_text and "decoder_input_ids" not in names
@@ -63,8 +64,8 @@ def open_self_written(
     folders: Folders,
     text_models: TextModels | None = None,
 ) -> TextReader:
-    """The reader of what an expert of the class `model_class` writes, for `model`. Raises DataError for a class that
-    writes no text of its own accord."""
+    """Open a reader, for `model`, of the examples that an expert of class `model_class` writes. Raises DataError if the
+    class is not a causal language model."""
     where = f"{task}: {SELF}"
     if not can_write(model_class):
         what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
@@ -77,8 +78,8 @@ def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: Text
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
-    """As many examples as an expert is to write (`sampled`: so many to fit), each as long as can be and without any
-    meaning: for what depends on their shapes."""
+    """Return placeholders for the examples that an expert will write, where only shapes matter. Each has the greatest
+    possible length. sampled: the number of fitted placeholders; None for `count`."""
     kept = min(count, sampled or count)
     inputs = {
         "input_ids": torch.zeros(1, reader.max_tokens).long(),
@@ -93,8 +94,8 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
 
 
 def add_writing(needs: Estimate, model: PreTrainedModel, device: torch.device) -> Estimate:
-    """The needs of a job in which experts like `model` write first: a whole one, the keys and values of the texts under
-    way, and a step's logits."""
+    """Return the needs of a job in which experts like `model` first write examples: weights of a whole expert, keys and
+    values of the texts in progress, and the logits of a step."""
     config, weights = text_config(model), sum(x.nbytes for x in model.parameters())
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
@@ -114,8 +115,8 @@ def write_examples(
     folders: Mapping[str, Folders],
     text_models: Mapping[str, TextModels],
 ) -> dict[str, DrawnExamples]:
-    """Let the experts of the tasks in `folders` write, each on the rank of its task; rows that an earlier run has kept
-    are read. folders: by task, where its tokenizer may lie; text_models: by task, those that read what is written.
+    """Let the expert of each task in `folders` write examples, on the rank that has the task; rows in the cache are
+    reused. folders: by task, where its tokenizer may be. text_models: by task, the models that will read the texts.
     Raises FeatCalError."""
     calibration = recipe.calibration
     count, seed = calibration.examples, calibration.seed
@@ -139,7 +140,7 @@ def write_examples(
 
 
 def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader, count: int, seed: int) -> list[Row]:
-    """So many rows of the whole expert, on the run's device. Raises FeatCalError."""
+    """Load the whole expert onto the run's device and let it write `count` rows. Raises FeatCalError."""
     session.stage(f"downloading {origin.name}")
     snapshot, device = session.fetch(origin), session.device
     session.stage(f"writing examples of {task}")
@@ -167,7 +168,7 @@ def _tell(session: Session, task: str, count: int, done: int) -> None:
 
 
 def _read_kept(file: Path) -> list[Row]:
-    """The rows that an earlier run has written; none where there are none."""
+    """Read the rows that an earlier run has written; an empty list if there are none."""
     try:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError):
@@ -175,7 +176,7 @@ def _read_kept(file: Path) -> list[Row]:
 
 
 def _keep(rows: Sequence[Row], file: Path) -> None:
-    """Let the rows lie in the cache, for this run and the next to read. Raises OutputError."""
+    """Store the rows in the cache, for this run and later ones. Raises OutputError."""
     try:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -187,15 +188,16 @@ def _keep(rows: Sequence[Row], file: Path) -> None:
 
 @dataclass(frozen=True)
 class Writer:
-    """An expert that writes: a conversation where it has a chat template, else whatever follows where texts begin."""
+    """An expert that writes examples: conversations if it has a chat template, otherwise plain texts from their
+    beginning."""
 
     model: PreTrainedModel
-    """Whole, on the device where it writes."""
+    """The whole model, on the device on which it generates."""
     reader: TextReader
 
     def write(self, count: int, seed: int, tell: Callable[[int], None]) -> list[Row]:
-        """So many different rows {messages} or {text}, the same ones for the same seed on the same device; `tell` hears
-        how many there are. Raises DataError for an expert that writes too few."""
+        """Write `count` different rows {messages} or {text}; they are the same for the same seed on the same device.
+        `tell` is called with the number of rows so far. Raises DataError if the expert writes too few."""
         rows: dict[str, Row] = {}
         seeds = Random(seed)
         write = self._write_texts if (turn := self._find_turn()) is None else lambda seed: self._converse(*turn, seed)
@@ -217,7 +219,7 @@ class Writer:
         return [self.model.device] if self.model.device.type == "cuda" else []
 
     def _write_texts(self, seed: int) -> Iterator[Row]:
-        """Texts from where one begins: the token that stands there, else any token of the vocabulary."""
+        """Yield texts that start from the tokenizer's begin or end token; if it has neither, from random tokens."""
         tokenizer = self.reader.tokenizer
         start = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
         random = Random(seed)
@@ -228,8 +230,8 @@ class Writer:
                 yield {"text": text}
 
     def _converse(self, prefix: list[int], end: str, seed: int) -> Iterator[Row]:
-        """Questions that the expert puts into the user's mouth, with its answers. prefix: the tokens before a question;
-        end: the text that follows one."""
+        """Yield conversations: the expert writes the user's question, and then its own answer. prefix: the tokens
+        before a question; end: the text that follows one."""
         tokenizer, most = self.reader.tokenizer, self.reader.max_tokens
         asked = self._sample([prefix] * AT_ONCE, max(1, most // 2 - len(prefix)), seed)
         questions = [tokenizer.decode(ids, skip_special_tokens=True).partition(end or "\0")[0] for ids in asked]
@@ -245,8 +247,8 @@ class Writer:
                 yield {"messages": [turn, {"role": "assistant", "content": text}]}
 
     def _find_turn(self) -> tuple[list[int], str] | None:
-        """The tokens that a chat template puts before the user's words, and the text behind them; None where there is
-        no template, or nothing before them."""
+        """Return the tokens that the chat template puts before the user's message, and the text that it puts after it;
+        None if there is no template or nothing before the message."""
         if not self.reader.tokenizer.chat_template:
             return None
         try:
@@ -264,8 +266,8 @@ class Writer:
         return ids
 
     def _sample(self, prompts: Sequence[list[int]], most: int, seed: int) -> list[list[int]]:
-        """Let the model write behind each prompt, up to `most` tokens, by its own probabilities; without the token
-        that ends it."""
+        """Sample a continuation of each prompt, at most `most` tokens long, from the model's unmodified probabilities.
+        The token that ends it is left out."""
         if not prompts:
             return []
         tokenizer, model = self.reader.tokenizer, self.model
@@ -284,7 +286,7 @@ class Writer:
         return [ids[: next((place for place, x in enumerate(ids) if x in ends), len(ids))] for ids in written]
 
     def _ends(self) -> set[int]:
-        """The tokens that end what is written: all that are no text."""
+        """Return the tokens that end a text: all special tokens."""
         tokenizer, known = self.reader.tokenizer, getattr(self.model.config, "eos_token_id", None)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         return {*special, *tokenizer.all_special_ids, *([known] if isinstance(known, int) else known or [])}

@@ -1,4 +1,5 @@
-"""The beginning of every verb: the recipe, the processes, how the job is run; and notes on the way."""
+"""The common start of every command: the recipe, the processes and the run options; it also collects notes during the
+run."""
 
 from __future__ import annotations
 
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
     import torch
 
 RecipeSource = Draft | Mapping[str, Any] | str | Path
-"""A Recipe or a Draft of one, its keys as a dict, a YAML file, or the name of a shipped recipe."""
+"""A Recipe or a Draft, a dict of its keys, a YAML file, or the name of a shipped recipe."""
 EXPERT = "expert "
-"""The prefix of an expert's role; its task follows."""
+"""Prefix of an expert's role; the name of its task follows."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a job is run: nothing that belongs in a recipe."""
+    """Options of how a job is run, which do not belong in a recipe."""
 
     device: str = "auto"
     batch_size: int | None = None
-    """None for what suits models, examples and machine."""
+    """Examples per forward pass; None to choose it by models, examples and machine."""
     allow_pickle: bool = False
     trust_remote_code: bool = False
     output: str | Path | None = None
-    """The folder of a calibration, by default ./NAME-featcal."""
+    """The output folder of a calibration; by default ./NAME-featcal."""
     overwrite: bool = False
     restart: bool = False
     create_pr: bool = False
@@ -51,40 +52,40 @@ class RunOptions:
     evaluate: bool = False
     allow_code: bool = False
     as_adapter: int | None = None
-    """The rank of an adapter that is written beside the model."""
+    """Rank of the adapter that is written beside the model; None for no adapter."""
     dry_run: bool = False
-    """Only plan, from a few examples, and collect all that would stop the run."""
+    """Only plan the run, from a few examples, and collect all errors that would stop it."""
 
 
 class Session:
-    """A user's request on this machine, with the listener that is told how it goes."""
+    """One request of a user on this machine; its listener is informed of the progress."""
 
     def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
         self.started = listener.began if listener and listener.began is not None else time.monotonic()
         self.phases = PhaseClock(self.started)
         self.draft = as_draft(recipe)
         self.ranks = join_ranks()
-        """All processes of this run; the first one speaks and writes."""
+        """All processes of this run; only the first one reports to the user and writes the output."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
         check_device(options.device)
         self.options = options
         self.obstacles = Obstacles(collect=options.dry_run)
         """Errors that stop the run; a dry run collects them."""
         self.notes: list[str] = []
-        """Notes on all that was found and chosen without being told, for the report."""
+        """Notes for the report on everything that featcal found or chose without being told."""
         self.open_repo: Opener = cache(open_repo)
-        """Opens every repo once, so that all parts of the run see one commit."""
+        """Function that opens each repo only once, so that all parts of the run see the same commit."""
 
     @cached_property
     def device(self) -> torch.device:
-        """The device that models run on. Raises RecipeError where it is not there."""
+        """The device on which models run. Raises RecipeError if the machine does not have it."""
         from featcal_cli.runtime.hardware import choose_device
 
         return choose_device(self.options.device)
 
     def load_libraries(self) -> None:
-        """Import torch and what goes with it, which takes seconds: only after all that can be found and said without
-        it. Whatever imports it is imported by a verb after this call."""
+        """Import torch and the libraries that need it. This takes seconds, so call it after all checks that do not need
+        it; commands import modules that need torch only after this call."""
         self.stage("loading libraries")
         load_libraries()
 
@@ -93,30 +94,30 @@ class Session:
         return find_origin(name, allow_pickle=self.options.allow_pickle, open_repo=self.open_repo)
 
     def fetch(self, origin: Origin) -> Snapshot:
-        """One model on this machine. Raises HubError."""
+        """Download a model's files to this machine. Raises HubError."""
         snapshot = replace(fetch(origin, self.listener.transfer), trusted=self.options.trust_remote_code)
         self.note(*dict.fromkeys(text for text in snapshot.notes if for_terminal(text) not in self.notes))
         return snapshot
 
     def share_notes(self) -> None:
-        """Let the first rank know what the others have noted."""
+        """Send the notes of the other ranks to the first rank."""
         _, *others = self.ranks.gather(self.notes)
         if self.ranks.is_first:
             self.note(*dict.fromkeys(text for notes in others for text in notes if text not in self.notes))
 
     def stage(self, text: str) -> None:
-        """Say that a new part of the work begins, from which on its time counts."""
+        """Announce that a new stage of the work begins; its time is measured from now on."""
         self.phases.begin(text)
         self.listener.stage(text)
 
     def note(self, *texts: str) -> None:
-        """Remember sentences for the report, and show them."""
+        """Keep sentences for the report and show them to the user."""
         for text in map(for_terminal, texts):
             self.notes.append(text)
             self.listener.note(text)
 
     def note_of_tasks(self, tasks: Collection[str], texts: Sequence[str]) -> None:
-        """Note sentences that begin with a task; those that several tasks share are shown once."""
+        """Note sentences that begin with a task's name; a sentence that several tasks share is shown only once."""
         self.notes += map(for_terminal, texts)
         for text in join_notes(map(for_terminal, texts), tasks):
             self.listener.note(text)

@@ -1,4 +1,4 @@
-"""Models and examples put together: the blocks that are found, and the job that is ready to run."""
+"""Setup of a job: models and examples are combined, the blocks are found, and the job is made ready to run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ from featcal_cli.workflows.token_ids import TokenIds
 def set_up(
     session: Session, plan: Plan, models: Models, scratch: Path | None = None, others: Iterable[Model] = ()
 ) -> Setup:
-    """The models and the examples together: the blocks that the examples reach are found in merged. others: further
-    models that read the examples. Raises CheckpointError for a model that has not all blocks, or other tokens."""
+    """Combine the models and the examples, and find the blocks of merged that the examples reach. others: further
+    models that read the examples. Raises CheckpointError for a model that lacks some of the blocks or has other
+    tokens."""
     calibration, note, merged = plan.recipe.calibration, session.note, models.merged
     session.stage("finding blocks")
     first = {task: rows.fitted[0] for task, rows in plan.examples.items()}
@@ -69,7 +70,7 @@ def set_up(
 
 @contextmanager
 def _layers_given_back(model: nn.Module) -> Iterator[None]:
-    """Inside, the weights of each layer leave memory when it has run."""
+    """Context manager in which the weights of each layer are released from memory after the layer has run."""
 
     def give_back(layer: nn.Module, *_: object) -> None:  # what a hook returns would be the layer's output
         hardware.give_back(layer.parameters())
@@ -96,17 +97,19 @@ class Setup:
     device: torch.device
     note: Callable[..., None]
     ranks: Ranks = field(default_factory=Ranks)
-    """Processes of the run, of which this one works on its own tasks."""
+    """The processes of the run; this one works on its own tasks."""
     scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    """The folder for features that fit nowhere else, by default the system's; it should lie on a disk."""
+    """Folder for features that fit neither on the device nor in memory; by default the system's temporary folder. It
+    should be on a disk."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """Files of what `measure_gradients` found, by task."""
+    """The file of gradients that `measure_gradients` wrote for each task."""
     token_ids: TokenIds = field(default_factory=TokenIds)
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
-        """How far each module's output moves its expert's answers, and at which tokens unless the user says how those
-        count: a safetensors file a task in the folder, of the fields of OutputGradients. Raises RuntimeError where
-        answers say nothing, or a model cannot be differentiated, and NumericsError for weights that are too large."""
+        """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
+        weights, at which tokens. Writes a safetensors file with the fields of OutputGradients for each task to
+        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated, and
+        NumericsError for weights that are too large."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
@@ -138,13 +141,14 @@ class Setup:
         guarded: bool = False,
         judged: bool = False,
     ) -> Job:
-        """All models at the start, with the examples that they run on.
+        """Build a job with all models at their start and the examples that they run on.
 
-        students, watchers: by role, the models that are calibrated, and the others whose drift is measured. With
-        students it is measured on what is not fitted, if there is any; otherwise on some of what is; without, on all
-        examples, inside of blocks, and split into local mismatch and upstream propagation.
-        guarded: updates are checked on the examples that are held out for that.
-        judged: the last drift of the students, and of merged, is measured on these examples too.
+        students, watchers: by role, the models that are calibrated, and the other models whose drift is measured. With
+        students, drift is measured on held-out examples if there are any, otherwise on some of the fitted ones. Without
+        students, it is measured on all examples, also inside blocks, and split into local mismatch and upstream
+        propagation.
+        guarded: whether updates are checked on the held-out examples reserved for that.
+        judged: whether the final drift of the students and of merged is also measured on these examples.
         """
         models, examples, architecture = self.models, self.examples, self.architecture
         dtype = choose_dtype(self.calibration, models.merged.module)
@@ -195,8 +199,8 @@ class Setup:
         *,
         is_inspected: bool,
     ) -> Measurement:
-        """Prepare the measurement of the models, by role: drift, or everything where they are inspected;
-        answering: the models whose answers limit the size of a batch."""
+        """Prepare the measurement of the models by role: of drift or, if they are inspected, of everything. answering:
+        the models whose logits limit the size of a batch."""
         heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
         # for gradients of answers heads were read anyway
         are_answers_read = all(self.ranks.gather(heads_here or bool(self.gradients)))
@@ -215,8 +219,8 @@ class Setup:
         return drift
 
     def describe_merge(self, recipe: Recipe, merged: Origin | None) -> list[str]:
-        """Describe what is odd about the models as a merge, in sentences; none where not all experts are here.
-        merged: None where it was built for the run."""
+        """Describe, in sentences, what is unusual about the models as a merge; none if not all experts are on this
+        rank. merged: None if it was built for this run."""
         models = self.models
         if models.experts.keys() != recipe.tasks.keys():
             return []
@@ -225,7 +229,8 @@ class Setup:
         return describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:
-        """The blocks in which the first token counts most: as the user says, else as probing a vision model shows."""
+        """Return the blocks in which the first token has the largest weight: as the user sets it, otherwise as found by
+        probing a vision model."""
         last_blocks, chosen = self.architecture.last_blocks, self.calibration.token_weights
         if chosen == "cls":
             return frozenset(last_blocks.values())
@@ -244,11 +249,11 @@ class Setup:
 
 
 LOGIT_BYTES = 2**28
-"""Most bytes of the logits of one batch that outputs are compared on."""
+"""Most bytes of one batch's logits when outputs are compared."""
 
 
 def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
-    """The batches of each task, cut so that any of the models' logits on one of them take no more than LOGIT_BYTES."""
+    """Split the batches of each task so that no model's logits on one batch take more than LOGIT_BYTES."""
     heads = [runner.model.module.get_output_embeddings() for runner in runners]
     choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
     return {task: [part for batch in of_task for part in _cut(batch, choices)] for task, of_task in batches.items()}
@@ -264,18 +269,18 @@ def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
 
 
 SWITCHED = 16
-"""Examples of a task, at most, that models which switch run on."""
+"""Largest number of a task's examples in the forward passes that switch from an expert's blocks to a model's."""
 SWITCH_COST = 1 / 3
-"""Further passes that are allowed, as a share of those that are run anyway."""
+"""Number of these additional passes that is allowed, as a share of the passes that run anyway."""
 
 
 def choose_switched(batches: Sequence[Batch], blocks: int, models: int, split: int) -> list[Batch]:
     """Choose the first examples of a task for the forward passes that switch from the expert's blocks to a model's.
 
     There are as many examples as SWITCH_COST allows, but at least one and at most SWITCHED. Their batches are small, so
-    that about as many forward passes are held at once as in the rest of the measurement. `blocks` is the number of
-    blocks, `models` that of measured models, and `split` that of models whose drift is split into local mismatch and
-    upstream propagation.
+    that about as many forward passes are in memory at once as in the rest of the measurement. blocks: the number of
+    blocks. models: the number of measured models. split: the number of models whose drift is split into local mismatch
+    and upstream propagation.
     """
     examples, largest = sum(map(count_examples, batches)), max(map(count_examples, batches), default=0)
     usual = 1 + models + split  # forwards an example: expert, models, and their blocks on the expert's input

@@ -1,4 +1,5 @@
-"""Which id each model of a job has for a token that the examples hold, as far as it differs from merged's."""
+"""Token ids: find the id that each model of a job has for every token of the examples, if it differs from merged's
+id."""
 
 from __future__ import annotations
 
@@ -22,29 +23,29 @@ from featcal_cli.workflows.session import EXPERT
 
 MERGED, BASE = "merged", "base"
 COMPARED = 512
-"""Tokens, at most, whose embeddings are compared."""
+"""Largest number of tokens whose embeddings are compared."""
 MOST = 0.5
-"""Share of these tokens that must be each other's nearest for two models to have them in one order."""
+"""Share of these tokens that must be each other's nearest neighbours for two models to have the same token order."""
 CLOSE = 0.6
-"""Mean cosine of embeddings with their nearest ones from which two models are taken to hold the same tokens. Of models
-that have nothing in common it is about √(2 ln n / d), with n tokens: 0.13 for 768 dimensions."""
+"""Mean cosine between embeddings and their nearest neighbours at or above which two models are taken to share tokens.
+For unrelated models it is about √(2 ln n / d), with n tokens: 0.13 for 768 dimensions."""
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """How the models of a job read batches that hold the ids of merged's vocabulary."""
+    """How each model of a job reads batches that hold ids of merged's vocabulary."""
 
     tables: Mapping[str, Tensor] = field(default_factory=dict)
-    """The model's own id for each of merged's, by role; roles that have the same ids are left out."""
+    """Tables from merged's ids to the model's own ids, by role; models with the same ids have none."""
     left_out: frozenset[str] = frozenset()
-    """Roles of models that do not run, because they lack tokens of the examples."""
+    """Roles of the models that do not run because they lack tokens of the examples."""
     assumed: Mapping[str, Tensor] = field(default_factory=dict)
-    """The tokens [ids], by role, that a model without a tokenizer, or one beside a merged model without one, is taken
-    to have under merged's ids: only its weights can tell."""
+    """Token ids of the examples, by role, that a model is assumed to share with merged because one of the two has no
+    tokenizer; only their weights can confirm it."""
 
     def verify(self, models: Iterable[Model], merged: Model, note: Callable[..., None]) -> TokenIds:
-        """Compare the embeddings of models whose ids are only assumed with merged's; a base that has its tokens in
-        another order is left out. Raises CheckpointError for any other model that has."""
+        """Compare merged's embeddings with those of models whose ids are only assumed. If base has its tokens in
+        another order, it is left out. Raises CheckpointError if any other model has them in another order."""
         left_out = set(self.left_out)
         for model in models:
             ids = self.assumed.get(model.role)
@@ -66,9 +67,9 @@ def find_token_ids(
     vocabularies: Vocabularies,
     note: Callable[..., None],
 ) -> TokenIds:
-    """Compare every model's vocabulary with merged's on the tokens that the examples hold. A base that lacks some is
-    left out. Raises CheckpointError for any other model that does, and DataError for ids in a file that do not mean the
-    same in merged and expert."""
+    """Compare every model's vocabulary with merged's on the tokens of the examples. If base lacks some, it is left out.
+    Raises CheckpointError if any other model lacks some, and DataError if ids in a data file mean other tokens in the
+    expert than in merged."""
     tables, assumed, left_out = {}, {}, set()
     merged = vocabularies.find(MERGED)
     used = {task: _collect_ids(rows, with_padding=False) for task, rows in examples.items()}
@@ -110,8 +111,8 @@ def find_token_ids(
 
 
 def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -> None:
-    """Raise CheckpointError for models that are to be merged here, row of embeddings by row, and have another token in
-    some row."""
+    """Raise CheckpointError if featcal is to merge models that have different tokens under one id, because embeddings
+    are merged row by row."""
     roles = [role for role in outlines if role != MERGED]
     if len({count_vocabulary(outlines[role].module) for role in roles}) > 1:
         return  # then embeddings are not merged: they stay the first expert's
@@ -129,7 +130,7 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -
 
 
 def _collect_ids(examples: TaskExamples, *, with_padding: bool) -> Tensor:
-    """The ids of all tokens of a task's examples, each once [ids]."""
+    """Return the distinct ids of all tokens in a task's examples [ids]."""
     found = set[int]()
     for batch in (*examples.fitted, *examples.selection, *examples.held_out):
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
@@ -145,8 +146,8 @@ def _look_up(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def _check_given_ids(task: str, source: str, ids: Tensor, pair: tuple[Vocabulary, Vocabulary]) -> None:
-    """Raise DataError for ids of a file that are other tokens in merged than in the expert: whose they are is not
-    known."""
+    """Raise DataError if ids in a data file stand for other tokens in merged than in the expert, because the file does
+    not say which model they were made for."""
     (number, one, other) = next(
         ((i, x, y) for i, x, y in zip(ids.tolist(), *(v.spell(ids.tolist()) for v in pair), strict=True) if x != y),
         (0, "", ""),
@@ -158,8 +159,9 @@ def _check_given_ids(task: str, source: str, ids: Tensor, pair: tuple[Vocabulary
 
 
 def _have_one_order(one: PreTrainedModel, other: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether these tokens' embeddings do not show another order: one in which most tokens of `one` have a close
-    embedding in `other`, and most of those under another id. Embeddings that are like none in `other` show nothing."""
+    """Return False if the embeddings show that `other` has these tokens in another order: most tokens of `one` have a
+    close embedding in `other`, but under another id. If embeddings are not similar at all, they show nothing, and the
+    result is True."""
     ours, theirs = find_embeddings(one), find_embeddings(other)
     if ours is None or theirs is None or ours.shape[1] != theirs.shape[1]:
         return True

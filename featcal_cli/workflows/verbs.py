@@ -1,7 +1,8 @@
-"""The verbs that write: calibrate, its dry run, and the demo. What the command line and Python users both call.
+"""The commands that write an output: calibrate, its dry run, and the demo, as called by the command line and by Python
+users.
 
-A job goes this way: its models and data are found (`inputs`), planned (`plan`), loaded (`load`, `setup`), calibrated
-(`calibrate`), checked and written (`output`), and pushed. What imports torch is imported after `load_libraries`.
+The steps of a job are: find its models and data (`inputs`), plan (`plan`), load (`load`, `setup`), calibrate
+(`calibrate`), check and write (`output`), and push. Modules that need torch are imported after `load_libraries`.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ class Result:
     output: Path
     report: Report
     pushed: Pushed | None
-    """Its address on the Hub, if it was to be pushed."""
+    """The address on the Hub; None if the output was not pushed."""
     models: Models | None
-    """The models that it used; None where an earlier run had finished the output."""
+    """The models that were used; None if an earlier run had already finished the output."""
 
     @property
     def was_done(self) -> bool:
-        """Whether nothing was left to do: neither to compute nor to push."""
+        """Whether an earlier run had done everything, so that nothing was computed or pushed."""
         return self.models is None and self.pushed is None
 
     @property
     def merged(self) -> Model:
-        """The merged model. Raises ValueError where nothing was computed."""
+        """The merged model. Raises ValueError if nothing was computed."""
         return self._loaded.merged
 
     @property
     def experts(self) -> Mapping[str, Model]:
-        """The experts by task. Raises ValueError where nothing was computed."""
+        """The experts by task. Raises ValueError if nothing was computed."""
         return self._loaded.experts
 
     @property
@@ -93,25 +94,25 @@ def calibrate(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Result:
-    """Calibrate a merged model, write it to a folder, and push it if the recipe says where to.
+    """Calibrate a merged model, write it to a folder, and push it if the recipe names a Hub repo.
 
-    recipe: a Recipe or Draft, a dict of its keys, the path of a YAML file, or the name of a shipped recipe. What it
-    leaves out is looked up in the merged model's repo.
+    recipe: a Recipe or Draft, a dict of its keys, the path of a YAML file, or the name of a shipped recipe. Missing
+    parts are looked up in the merged model's repo.
     output: the folder; by default ./NAME-featcal. overwrite: replace it if it exists.
-    restart: start over. Otherwise a run that was interrupted goes on from its last finished block, and one that only
-    failed to push is pushed without computing anything.
-    strict: do not push if any task got farther from its expert (`result.report.worse`).
-    push_anyway: push even if tasks did on average (`result.report.has_grown`). That can happen only with settings
-    that you gave yourself.
+    restart: start over. Otherwise an interrupted run continues after its last finished block, and one that only failed
+    to push is pushed without computing anything.
+    strict: do not push if the drift of any task grew (`result.report.worse`).
+    push_anyway: push even if the mean drift over tasks grew (`result.report.has_grown`), which can happen only with
+    settings that you chose yourself.
     evaluate: also measure experts, merged and calibrated model, as the recipe says, for the report and the card.
     allow_code: let lm-eval tasks run code that a model wrote.
     as_adapter: also write the updates as a PEFT adapter of this rank, in the folder `adapter` of the output.
     device: auto, cpu or cuda[:K]. batch_size: examples per forward pass; by default as many as fit.
     allow_pickle: read pickled weights. trust_remote_code: run a repo's own model code.
-    listener: is told of stages, notes and progress.
+    listener: is informed of stages, notes and progress.
 
     The options of a push (create_pr, overwrite_repo) are described in `featcal calibrate --help`.
-    Raises FeatCalError, with what is wrong, where, and how to fix it. Then there is no output, except where the
+    Raises FeatCalError, with what is wrong, where, and how to fix it. Then there is no output, unless only the
     evaluation or the push failed: run the same job again to do only what is missing.
     """
     options = RunOptions(
@@ -125,12 +126,12 @@ def calibrate(
 def dry_run(
     recipe: RecipeSource, *, listener: Listener | None = None, raise_stops: bool = True, **options: Any
 ) -> Plan:
-    """Find, compare and estimate what `calibrate` would, and download only small files. Takes the same arguments.
+    """Check and estimate what `calibrate` would do with the same arguments, and download only small files.
 
-    raise_stops: raise what would stop the job before it computes anything (no token, an output that exists, too little
-    room on the disk), all of it as one error; otherwise it is in the plan's `stops`.
-    Raises FeatCalError for whatever would stop the job, and in any case where there is no plan: a model that is not
-    found, data that cannot be read.
+    raise_stops: raise one error that lists everything that would stop the job before it computes anything (such as a
+    missing token, an existing output, or too little disk space); otherwise the errors are in the plan's `stops`.
+    Raises FeatCalError for these errors, and in any case if no plan can be made because a model is not found or data
+    cannot be read.
     """
     session = Session(recipe, RunOptions(**options, dry_run=True), listener)
     plan = plan_only(session, find(session)[0])
@@ -140,8 +141,8 @@ def dry_run(
 
 
 def run_demo(output: Path | None, device: str, listener: Listener) -> Result:
-    """Calibrate by the demo's recipe, and evaluate on test images that calibration never saw. Raises RecipeError in one
-    of several processes."""
+    """Calibrate with the demo's recipe, and evaluate on test images that calibration never saw. Raises RecipeError if
+    there are several processes."""
     if read_launch().size > 1:
         raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
     place = output or DEMO_OUTPUT
@@ -149,20 +150,21 @@ def run_demo(output: Path | None, device: str, listener: Listener) -> Result:
 
 
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
-    """The errors that stop a run, as one."""
+    """Join the errors that would stop a run into one error."""
     fix = "see to all of it, then leave out --dry-run"
     return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 
 def find(session: Session) -> tuple[Inputs, Target | None]:
-    """The inputs of a calibration and, but for a dry run, its result's place on the Hub, which is checked first."""
+    """Return the inputs of a calibration and the Hub repo for its result, which is checked first; the repo is None in a
+    dry run."""
     target = None if session.options.dry_run else _look_at_hub(session, _open_workspace(session))
     with explain_losses(session.draft.local_paths):
         return find_inputs(session, copied=True), target
 
 
 def plan_only(session: Session, inputs: Inputs) -> Plan:
-    """The plan of a run, and all that would stop it. Raises FeatCalError where that cannot be told."""
+    """Return the plan of a run and the errors that would stop it. Raises FeatCalError if no plan can be made."""
     options, found = session.options, session.obstacles.found
     workspace = _open_workspace(session)
     finished = _look_at_output(session, inputs, workspace)
@@ -187,8 +189,8 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
 
 
 def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
-    """Calibrate, write, evaluate and push to `target`. What is wrong with the inputs leaves nothing behind; finished
-    blocks outlive everything else."""
+    """Calibrate, write, evaluate, and push to `target`. If the inputs are wrong, nothing is written; any other failure
+    keeps the finished blocks."""
     options, ranks, models = session.options, session.ranks, None
     workspace = _open_workspace(session)
     with workspace.held() if ranks.is_first else nullcontext():
@@ -227,8 +229,8 @@ def _open_workspace(session: Session) -> Workspace:
 
 
 def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> Report | None:
-    """The report of this very job's output, where an earlier run has finished it; the first rank alone looks. Raises
-    OutputError where the output cannot go to its place."""
+    """Return the report of the output if an earlier run of this very job has finished it; only the first rank checks.
+    Raises OutputError if the output cannot be put at its place."""
     options, target, report = session.options, workspace.target, None
     if not session.ranks.is_first:
         return None
@@ -244,7 +246,8 @@ def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> R
 
 
 def _look_at_hub(session: Session, workspace: Workspace) -> Target | None:
-    """The output's place on the Hub, if it is to be pushed; the first rank alone knows it. Raises HubError."""
+    """Check the Hub repo to which the output is to be pushed, and return it; None if nothing is pushed or on other
+    ranks than the first. Raises HubError."""
     options, wanted = session.options, session.draft.output
     if wanted.push_to is None or not session.ranks.is_first:
         return None
@@ -262,7 +265,7 @@ def _look_at_hub(session: Session, workspace: Workspace) -> Target | None:
 
 
 def _push(session: Session, report: Report, output: Path, target: Target) -> Pushed | None:
-    """Push the output, unless its drift speaks against that. Raises HubError."""
+    """Push the output, unless its drift grew in a way that the options do not accept. Raises HubError."""
     options, listener = session.options, session.listener
     if (options.strict and report.worse) or (report.has_grown and not options.push_anyway):
         return None

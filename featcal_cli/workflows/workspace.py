@@ -1,4 +1,5 @@
-"""The output folder and the hidden one beside it: what is ours in them, and what is left for the next run."""
+"""The output folder and the hidden work folder beside it: which files in them are featcal's, and which are kept for the
+next run."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
 
 def default_output(name: str) -> Path:
-    """`./NAME-featcal` for a merged repo or folder."""
+    """Return the default output folder, `./NAME-featcal`, for a merged repo or folder."""
     return Path(f"{Path(name.rstrip('/')).name}-featcal")
 
 
 def check_name(target: Path) -> None:
-    """Raise OutputError for what cannot be the path of a folder."""
+    """Raise OutputError if the path cannot be that of a folder."""
     try:
         place = target.resolve()
         for name in (place.name, f".{place.name}.featcal"):
@@ -43,8 +44,8 @@ def check_name(target: Path) -> None:
 
 
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
-    """Raise OutputError for an output that would replace one of `sources` or the current folder, or lie in one of
-    `sources`; by whatever links and names these are reached."""
+    """Raise OutputError if the output would replace one of `sources` or the current folder, or lie inside one of
+    `sources`. Links and other names of the same folders are resolved."""
     for source, is_input in ((Path.cwd(), False), *((source, True) for source in sources)):
         harm = "replace" if _is_in(source, target) else "lie in" if is_input and _is_in(target, source) else None
         if harm:
@@ -61,7 +62,7 @@ def _is_in(inner: Path, outer: Path) -> bool:
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
-    """Raise OutputError unless an output can be put at `target` without harm to what stands there."""
+    """Raise OutputError unless an output can be put at `target` without loss of other files there."""
     if not (target.exists() or target.is_symlink()):
         return
     where, elsewhere = str(target), "choose another folder with --output"
@@ -79,8 +80,8 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 
 def _split_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Files and links in an output by their paths in it: those that its report lists, or a system has left there, the
-    report last; and all others."""
+    """Split the files and links in an output, by their paths in it, into featcal's and all others. featcal's are those
+    that its report lists, and files that operating systems leave there; the report is the last of them."""
     try:
         listed = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -157,15 +158,15 @@ def _same_repo(known: str, wanted: str) -> str:
 
 
 def describe_output(report: Report, name: str, repo_id: str | None, merged_card: str | None) -> dict[str, str]:
-    """Report and card of an output by their file names. repo_id: where it is pushed to; merged_card: the text of the
-    merged model's card."""
+    """Return the report and the model card of an output by file name. repo_id: the repo to which it is pushed;
+    merged_card: the text of the merged model's card."""
     card = write_card(report, name=name, target=repo_id, merged_readme=merged_card, **report.loading)
     return {REPORT: report.to_json(), CARD: card}
 
 
 class Workspace:
-    """The hidden folder beside the output `target` in which one run at a time works. The output and a merged model that
-    are not finished are deleted whole by the next run."""
+    """The hidden folder beside the output `target`, in which only one run at a time works. An unfinished output or
+    merged model is deleted completely by the next run."""
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         self.target = target
@@ -173,22 +174,23 @@ class Workspace:
         resolved = target.resolve()
         self.folder = resolved.parent / f".{resolved.name}.featcal"
         self.journal = self.folder / "journal"
-        """Finished blocks."""
+        """Folder of finished blocks."""
         self.built = self.folder / "output"
-        """The output, before it takes its place."""
+        """Folder in which the output is built before it is moved to its place."""
         self._merged = self.folder / "merged"
-        """The merged model, where it is built."""
+        """Folder in which the merged model is built, if featcal builds it."""
         self._replaced = self.folder / "replaced"
-        """The older output, while the new one takes its place."""
+        """Place of the older output while the new one replaces it."""
         self._publishing = self.folder / "publishing"
-        """An empty file, while the output takes its place: once it has, the finished blocks are of no more use."""
+        """Empty file that exists while the output is moved to its place; if a run is killed after the move, it shows
+        that the finished blocks are no longer needed."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which this run alone works here. Afterwards only what is of use to a later run is left: finished
-        blocks, whatever the run failed of; and what is not ours.
+        """Context manager in which only this run works in the folder. Afterwards only finished blocks, which a later
+        run can use, and files that are not featcal's are kept, whatever error ended the run.
 
-        Raises OutputError where another run works here, or nothing can be written.
+        Raises OutputError if another run works here, or if nothing can be written.
         """
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         with hold(self.folder, self.target):
@@ -205,8 +207,8 @@ class Workspace:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """The folder for what a run needs for a while on the machine of this process: here, and on the other machines
-        of torchrun's in a temporary folder."""
+        """Context manager that gives a folder for temporary files on this process's machine: the work folder or, on
+        other machines of a torchrun job, a temporary folder."""
         launch = read_launch()
         if launch.rank == 0 or launch.local_rank:  # the first process of a machine is the one to ask
             yield self.folder
@@ -215,9 +217,9 @@ class Workspace:
             yield Path(folder)
 
     def publish(self) -> None:
-        """Move what was built to its place, once it is on the disk; what stood there is removed only then, and so are
-        the finished blocks. Raises OutputError, also for what has come to stand there during the run and may not be
-        replaced."""
+        """Move the built output to its place after it is safely on the disk; only then are the older output and the
+        finished blocks removed. Raises OutputError, also if something that may not be replaced appeared at that place
+        during the run."""
         with self.writing():
             for path in (*self.built.rglob("*"), self.built):
                 flush(path)
@@ -234,7 +236,7 @@ class Workspace:
             self._remove_replaced()
 
     def rewrite(self, contents: Mapping[str, str]) -> None:
-        """Let files of the finished output say something else, whole at any time. Raises OutputError."""
+        """Rewrite files of the finished output; each file is complete at any time. Raises OutputError."""
         with self.writing():
             for name, text in contents.items():
                 file = self.target / name
@@ -243,7 +245,7 @@ class Workspace:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raises OutputError for what cannot be written."""
+        """Context manager that turns an OSError of writing into an OutputError."""
         try:
             yield
         except OSError as error:
@@ -254,13 +256,14 @@ class Workspace:
             ) from None
 
     def _settle_blocks(self) -> None:
-        """Drop blocks whose output has taken its place; keep them where it has not. Raises OSError."""
+        """Delete the finished blocks if their output has been moved to its place; otherwise keep them. Raises
+        OSError."""
         if self._publishing.exists() and not self.built.exists():
             drop_journal(self.journal)
         self._publishing.unlink(missing_ok=True)
 
     def _remove_replaced(self) -> None:
-        """Delete the output that was replaced, but for what is not ours in it. Raises OSError."""
+        """Delete the output that was replaced, except for files in it that are not featcal's. Raises OSError."""
         ours, _ = _split_files(self._replaced)
         for name in ours:
             (self._replaced / name).unlink(missing_ok=True)
@@ -270,7 +273,8 @@ class Workspace:
                 folder.rmdir()
 
     def _tidy(self, missing: list[Path]) -> None:
-        """Delete what no later run needs, and folders that were made for nothing; never what is not ours."""
+        """Delete what no later run needs, and folders that this run created and left empty; never files that are not
+        featcal's."""
         with suppress(OSError):  # the disk may be for reading only by now
             self._settle_blocks()
             for folder in (self.built, self._merged):
