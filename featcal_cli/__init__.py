@@ -10,11 +10,10 @@ The packages, each of which imports only packages below it (`lint-imports` check
     engine       runs expert and students block by block side by side: hooks, token weights, offload, drift metrics
     models       loads, aligns, patches and merges checkpoints, and finds their blocks
     data         turns a source of examples into model-ready batches
-    lineage      finds the base, the experts and their data of a merged repo
+    lineage      finds a merged repo's base, its experts and their data
     hub          lists, downloads, converts and writes repos at a commit
     recipe       turns a YAML file and options into one validated object
     runtime      used by all others: errors, files, processes, devices, memory, sanitising, logs
-
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ ROOMY = 100
 LONGEST_SILENCE = 8.0
 """Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
-"""The most tasks whose drift is shown during a run, the most blocks shown of each, and the most columns of a task's
-name."""
+"""The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
 MOST_LINES = 6
 """The most lines of an error message."""
 LONGEST_WORD, FITTED = 60, 40
@@ -237,7 +236,7 @@ def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
 
 
 def _count_lines(*parts: Sequence[str]) -> int:
-    """Count the lines that these take on the terminal, which wraps long ones."""
+    """Count these lines as the terminal wraps them."""
     return sum(-(-cell_len(line) // ERR.width) for lines in parts for line in lines)
 
 

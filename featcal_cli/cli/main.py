@@ -85,8 +85,8 @@ def _call() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit with `code`. Output that cannot be printed is dropped, or the interpreter would try again and change the
-    exit code."""
+    """Exit with `code`, dropping output that cannot be printed; else the interpreter would try to print it again and
+    change the exit code."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -96,7 +96,6 @@ def _leave(code: int) -> NoReturn:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Discard stdout and stderr in this context, which every process but the first of several uses; errors are printed
-    outside it."""
+    """Discard stdout and stderr in this context. Every process but the first uses it; errors are printed outside it."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield

@@ -87,8 +87,8 @@ def with_groups(**options: Mapping[str, Any]) -> Callable[[Callable[..., None]],
 
 
 class _WithExamples:
-    """A command whose help ends with its examples, line by line (Markdown would join the lines), and shows no value
-    types for arguments and flags."""
+    """Mixin for commands: the help ends with the examples, line by line (Markdown would join the lines), and shows no
+    value types for arguments and flags."""
 
     help: str | None
     params: list[Any]
@@ -114,11 +114,11 @@ class _WithExamples:
 
 
 class Command(_WithExamples, TyperCommand):
-    """One command, such as `featcal calibrate`."""
+    """A single command."""
 
 
 class Group(_WithExamples, TyperGroup):
-    """The `featcal` command, which holds all others."""
+    """Group of commands."""
 
 
 def _given(
@@ -138,7 +138,7 @@ def _flag(
     names: str,
     help: str,  # noqa: A002 - typer's word
 ) -> Any:
-    """Return the annotation of an option without a value: True where it is given."""
+    """Return the annotation of a flag, which is True where given."""
     return Annotated[bool, _option(group, *names.split(), help=help)]
 
 
@@ -193,7 +193,7 @@ INPUTS = {
     ),
     "split": _given(Texts, MODELS, "--split", "TASK=NAME", "The split of a task's data."),
 }  # fmt: skip
-"""Options for the base, experts and data of a job, which featcal looks up where they are not given."""
+"""Options for a job's base, experts and data, which featcal looks up where they are not given."""
 RUNNING = {
     "allow_pickle": _flag(MODELS, "--allow-pickle", "Read pickled .bin weights (tensors only, no code)."),
     "trust_remote_code": _flag(MODELS, "--trust-remote-code", "Run the model code of a repo. Read it first."),

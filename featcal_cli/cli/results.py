@@ -37,7 +37,7 @@ PLACING = "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_re
 RECIPE_LINES = 5
 """Number of lines of the demo's recipe that are shown."""
 OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of your own"
-"""Hint after the demo: no text, and the command to try next."""
+"""Hint after the demo: an empty text, and the command to try next."""
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "problem": "[red]✗[/]"}
 """Signs for the states of doctor's findings."""
 
@@ -124,15 +124,15 @@ def retype(context: Context, *words: str, leave_out: Container[str]) -> str:
 
 
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
-    """Return a note with the command that runs a saved dry run; options in `said` are left out, as the file holds their
-    values."""
+    """Return a note with the command that runs a saved dry run; it omits the options in `said`, whose values the file
+    has."""
     again = retype(context, "-r", str(file), leave_out={*said, "recipe", "dry_run", "save"})
     return f"{file} has the whole job; to run it: {again}"
 
 
 def suggest_again(context: Context, output: Path, said: Iterable[str]) -> tuple[str, str]:
-    """Return a hint with the command that repeats a calibration; options in `said` are left out, as the output's recipe
-    holds their values."""
+    """Return a hint with the command that repeats a calibration; it omits the options in `said`, whose values the
+    output's recipe has."""
     text = f"Load it like the merged model; {output}/{CARD} shows how. The same job again:"
     return text, retype(context, "-r", str(output / RECIPE), "-o", "NEW", leave_out={*said, *PLACING})
 
@@ -172,7 +172,7 @@ def _show_drift(report: Report) -> None:
 
 
 def _write_cells(row: DriftRow) -> list[str]:
-    """Return the cells of a row: its drifts, with the smallest in bold, and the change, coloured."""
+    """Return the cells of a row: drifts, the smallest in bold, and the change from merged to calibrated in colour."""
     before, after, change, *base = row.cells
     values = [value for value in (row.before, row.after, row.base) if value is not None]
     shown = [
@@ -203,7 +203,7 @@ def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
 
 def _show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, limited: bool) -> None:
     """Print the scores of every model on every task, in percent, below a line that explains the table. names: each
-    model's name, by role; limited: whether the examples were limited to a random part."""
+    model's name, by role; limited: whether only a random part of the examples was used."""
     means = average_tasks(tasks)
     others = [role for role in means if role not in (EXPERT, MERGED)]
     used = [METRICS.get(scored.metric) for scored in tasks.values()]

@@ -40,17 +40,17 @@ LINES = {
     "before": ("merged", "#d55e00", "--", 1.6),
     "after": ("calibrated", "#0072b2", "-", 2.0),
 }
-"""Name, colour (told apart by colour-blind readers), stroke and width for each field of DriftCurve."""
+"""Label, colour, line style and width for each field of DriftCurve; colour-blind readers can tell the colours apart."""
 MOST_CURVES = 24
 """The most tasks with a chart; if there are more, those with the largest drift are shown."""
 ROLE_COLOURS = {"model": "#d55e00", "other": "#0072b2", "base": "#8c8c8c"}
-"""Colours of the roles, told apart by colour-blind readers."""
+"""Colours of the roles, which colour-blind readers can tell apart."""
 MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
     "relative": ("drift", "-"),
     "local": ("local: from the block itself", "--"),
     "upstream": ("inherited: from the blocks before", ":"),
 }
-"""Name and stroke for each field of PlaceDrift."""
+"""Label and line style for each field of PlaceDrift."""
 DRIFT = "relative drift"
 """Title of the axes that show drift."""
 AFTER_BLOCKS = "Drift from the expert after every block"
@@ -58,13 +58,13 @@ SCALE = "viridis_r"
 DARK = 0.6
 """Share of the scale above which white text is easier to read than black."""
 MOST_WRITTEN = 36
-"""The most columns, over all maps together, with which values are written into the cells."""
+"""The most columns, over all maps together, for which values are written into the cells."""
 MOST_ROWS = 24
 """The most tasks with a row in the maps; if there are more, those with the largest drift are shown."""
 MOST_CHARTS = 6
-"""The most tasks with which every task gets a chart of its own."""
+"""The most tasks for which each task gets a chart of its own."""
 MOST_FRAMED = 32
-"""The most blocks with which cells have frames; with more, frames would cover the cells."""
+"""The most blocks for which cells get frames; with more, frames would cover the cells."""
 MOST_TICKS = 8
 
 

@@ -26,7 +26,7 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
 
     The limit applies to the model's relative drift after the last block. Where two models are compared, it applies to
     how much farther the second model's outputs are from the expert's than the first model's; without outputs, features
-    are compared. Excesses that three digits do not show do not count; a drift that is not finite exceeds every limit.
+    are compared. An excess below VISIBLE does not count; a drift that is not finite exceeds every limit.
     """
     excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
     outputs = {name: task.outputs_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
@@ -90,7 +90,7 @@ def check_measured(report: Report) -> None:
 
 
 def _check_held_out(fitted: Mapping[str, int]) -> None:
-    """Raise RecipeError if `fitted` has a task; it maps tasks without held-out rows to their number of fitted rows."""
+    """Raise RecipeError unless `fitted`, the number of fitted rows of every task without held-out rows, is empty."""
     for task, rows in fitted.items():
         fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
         raise RecipeError(

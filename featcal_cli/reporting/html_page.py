@@ -32,10 +32,10 @@ DIGITS = 4
 MARK = "\x1f"
 """Character before and after every name in a sentence."""
 HEADLINE = re.compile(r"(.*) \((?:mean )?(?:drift|distance) [^()]*\)(.*)\.")
-"""Pattern of a sentence that compares two models; the headline leaves out the figures, which the tiles show."""
+"""Pattern of a sentence that compares two models; the headline leaves out its figures, which the tiles show."""
 
 Sentence = list["str | list[str]"]
-"""The parts of a sentence in order: plain words, and names, each in a list of its own, which the page sets apart."""
+"""The parts of a sentence in order: plain text as strings; names, which the page sets apart, as lists of one string."""
 
 
 def write_page(inspection: Inspection) -> str:

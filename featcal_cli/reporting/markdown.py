@@ -15,7 +15,7 @@ NAMED_TASKS = 3
 
 
 def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
-    """The notes in their order; notes with the same text about several tasks become one."""
+    """Join notes with the same text about several tasks into one, and keep the order."""
     tasks_of: dict[str, list[str]] = {}
     for note in notes:
         task = next((task for task in tasks if note.startswith(f"{task}: ")), None)

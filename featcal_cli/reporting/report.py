@@ -76,7 +76,7 @@ class OutputDrift:
     """Relative distance, mean ‖z − z_expert‖ / mean ‖z_expert‖. For logits, ‖ ‖² is the variance under q, the average
     of the expert's probabilities and the uniform distribution."""
     divergence: float | None = None
-    """Mean KL(expert ‖ model), nats; None without logits."""
+    """Mean KL(expert ‖ model), in nats; None without logits."""
     agreement: float | None = None
     """Share of predictions, 0 to 1, whose first choice is the same as the expert's; None without logits."""
     certain: float | None = None
@@ -116,9 +116,8 @@ class TaskInspection:
 
     @property
     def outputs_farther(self) -> float | None:
-        """How much farther from the expert's the outputs of `other` are than those of `model`, as a difference of
-        relative distances. Infinite if only the distance of `other` is not finite; None if that of `model` is not, or
-        outputs are missing."""
+        """Relative distance from the expert's outputs, that of `other` minus that of `model`. Infinite if only the
+        distance of `other` is not finite; None if that of `model` is not, or if outputs are missing."""
         outputs = [self.models[role].output for role in ("model", "other") if role in self.models]
         distances = [output.relative for output in outputs if output is not None]
         if len(distances) < 2 or not isfinite(distances[0]):
@@ -165,7 +164,7 @@ class TaskDrift:
     cosine_before: float
     cosine_after: float
     held_out: bool
-    """Whether the drift is measured on held-out examples, not on calibration examples."""
+    """Whether drift is measured on held-out instead of calibration examples."""
 
 
 @dataclass(frozen=True)
@@ -241,14 +240,14 @@ class Report:
     blocks: list[BlockReport]
     drift: dict[str, TaskDrift]
     cost: dict[str, Any]
-    """Seconds and bytes; under torchrun, the largest memory of any process, and `expert_bytes_by_rank`."""
+    """Cost in seconds and bytes; under torchrun, with the largest memory of any process, and `expert_bytes_by_rank`."""
     notes: list[str] = field(default_factory=list)
     """Notes on choices that the user did not make, and on modules that were left unchanged."""
     sources: list[Source] = field(default_factory=list)
     curves: dict[str, DriftCurve] = field(default_factory=dict)
     """Drift after every block, by task."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)
-    """Measurements as by inspect-drift of the merged, calibrated and base model, by task, on the same examples as
+    """Measurements of the merged, calibrated and base model as in inspect-drift, by task, on the same examples as
     `drift`."""
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""

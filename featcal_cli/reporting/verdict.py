@@ -47,8 +47,7 @@ def follow_drift(drift: ModelDrift, order: Sequence[str], measure: str = "relati
 
 
 def split_lists(order: Sequence[str]) -> list[list[str]]:
-    """Group the blocks, in order, by the list that holds them, such as encoder and decoder, or vision and language.
-    With more than MOST_LISTS lists, all blocks form one group."""
+    """Group the blocks, in order, by the list that holds them (encoder and decoder, or vision and language)."""
     lists = [list(names) for _, names in groupby(order, key=lambda name: name.rpartition(".")[0])]
     return lists if len(lists) <= MOST_LISTS else [list(order)]
 
@@ -146,7 +145,7 @@ def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, floa
     """Find the tasks on which `role` drifts more than `than`, with the difference in relative drift after the last
     block, largest first.
 
-    Differences that three digits do not show are left out. A drift that is not a number counts as infinite.
+    Differences below VISIBLE are left out. A drift that is not a number counts as infinite.
     """
     farther = {}
     for name, task in inspection.tasks.items():
@@ -166,8 +165,8 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield sentences, each after whether it is a warning: they compare the two models, if there are two (first by
-    outputs, where these are known, then by drift), and every model with the base.
+    """Yield pairs (is_warning, sentence). Sentences compare the second model with the first, if there are two (by
+    outputs, where known, then by drift), and every model with the base.
 
     names: the names of all roles except base; show_task: formats a task's name.
     """
