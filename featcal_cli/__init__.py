@@ -1,19 +1,19 @@
 """featcal: calibrate the features of merged models to those of their experts.
 
-The packages, imports only downward (`lint-imports` holds it):
+The packages, each of which imports only packages below it (`lint-imports` checks this):
 
-    cli          commands, options, what the terminal shows: the only place that imports typer and rich
-    workflows    the verbs: calibrate, inspect_drift, evaluate, demo; what they check before, and what they write
+    cli          commands, options and terminal output: the only package that imports typer and rich
+    workflows    the verbs calibrate, inspect_drift, evaluate and demo, with their checks and their output files
     reporting    schemas of results, the model card, pictures, the HTML page, limits of drift
     evaluation   accuracy: protocols, and scores with their intervals
     calibration  the method: Algorithm 1, normal equations, closed forms, hyperparameters
-    engine       expert and students run block by block side by side: hooks, token weights, offload, drift metrics
-    models       checkpoints loaded, aligned, patched and merged; their blocks found
-    data         a source of examples → model-ready batches
-    lineage      a merged repo → its base, its experts and their data
-    hub          repos at a commit: listed, downloaded, converted, written to
-    recipe       a YAML file and options → one validated object
-    runtime      what all others use: errors, files, processes, devices, memory, sanitising, logs
+    engine       runs expert and students block by block side by side: hooks, token weights, offload, drift metrics
+    models       loads, aligns, patches and merges checkpoints, and finds their blocks
+    data         turns a source of examples into model-ready batches
+    lineage      finds a merged repo's base, its experts and their data
+    hub          lists, downloads, converts and writes repos at a commit
+    recipe       turns a YAML file and options into one validated object
+    runtime      used by all others: errors, files, processes, devices, memory, sanitising, logs
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Recipe", "__version__", "calibrate", "dry_run", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the verbs, and read the version, when they are first asked for: importing featcal_cli stays fast."""
+    """Load a verb, or read the version, only when it is first accessed, so that importing featcal_cli stays fast."""
     if name == "__version__":
         from importlib.metadata import version
 

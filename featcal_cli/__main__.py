@@ -1,4 +1,4 @@
-"""The `featcal` command, which is also `python -m featcal_cli` (and torchrun's `-m`)."""
+"""Entry point of the `featcal` command, also run by `python -m featcal_cli` and torchrun's `-m`."""
 
 import gc
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Importing it takes a moment, and may be interrupted too."""
+    """Import and run the command line; an interrupt during the import is handled too."""
     use_large_pages()
     open_closed_streams()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
@@ -53,8 +53,8 @@ def open_closed_streams() -> None:
 
 
 def use_large_pages() -> None:
-    """Let large tensors lie in huge pages, where Linux has some, which makes matrix products faster. torch reads this
-    variable once, with its first tensor; a value that the user has set stays."""
+    """Make torch allocate large tensors in huge pages, where Linux offers them, which speeds up matrix products. torch
+    reads this environment variable once, at its first tensor; a value that the user has set is kept."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

@@ -1,1 +1,1 @@
-"""Commands, options, and what the terminal shows. The only place that imports typer and rich."""
+"""Commands, options and terminal output; the only package that imports typer and rich."""

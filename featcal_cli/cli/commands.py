@@ -1,7 +1,7 @@
-"""The command line: everything that imports typer. Commands parse, call a verb, and show what came of it.
+"""Commands of the command line. Each one parses its options, calls a verb and shows the result.
 
-A command imports what it runs when it runs, so that `featcal --help` imports nothing of it; and a verb imports torch
-when it has found and said all that needs none.
+A command imports its verb only when it runs, so that `featcal --help` stays fast; a verb imports torch only after all
+steps that do not need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The terminal: a run as it goes, and errors. Results go to stdout, the rest to stderr."""
+"""Show the progress of a run and its errors on the terminal. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.sanitise import for_terminal
 
 ROOMY = 100
-"""Columns from which on the bar also shows how much memory the run takes, and longer names."""
+"""Width of the terminal, in columns, from which the bar also shows memory use and longer names."""
 LONGEST_SILENCE = 8.0
-"""Seconds after which a run that shows no bar, in a file or pipe, says what it is at."""
+"""Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
-"""Tasks whose drift is shown as it falls, the blocks of each, and columns of a name."""
+"""The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
 MOST_LINES = 6
-"""Lines of a message."""
+"""The most lines of an error message."""
 LONGEST_WORD, FITTED = 60, 40
-"""Columns of a word in what a message says is wrong, such as a path; longer ones are cut in the middle to FITTED, where
-the message would not fit else."""
+"""Words of an error message, such as paths, that are wider than LONGEST_WORD columns are cut in the middle to FITTED
+columns if the message would otherwise be too long."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -42,7 +42,7 @@ if OUT.width < NARROWEST:
 
 
 class _Bar(Progress):
-    """The bar, and what was measured so far below it."""
+    """A progress bar with the measurements so far below it."""
 
     below: RenderableType | None = None
 
@@ -53,7 +53,7 @@ class _Bar(Progress):
 
 
 class Screen(Listener):
-    """A listener that shows a run as it goes: notes as lines, and below them what it is at as a live bar."""
+    """A listener that shows a run's progress: notes as lines and, below them, a live bar with the current step."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -73,20 +73,20 @@ class Screen(Listener):
         shown = not quiet and ERR.is_interactive
         self._bar = _Bar(*columns, console=ERR, expand=True, transient=True, disable=not shown)
         self._doing = ""
-        """The unit that progress counts, in a word."""
+        """First word of the current stage's description, with which the bar begins."""
         self._drifts: dict[str, list[tuple[float, float]]] = {}
         """Drift of the merged and of the calibrated model after every block so far, by task."""
         self._task = self._bar.add_task("starting", total=None, at="", memory="")
 
     @property
     def seconds(self) -> float:
-        """Since the command began."""
+        """Seconds since the command began."""
         return time.monotonic() - self._began
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
-        """Show the bar while this context lasts; where nobody sees one, a line from time to time. A blank line parts
-        what was said from what follows."""
+        """Show the bar while this context lasts or, without a terminal, print the current step from time to time. If
+        any notes were printed, a blank line follows them at the end."""
         over = threading.Event()
         if not (self._quiet or ERR.is_interactive):
             threading.Thread(target=self._speak_up, args=(over,), daemon=True).start()
@@ -100,7 +100,7 @@ class Screen(Listener):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which the bar is away, for what is printed meanwhile."""
+        """Hide the bar while this context lasts, so that other text can be printed."""
         if not self._bar.disable:
             self._bar.stop()
         yield
@@ -108,7 +108,7 @@ class Screen(Listener):
             self._bar.start()
 
     def _speak_up(self, over: threading.Event) -> None:
-        """Say what the run is at, whenever nothing else was said for a while."""
+        """Print the current step whenever nothing was printed for LONGEST_SILENCE seconds, until `over` is set."""
         while not over.wait(0.5):
             if time.monotonic() - self._spoke > LONGEST_SILENCE:
                 (task,) = self._bar.tasks
@@ -157,7 +157,8 @@ class Screen(Listener):
 
 
 def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, by_outputs: bool) -> Group:
-    """Drift of every task after the last block so far, merged against calibrated, and the latter after every block."""
+    """Return a table with a row per task: the calibrated model's drift after every block, and the drift of merged and
+    calibrated model after the latest one."""
     name = Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_NAME)
     table = Table.grid(name, "", "", Column(justify="right"), padding=(0, 2))
     high = max((value for pairs in drifts.values() for pair in pairs for value in pair if isfinite(value)), default=0.0)
@@ -175,7 +176,7 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, b
 
 
 class _Clock(ProgressColumn):
-    """Time since the command began; what is left of this stage, where that can be told."""
+    """A column with the time since the command began and, where it can be estimated, the time left in this stage."""
 
     def __init__(self, began: float) -> None:
         super().__init__(Column(no_wrap=True))
@@ -193,8 +194,9 @@ def _write_clock(seconds: float) -> str:
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """One message in at most MOST_LINES: what, where, how to fix it; `who` says it, where there are several. A command
-    at the end is a line of its own, to be copied, and is never cut; nor are several questions, each of which counts."""
+    """Print an error in at most MOST_LINES lines: what is wrong, where, and how to fix it. `who` names the process,
+    where there are several. A command at the end of the fix is printed on lines of its own, to be copied, and never
+    cut; nor are several questions or errors in one message."""
     fix, command = _split_command(error)
     what, where = shorten_commits(error.what), shorten_commits(error.where)
     heads = (f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", "  in:", "  fix:")
@@ -220,7 +222,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
 
 
 def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
-    """How to fix it, and the lines of the command that ends it, if there is one."""
+    """Return an error's fix without the command at its end, and the lines of that command, if there is one."""
     if isinstance(error, OpenQuestionsError) and error.command:
         parts = error.parts(sys.argv[1:])
         if not ERR.is_terminal or cell_len(" ".join(parts)) + 4 <= ERR.width:
@@ -234,12 +236,12 @@ def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
 
 
 def _count_lines(*parts: Sequence[str]) -> int:
-    """As a terminal shows them."""
+    """Count these lines as the terminal wraps them."""
     return sum(-(-cell_len(line) // ERR.width) for lines in parts for line in lines)
 
 
 def _cut(lines: list[str], room: int) -> list[str]:
-    """As many as there is room for, but at least one."""
+    """Keep as many lines as fit into `room`, but at least one; … marks a cut."""
     kept = list(lines)
     while len(kept) > 1 and _count_lines(kept) > room:
         kept.pop()
@@ -247,7 +249,7 @@ def _cut(lines: list[str], room: int) -> list[str]:
 
 
 def _print_part(head: str, lines: Sequence[str], style: str = "dim") -> None:
-    """A part of a message, its head in a style."""
+    """Print one part of an error message, with its head in `style`."""
     first, *rest = lines
     ERR.print(f"[{style}]{escape(head)}[/]{escape(first.removeprefix(head))}", soft_wrap=True)
     for line in rest:

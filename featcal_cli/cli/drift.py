@@ -1,4 +1,4 @@
-"""The view of an inspection on the terminal: a verdict, one table, bars over depth."""
+"""Show an inspection on the terminal: a verdict, one table, and bars of drift over the blocks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ ABOUT = {
 }
 """The meaning of each column of the table, by its head."""
 LONGEST_PATH = 400
-"""Characters of a path that are shown."""
+"""The most characters of a path that are shown."""
 COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
-"""Colours of the levels: blue to orange, told apart by colour-blind readers, on dark and on light ground."""
+"""Colours of the bars' levels, from blue to orange: colour-blind readers can tell them apart, on dark and light
+backgrounds."""
 ROLE = 6
-"""Columns of a role's name."""
+"""Width of a role's name, in columns."""
 UNREACHED, UNKNOWN = "·", "?"
-"""A block that a task does not reach, and one whose drift is no finite number."""
+"""Signs for a block that a task does not reach, and for one whose drift is not a finite number."""
 
 
 def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, Path | None] | None = None) -> None:
-    """Print the verdict, one table, bars over depth, and where the files are that were written, by their options."""
+    """Print the verdict, one table, bars of drift over the blocks, and the paths of the written files with their
+    options."""
     tasks = {task: fit(one_line(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
     names = {role: one_line(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
     for is_warning, text in write_verdict(inspection, names, lambda task: fit(one_line(task), 40)):
@@ -67,8 +69,8 @@ def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, 
 
 
 def _write_figures(column: Column, columns: Sequence[Column]) -> list[Text]:
-    """A column's figures and their mean: bold where it is the best of several models; of a difference, green where it
-    is better."""
+    """Return a column's values and their mean as text. The best of several models is bold; a difference is red where it
+    is positive (worse), else green."""
     rivals = [[*other.values, other.mean] for other in columns if other.measure == column.measure]
     cells = []
     for value, *others in zip([*column.values, column.mean], *rivals, strict=True):
@@ -82,9 +84,9 @@ def _write_figures(column: Column, columns: Sequence[Column]) -> list[Text]:
 
 
 def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:
-    """Print one bar a task (under the name that `tasks` has for it) and model, all on one scale.
+    """Print one bar per task and model, all on one scale; `tasks` maps each task to the name to print.
 
-    One character is a block, or some neighbouring ones where the terminal is too narrow.
+    One character stands for one block or, where the terminal is too narrow, for the mean of several neighbours.
     """
     order, roles = order_blocks(inspection), list_roles(inspection)
     lists, width = split_lists(order), max(map(cell_len, tasks.values())) + 1
@@ -119,14 +121,15 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
 
 
 def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size: int) -> list[list[float | None]]:
-    """The values by list of blocks, each the mean of `size` neighbours as far as they are reached."""
+    """Split the values by list of blocks, and average every `size` neighbours, leaving out blocks that are not
+    reached."""
     rest = iter(values)
     parts = [list(islice(rest, len(names))) for names in lists]
     return [[mean_known(part[at : at + size]) for at in range(0, len(part), size)] for part in parts]
 
 
 def _draw_ruler(lists: Sequence[Sequence[str]], size: int) -> str:
-    """The numbers of every list's first and last block, under its ends, as far as there is room."""
+    """Return the line below the bars: the numbers of every list's first and last block, where there is room."""
     parts = []
     for names in lists:
         room = -(-len(names) // size)

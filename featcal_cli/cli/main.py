@@ -1,4 +1,4 @@
-"""The way into the command line and out of it: which process speaks, what a fault becomes, the exit code."""
+"""Run the command line: silence all but the first process, turn errors into messages, and set the exit code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _call() -> None:
-    """Run the command; what it printed is out when it ends well."""
+    """Run the command and flush its output; raise RecipeError for arguments that typer cannot parse."""
     check_words(sys.argv[1:])
     try:
         code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
@@ -85,7 +85,8 @@ def _call() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End. What cannot be printed is dropped: the interpreter would try it again, and end with a code of its own."""
+    """Exit with `code`, dropping output that cannot be printed; else the interpreter would try to print it again and
+    change the exit code."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -95,6 +96,6 @@ def _leave(code: int) -> NoReturn:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Show what the first of several processes says, and the failures of each."""
+    """Discard stdout and stderr in this context. Every process but the first uses it; errors are printed outside it."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield

@@ -1,4 +1,4 @@
-"""Every option of the command line, declared once, and what options cannot mean."""
+"""Declare every option of the command line once, and check the values that users give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS, METHOD, MACHINE, OUTPUT, HUB = (
     "Hub",
 )
 PANELS = {"method": METHOD, "machine": MACHINE, "hub": HUB}
-"""The group of the help for an option that is a recipe's key."""
+"""Heading in the help for each group of options that are recipe keys."""
 
 
 def _option(
@@ -34,12 +34,12 @@ def _option(
     help: str,  # noqa: A002 - typer's word
     **settings: Any,
 ) -> Any:
-    """An option in its group of the help."""
+    """Return a typer option that the help lists under the heading `group`."""
     return typer.Option(*names, help=help, rich_help_panel=group, **settings)
 
 
 def describe_key(section: type[Section], key: str) -> Any:
-    """The option that a recipe's key is, for a command that takes it; None where it is not given."""
+    """Return the annotation of the command-line option for a recipe's key; the option is None where it is not given."""
     field = section.model_fields[key]
     mark = AsOption.of(field) or AsOption()
     kind: Any = field.annotation
@@ -58,13 +58,13 @@ def describe_key(section: type[Section], key: str) -> Any:
 
 
 def list_keys(section: type[Section]) -> dict[str, Any]:
-    """The options that a section of a recipe has, by their keys."""
+    """Return the annotations of all options of a recipe's section, by key."""
     return {key: describe_key(section, key) for key, field in section.model_fields.items() if AsOption.of(field)}
 
 
 def with_groups(**options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command groups of options. A parameter of the command that is named here gets a dict of its group's
-    values: False for flags and None for others that are not given."""
+    """Add groups of options to a command. Each keyword names a parameter of the command, which receives a dict of the
+    group's values. Options that are not given are False for flags, "auto" for --device, and None for all others."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -87,8 +87,8 @@ def with_groups(**options: Mapping[str, Any]) -> Callable[[Callable[..., None]],
 
 
 class _WithExamples:
-    """A command whose help ends with its examples as they are typed (Markdown would join their lines), and shows no
-    types where there is nothing to type."""
+    """Mixin for commands: the help ends with the examples, line by line (Markdown would join the lines), and shows no
+    value types for arguments and flags."""
 
     help: str | None
     params: list[Any]
@@ -114,11 +114,11 @@ class _WithExamples:
 
 
 class Command(_WithExamples, TyperCommand):
-    """One verb."""
+    """A single command."""
 
 
 class Group(_WithExamples, TyperGroup):
-    """All verbs."""
+    """Group of commands."""
 
 
 def _given(
@@ -129,7 +129,7 @@ def _given(
     help: str,  # noqa: A002 - typer's word
     **settings: Any,
 ) -> Any:
-    """An option with a value, None where it is not given."""
+    """Return the annotation of an option that takes a value and is None where it is not given."""
     return Annotated[kind | None, _option(group, *names.split(), metavar=metavar, help=help, **settings)]
 
 
@@ -138,7 +138,7 @@ def _flag(
     names: str,
     help: str,  # noqa: A002 - typer's word
 ) -> Any:
-    """An option that is given or not."""
+    """Return the annotation of a flag, which is True where given."""
     return Annotated[bool, _option(group, *names.split(), help=help)]
 
 
@@ -193,7 +193,7 @@ INPUTS = {
     ),
     "split": _given(Texts, MODELS, "--split", "TASK=NAME", "The split of a task's data."),
 }  # fmt: skip
-"""Parts of a job that are looked up where they are not given."""
+"""Options for a job's base, experts and data, which featcal looks up where they are not given."""
 RUNNING = {
     "allow_pickle": _flag(MODELS, "--allow-pickle", "Read pickled .bin weights (tensors only, no code)."),
     "trust_remote_code": _flag(MODELS, "--trust-remote-code", "Run the model code of a repo. Read it first."),
@@ -202,7 +202,7 @@ RUNNING = {
         int, MACHINE, "--batch-size", "N", "Examples per forward pass [chosen by their length and the memory].", min=1
     ),
 }
-"""How models are read and run."""
+"""Options for how models are loaded and run."""
 WRITING = {
     "output": _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./NAME-featcal]."),
     "overwrite": _flag(OUTPUT, "--overwrite", "Replace the output folder, or the file of --save."),
@@ -220,11 +220,11 @@ PUSHING = {
     "overwrite_repo": _flag(HUB, "--overwrite-repo", "Commit to a repo that already holds a model."),
     "push_anyway": _flag(HUB, "--push-anyway", "Push even if, on average, tasks got farther from their experts."),
 }
-"""How a calibration is written and pushed; with RUNNING, these are the fields of RunOptions."""
+"""Options for pushing a calibration; RUNNING, WRITING and PUSHING together are the fields of RunOptions."""
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise RecipeError for an option or an argument that is empty: a variable of a shell that was not set, mostly."""
+    """Raise RecipeError for an empty option or argument, which mostly comes from a shell variable that is not set."""
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         if word.strip() and not (name.startswith("--") and equals and not value.strip()):
@@ -240,7 +240,8 @@ def check_finite(option: str, value: float | None) -> None:
 
 
 def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe: str | None) -> None:
-    """Raise OutputError where a file that would be written, by its option, is read too, or written for another one."""
+    """Raise OutputError if a file to be written (by option in `written`) is a folder, or would overwrite or lie inside
+    another input or output of the command."""
     taken = {} if draft is None else {_resolve(path): str(path) for path in draft.local_paths}
     if recipe:
         taken[_resolve(Path(recipe))] = f"--recipe {recipe}"
@@ -263,7 +264,7 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
 
 
 def _is_device(path: Path) -> bool:
-    """/dev/stderr, say: what is written there takes the place of nothing."""
+    """Return whether the path is a device or pipe such as /dev/stderr, where writing overwrites no file."""
     try:
         return path.exists() and not path.is_file() and not path.is_dir()
     except OSError:

@@ -1,4 +1,4 @@
-"""The views of results on the terminal, and of what a command would do or can do. Hints go to stderr."""
+"""Show results, plans, models, recipes and findings on the terminal. Hints go to stderr."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from featcal_cli.workflows.plan import Plan
 
 PLACING = "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_repo", "push_anyway"
-"""Options of calibrate on where a job is read and written, which another run of it has of its own."""
+"""Options of calibrate for its recipe, output and push, which the suggested command for repeating a job leaves out."""
 RECIPE_LINES = 5
-"""The lines of the demo's recipe that are shown."""
+"""Number of lines of the demo's recipe that are shown."""
 OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of your own"
-"""A hint for who has seen the demo."""
+"""Hint after the demo: an empty text, and the command to try next."""
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "problem": "[red]✗[/]"}
-"""Signs of what doctor finds."""
+"""Signs for the states of doctor's findings."""
 
 
 def show_inputs(inputs: Inputs) -> None:
-    """Show models and data of a job by where each name was read."""
+    """Show a job's models and data, grouped by the source in which each name was found."""
     width = max(cell_len(for_terminal(finding.role)) for finding in inputs.findings)
     groups: dict[str, list[str]] = {}
     for finding, commit in zip(inputs.findings, inputs.commits, strict=True):
@@ -88,7 +88,8 @@ def show_plan(plan: Plan) -> None:
 def show_calibration(
     report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: tuple[str, str] | None
 ) -> None:
-    """Show the result of a calibration, its place, and its duration. hint: what to do next, and the command for it."""
+    """Show the result of a calibration, its output folder, and its duration. hint: what to do next, and the command for
+    it."""
     _show_drift(report)
     if report.accuracy:
         OUT.print()
@@ -110,7 +111,8 @@ def show_calibration(
 
 
 def retype(context: Context, *words: str, leave_out: Container[str]) -> str:
-    """This command with other words, and with the options that were typed but for those that are left out by name."""
+    """Return this command with `words` as its arguments, and with all options that were typed except those in
+    `leave_out`."""
     line = ["featcal", str(context.info_name), *words]
     for parameter in context.command.params:
         name = str(parameter.name)
@@ -122,13 +124,15 @@ def retype(context: Context, *words: str, leave_out: Container[str]) -> str:
 
 
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
-    """A note for who has saved a dry run; what the options `said` say is in the file."""
+    """Return a note with the command that runs a saved dry run; it omits the options in `said`, whose values the file
+    has."""
     again = retype(context, "-r", str(file), leave_out={*said, "recipe", "dry_run", "save"})
     return f"{file} has the whole job; to run it: {again}"
 
 
 def suggest_again(context: Context, output: Path, said: Iterable[str]) -> tuple[str, str]:
-    """A hint for who has calibrated; what the options `said` say is in the output's recipe."""
+    """Return a hint with the command that repeats a calibration; it omits the options in `said`, whose values the
+    output's recipe has."""
     text = f"Load it like the merged model; {output}/{CARD} shows how. The same job again:"
     return text, retype(context, "-r", str(output / RECIPE), "-o", "NEW", leave_out={*said, *PLACING})
 
@@ -143,7 +147,7 @@ def _describe_drift(report: Report) -> str:
 
 
 def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
-    """Return the calibrated model's gain over merged, if both were evaluated."""
+    """Yield a phrase on the calibrated model's gain over merged; nothing without an evaluation."""
     if not tasks:
         return
     means = average_tasks(tasks)
@@ -168,7 +172,7 @@ def _show_drift(report: Report) -> None:
 
 
 def _write_cells(row: DriftRow) -> list[str]:
-    """The figures of a row, the smallest one bold, their change between them coloured."""
+    """Return the cells of a row: drifts, the smallest in bold, and the change from merged to calibrated in colour."""
     before, after, change, *base = row.cells
     values = [value for value in (row.before, row.after, row.base) if value is not None]
     shown = [
@@ -181,7 +185,7 @@ def _write_cells(row: DriftRow) -> list[str]:
 
 
 def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
-    """The table, and in a sentence which model is best."""
+    """Show the table of scores, and a sentence on which model is best."""
     _show_scores(evaluation.tasks, evaluation.names, limited=evaluation.limit is not None)
     OUT.print()
     means = average_tasks(evaluation.tasks)
@@ -198,8 +202,8 @@ def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
 
 
 def _show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, limited: bool) -> None:
-    """The table of tasks and models, in percent, and how it is to be read. names: by role, what the model is. limited:
-    not all examples were wanted."""
+    """Print the scores of every model on every task, in percent, below a line that explains the table. names: each
+    model's name, by role; limited: whether only a random part of the examples was used."""
     means = average_tasks(tasks)
     others = [role for role in means if role not in (EXPERT, MERGED)]
     used = [METRICS.get(scored.metric) for scored in tasks.values()]
@@ -226,7 +230,8 @@ def _show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, l
 
 
 def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], others: Sequence[str]) -> list[str]:
-    """A row: the best of what is no expert is bold; where there is one other model, what it gains over merged."""
+    """Return a row of scores: the best one other than the expert's is bold; with one model besides expert and merged,
+    its gain over merged comes last."""
     best = max((scores[role].value for role in roles if role != EXPERT), default=None)
     cells = [name]
     for role in roles:
@@ -240,7 +245,7 @@ def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], 
 
 
 def show_inventory(inventory: Inventory) -> None:
-    """Blocks and modules of a model; equal neighbours are one row."""
+    """Show a model's blocks and their modules; neighbouring blocks with equal modules are shown once."""
     size = write_count(inventory.parameters)
     OUT.print(f"[bold]{escape(inventory.model)}[/bold]: {escape(inventory.model_class)}, {size} parameters")
     share = f"{int(inventory.share * 1000) / 10:g} %"  # never rounded up to all
@@ -260,7 +265,7 @@ def show_inventory(inventory: Inventory) -> None:
 
 
 def show_recipes(files: Sequence[Path]) -> None:
-    """The recipes that come with the package, and what comes with them."""
+    """List the recipes and the other files (COMPANIONS) that come with the package."""
     purposes = {file.stem: describe_recipe(file) for file in files} | {"": ""} | COMPANIONS
     OUT.print(make_list([f"[bold]{escape(name)}[/bold]", escape(purpose)] for name, purpose in purposes.items()))
     ERR.print()
@@ -270,7 +275,7 @@ def show_recipes(files: Sequence[Path]) -> None:
 
 
 def show_demo(recipe: Path) -> None:
-    """Say what the demo is about, and how its recipe begins."""
+    """Print what the demo does, and the first lines of its recipe."""
     about = (
         "Five experts were fine-tuned from one small vision transformer, each for another question about handwritten "
         "digits, and merged by task arithmetic. The demo calibrates the merged model. Its recipe begins:"
@@ -286,7 +291,7 @@ def show_demo(recipe: Path) -> None:
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """A line for each thing that doctor looked at, wrapped at words; below it the fix, and the command for it."""
+    """Print each of doctor's findings, wrapped at words, with the fix and the command for it below."""
     width = max(len(finding.name) for finding in findings)
     indent, room = " " * (width + 4), OUT.width - width - 4
     for finding in findings:
@@ -304,7 +309,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def _conclude(sentence: str) -> None:
-    """The last line of a run."""
+    """Print the sentence that ends a run."""
     for line in fold(f"{sentence}.", OUT.width, rest=""):
         OUT.print(escape(line), soft_wrap=True)
 
@@ -322,5 +327,5 @@ def _hint(text: str) -> None:
 
 
 def _hint_command(command: str) -> None:
-    """A line of its own, never wrapped: to be copied."""
+    """Print a command on one line that is never wrapped, so that it can be copied."""
     ERR.print(f"  {escape(command)}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Tables on the terminal, and text that is folded or cut to its width."""
+"""Build tables for the terminal, and wrap or cut text to its width."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from rich.text import Text
 from featcal_cli.runtime.sanitise import for_terminal
 
 NARROWEST = 60
-"""Columns: figures that are cut off say nothing, and lines that are too long the terminal breaks itself."""
+"""Smallest width of output, in columns: narrower tables would cut numbers off, and a narrower terminal wraps lines
+itself."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
 _COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 _QUOTED = re.compile(r"`[^`]*`")
 _BLANK = "\0"
-"""The stand-in for a blank at which no line may end."""
+"""Placeholder for a space at which a line must not be broken."""
 Cell = str | Text
 
 
 def escape(text: str) -> str:
-    """`text` for the terminal, which shows it and obeys nothing in it."""
+    """Escape `text`, so that the terminal shows it and interprets no markup or control sequences in it."""
     return escape_markup(for_terminal(text))
 
 
 def shorten_commits(text: str) -> str:
-    """`text` with seven digits of every commit; for what is read, and not for what is typed again."""
+    """Shorten every commit in `text` to seven digits; only for text that nobody has to type again."""
     return _COMMIT.sub(r"@\1", text)
 
 
 def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str]:
-    """Lines of at most `width` columns, which begin with `first` and then `rest`. No word is broken, nor what stands
-    between backticks, which is meant to be copied; what is longer than a line is left to the terminal."""
+    """Wrap text to lines of at most `width` columns; the first one begins with `first`, all others with `rest`. Words,
+    and text between backticks, which is meant to be copied, are never broken; the terminal wraps them if they are too
+    long for a line."""
     width, lines, line, is_empty = max(width, NARROWEST), [], first, True
     shown = for_terminal(text).replace("\n", " ")
     for word in _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), shown).split(" "):
@@ -52,7 +54,7 @@ def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str
 
 
 def fit(text: str, room: int) -> str:
-    """Cut in the middle to `room` columns: long names differ at their ends."""
+    """Cut `text` in the middle to at most `room` columns, as long names often differ at their ends."""
     if cell_len(text) <= room:
         return text
     start, end = text[: room // 2], text[-(room // 2) :]
@@ -62,18 +64,19 @@ def fit(text: str, room: int) -> str:
 
 
 def draw_levels(values: Iterable[float], high: float) -> str:
-    """A sign for each value on a scale from 0 to `high`."""
+    """Draw each value as one bar character on a scale from 0 to `high`."""
     return "".join(LEVELS[find_level(value, high)] for value in values)
 
 
 def find_level(value: float, high: float) -> int:
-    """Which of LEVELS a value has on a scale from 0 to `high`: equal parts of it, each with its upper end."""
+    """Return the index in LEVELS of a value on a scale from 0 to `high`, which is divided into equal parts; each part
+    includes its upper end."""
     share = value / high if high and isfinite(value) else 1.0
     return min(len(LEVELS) - 1, max(0, ceil(share * len(LEVELS) - ROUNDING) - 1))
 
 
 def make_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]], overflow: OverflowMethod = "ellipsis") -> Table:
-    """Names to the left, figures to the right, a thin rule under the heads."""
+    """Make a table with the first column aligned left, all others aligned right, and a thin rule under the heads."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for head in heads:
         table.add_column(head, justify="right" if table.columns else "left", overflow=overflow)
@@ -83,8 +86,8 @@ def make_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]], overflow: O
 
 
 def make_tables(names: Sequence[str], columns: Sequence[tuple[str, Sequence[Cell]]], width: int) -> Iterator[Table]:
-    """A table of `columns`, each a head of two lines and its figures, beside the names of rows; several where the
-    terminal is too narrow for all columns: a figure must not be cut."""
+    """Make a table of the rows' `names` and the `columns`, each a head of two lines and its cells. If not all columns
+    fit into `width`, make several tables, so that no number is cut."""
     left = list(columns)
     while left:
         room, shown = width - max(map(cell_len, names)), list[tuple[str, Sequence[Cell]]]()
@@ -100,7 +103,7 @@ def make_tables(names: Sequence[str], columns: Sequence[tuple[str, Sequence[Cell
 
 
 def make_list(rows: Iterable[Sequence[str]], indent: int = 0) -> Table:
-    """Rows without heads; the last column is folded."""
+    """Make a table without heads, whose last column is wrapped."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1 + bool(indent), 0, indent))
     for row in rows:
         table.add_row(*row)
@@ -112,7 +115,7 @@ def make_list(rows: Iterable[Sequence[str]], indent: int = 0) -> Table:
 
 
 def write_count(number: int) -> str:
-    """1,234,567 as 1.2 M."""
+    """Write a number: 1,234,567 as 1.2 M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f} {unit}"

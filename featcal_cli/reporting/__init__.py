@@ -1,1 +1,1 @@
-"""Schemas of results, the model card, pictures, the HTML page, limits of drift."""
+"""Schemas of results, the model card, pictures, the HTML page, and limits of drift."""

@@ -1,4 +1,4 @@
-"""Pictures of drift in one style, with the same bytes for the same data: a run's curves and an inspection's maps."""
+"""Draw drift in one style: a run's curves and an inspection's maps. Equal data give equal bytes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DOTS_PER_INCH = 140
 COLOURS = 64
 """Size of a PNG's palette, with which a picture of 24 charts stays below 150 kB."""
 GRID = 100_003
-"""Steps to which positions in a figure are rounded; a prime, so that no layout falls on the middle between two of
-them."""
+"""Positions in a figure are rounded to multiples of 1 / GRID; it is prime, so that no layout lies halfway between two
+of them."""
 MANY_COLOURS = 256
-"""Size of the palette of maps, whose colours stand for values: they are kept to a few parts in 256, which a palette by
-frequency would not do."""
+"""Size of the palette of maps, whose colours encode values: each colour stays within a few parts in 256 of the exact
+one, which a palette chosen by frequency would not ensure."""
 
 
 LINES = {
@@ -40,38 +40,38 @@ LINES = {
     "before": ("merged", "#d55e00", "--", 1.6),
     "after": ("calibrated", "#0072b2", "-", 2.0),
 }
-"""Name, colour (told apart by colour-blind readers), stroke and width for each field of DriftCurve."""
+"""Label, colour, line style and width for each field of DriftCurve; colour-blind readers can tell the colours apart."""
 MOST_CURVES = 24
-"""The most tasks with a chart; of more tasks, those with the largest drift are shown."""
+"""The most tasks with a chart; if there are more, those with the largest drift are shown."""
 ROLE_COLOURS = {"model": "#d55e00", "other": "#0072b2", "base": "#8c8c8c"}
-"""Colours of the roles, told apart by colour-blind readers."""
+"""Colours of the roles, which colour-blind readers can tell apart."""
 MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
     "relative": ("drift", "-"),
     "local": ("local: from the block itself", "--"),
     "upstream": ("inherited: from the blocks before", ":"),
 }
-"""Name and stroke for each field of PlaceDrift."""
+"""Label and line style for each field of PlaceDrift."""
 DRIFT = "relative drift"
-"""The title of an axis."""
+"""Title of the axes that show drift."""
 AFTER_BLOCKS = "Drift from the expert after every block"
 SCALE = "viridis_r"
 DARK = 0.6
-"""Share of the scale from which white text is read better than black."""
+"""Share of the scale above which white text is easier to read than black."""
 MOST_WRITTEN = 36
-"""The most cells side by side, of all maps together, in which figures are written."""
+"""The most columns, over all maps together, for which values are written into the cells."""
 MOST_ROWS = 24
-"""The most tasks with a row in the maps; of more tasks, those with the largest drift are shown."""
+"""The most tasks with a row in the maps; if there are more, those with the largest drift are shown."""
 MOST_CHARTS = 6
-"""The most tasks that have a chart each."""
+"""The most tasks for which each task gets a chart of its own."""
 MOST_FRAMED = 32
-"""The most blocks whose cells have frames; frames of more would cover the cells."""
+"""The most blocks for which cells get frames; with more, frames would cover the cells."""
 MOST_TICKS = 8
 
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """Context manager in which matplotlib has its defaults, not the user's style, and SVG's ids depend on the picture
-    alone."""
+    """Use matplotlib's defaults, not the user's style, in this context, and make the ids in an SVG depend on the
+    picture alone."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -82,7 +82,7 @@ def own_style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty white figure, in inches, that lays itself out."""
+    """Make an empty white figure of this size in inches, with automatic layout."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,7 +92,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_figure(figure: Figure, kind: Format = "png", colours: int = COLOURS) -> bytes:
-    """The figure's bytes: a PNG with a palette of `colours`, or an SVG without date and with its text as paths.
+    """Return the figure as bytes: a PNG with a palette of `colours`, or an SVG without a date and with its text as
+    paths.
 
     All positions are rounded, as their last bits differ from one layout to the next.
     """
@@ -129,13 +130,13 @@ def tidy_axes(axes: Axes) -> None:
 
 
 def shorten(text: str, longest: int) -> str:
-    """The text cut in the middle: long names differ at their ends."""
+    """Cut `text` in the middle to at most `longest` characters, as long names often differ at their ends."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def plot_drift(report: Report) -> bytes:
-    """A PNG of the drift from each task's expert after every block: base, merged and calibrated model.
+    """Draw the drift of the base, merged and calibrated model from each task's expert after every block, as a PNG.
 
     The same report gives the same bytes. Raises ValueError for a report without curves.
     """
@@ -197,9 +198,9 @@ def _draw_curves(axes: Axes, title: str, curve: DriftCurve, longest: int) -> Non
 
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
-    """A PNG or SVG: one map per model (tasks and mean × blocks, relative drift, one scale), the mean over tasks of
-    drift and of its local and inherited parts after every block, and, for two to six tasks, the same charts for each
-    task.
+    """Draw an inspection as PNG or SVG: a map of relative drift for each model (rows: tasks and their mean; columns:
+    blocks; one scale), charts of the mean drift and its local and inherited parts after every block and, for two to six
+    tasks, a chart for each task.
 
     The same inspection gives the same bytes. Raises ValueError for an inspection without tasks.
     """
@@ -295,14 +296,14 @@ def _draw_means(part: SubFigure, inspection: Inspection, order: Sequence[str]) -
 
 
 def _average(inspection: Inspection, role: str, order: Sequence[str], measure: str = "relative") -> list[float]:
-    """The mean over the tasks that reach a block, after every block; nan after one that none reaches."""
+    """Average a measure after every block over the tasks that reach the block; nan where no task does."""
     curves = (_finite(follow_drift(task.models[role], order, measure)) for task in inspection.tasks.values())
     reached = ([value for value in values if isfinite(value)] for values in zip(*curves, strict=True))
     return [sum(values) / len(values) if values else nan for values in reached]
 
 
 def _make_keys(roles: Mapping[str, str]) -> list[Line2D]:
-    """Legend entries with the models' colours."""
+    """Make legend entries that show each model's colour."""
     from matplotlib.lines import Line2D
 
     return [
@@ -346,7 +347,7 @@ def _draw_curve(axes: Axes, values: Sequence[float], role: str, measure: str) ->
 
 
 def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
-    """Label blocks by the numbers in their names, and draw upright lines from one list of blocks to the next."""
+    """Label blocks by the numbers in their names, and draw vertical lines between lists of blocks."""
     lists = split_lists(order)
     starts = [0, *accumulate(map(len, lists))][:-1]
     steps = [scale * step for scale in (1, 10, 100, 1000) for step in (1, 2, 5)]
@@ -358,10 +359,10 @@ def _mark_blocks(axes: Axes, order: Sequence[str], middle: float = 0.0) -> None:
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:
-    """The values with nan, which is not drawn, for those that are unknown or infinite."""
+    """Replace values that are unknown or infinite by nan, which is not drawn."""
     return [value if value is not None and isfinite(value) else nan for value in values]
 
 
 def _name(text: str, longest: int) -> str:
-    """A name in a picture, cut to `longest` characters."""
+    """Return a name for a picture, without tokens and folders, cut to `longest` characters."""
     return shorten(for_html(text), longest)

@@ -1,5 +1,4 @@
-"""Gates of pipelines: errors for drift over a limit, for tasks that cannot be judged, and for results that got
-worse."""
+"""Checks that make a pipeline fail: drift over a limit, tasks that cannot be judged, and results that got worse."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ def check_gate(inspection: Inspection, limit: float) -> None:
 
 
 def find_excess(inspection: Inspection, limit: float) -> GateError | None:
-    """The error for the task that is farthest over `limit`; None where no task is.
+    """Return the error for the task that exceeds `limit` most; None where no task exceeds it.
 
     The limit applies to the model's relative drift after the last block. Where two models are compared, it applies to
-    how much farther the second one's outputs are from the expert's than the first one's, or features where there are no
-    outputs. Differences that three digits do not show are not over the limit; a drift that is not finite is over every
-    limit.
+    how much farther the second model's outputs are from the expert's than the first model's; without outputs, features
+    are compared. An excess below VISIBLE does not count; a drift that is not finite exceeds every limit.
     """
     excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
     outputs = {name: task.outputs_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
@@ -67,7 +65,8 @@ def _count_others(what: str, count: int) -> str:
 
 
 def _follow_excess(task: TaskInspection) -> list[float]:
-    """The limited figure before the first block and after each block; infinite where the model has no finite drift."""
+    """Return the drift that the limit applies to (with two models, their difference) before the first block and after
+    each block; infinite where the model's drift is not finite."""
     limits, drifts = (
         [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
         for drift in (task.models["model"], task.models.get("other", task.models["model"]))
@@ -81,17 +80,17 @@ def _follow_excess(task: TaskInspection) -> list[float]:
 
 
 def check_judged(examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError for --strict where a task has no rows that its drift can be judged on."""
+    """Raise RecipeError for --strict if a task has no held-out examples to judge its drift on."""
     _check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
 
 
 def check_measured(report: Report) -> None:
-    """Raise RecipeError for --strict where a finished calibration has a task without such rows."""
+    """Raise RecipeError for --strict if a finished calibration has a task without held-out examples."""
     _check_held_out({task: int(report.settings["examples"][task]) for task in report.fitted_tasks})
 
 
 def _check_held_out(fitted: Mapping[str, int]) -> None:
-    """Raise RecipeError for the first task of `fitted`: by task, the number of rows of those that have no others."""
+    """Raise RecipeError unless `fitted`, the number of fitted rows of every task without held-out rows, is empty."""
     for task, rows in fitted.items():
         fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
         raise RecipeError(
@@ -102,7 +101,7 @@ def _check_held_out(fitted: Mapping[str, int]) -> None:
 
 
 def check_grown(report: Report, output: Path) -> None:
-    """Raise GateError (exit code 3) for a calibration after which drift is larger than before on a task."""
+    """Raise GateError (exit code 3) if a calibration made the drift, or the distance of outputs, grow on a task."""
     if not report.worse:
         return
     task = max(report.worse, key=lambda task: report.judged[task][1] - report.judged[task][0])
@@ -115,7 +114,8 @@ def check_grown(report: Report, output: Path) -> None:
 
 
 def check_pushable(report: Report, output: Path, push_to: str | None) -> None:
-    """Raise GateError (exit code 3) for a calibration that was to be pushed and made the mean drift grow."""
+    """Raise GateError (exit code 3) if a calibration that is to be pushed made the mean drift, or distance of outputs,
+    grow."""
     if push_to and report.has_grown:
         raise GateError(
             f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}",

@@ -1,4 +1,4 @@
-"""The page of `featcal inspect-drift --html`: one file that holds everything and loads nothing."""
+"""Write the page of `featcal inspect-drift --html`: one file that contains everything and loads nothing."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ DIGITS = 4
 MARK = "\x1f"
 """Character before and after every name in a sentence."""
 HEADLINE = re.compile(r"(.*) \((?:mean )?(?:drift|distance) [^()]*\)(.*)\.")
-"""Pattern of a sentence that compares two models; its figures stand in the tiles."""
+"""Pattern of a sentence that compares two models; the headline leaves out its figures, which the tiles show."""
 
 Sentence = list["str | list[str]"]
-"""The parts of a sentence in order: plain words, and names, each in a list of its own, which the page sets apart."""
+"""The parts of a sentence in order: plain text as strings; names, which the page sets apart, as lists of one string."""
 
 
 def write_page(inspection: Inspection) -> str:
-    """The whole page as HTML text: heat maps, curves, tables and a summary in words, for light and dark screens.
+    """Return the whole page as HTML text: heat maps, curves, tables and a summary in words, for light and dark screens.
 
-    It holds its own data, style and script, and a content security policy that allows those three alone, by their
-    hashes. Names are data in it: no task's name is read as HTML. The text must be saved as UTF-8.
+    The page contains its data, style and script; its content security policy allows only this style and script, by
+    their hashes. Names are data: no task's name is read as HTML. The text must be saved as UTF-8.
     """
     template = TEMPLATE.read_text(encoding="utf-8")
     allowed = f"style-src '{_hash(template, 'style')}'; script-src '{_hash(template, 'script')}'; img-src data:"
@@ -53,13 +53,14 @@ def write_page(inspection: Inspection) -> str:
 
 
 def _hash(template: str, element: str) -> str:
-    """The hash by which a content security policy allows the only <element> of the template without attributes."""
+    """Return the hash with which a content security policy allows the template's only <element> without attributes."""
     (text,) = re.findall(f"<{element}>(.*?)</{element}>", template, flags=re.DOTALL)
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _describe(inspection: Inspection) -> dict[str, Any]:
-    """The data for the page's script; lists where the order or a name counts, for a task may be called `__proto__`."""
+    """Return the data for the page's script. Lists keep the order and allow any name, as a task may be called
+    `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
     names = {role: "base model" if role == "base" else _show(inspection.short_names[role]) for role in roles}
@@ -119,7 +120,7 @@ def _figures(drift: PlaceDrift) -> list[float | None]:
 
 
 def _round(value: float | None) -> float | None:
-    """The number with few digits; None for one that is not finite, which JSON cannot write."""
+    """Round a number to DIGITS digits; return None for one that is not finite, which JSON cannot write."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
@@ -128,8 +129,8 @@ def _show(text: object, longest: int = 120) -> str:
 
 
 def _make_tiles(inspection: Inspection, names: Mapping[str, str], tags: Mapping[str, str]) -> list[list[str]]:
-    """Tiles (tag, name, value, note): the mean drift of every model and, before them, the gain of the second where
-    there are two."""
+    """Make tiles (tag, name, value, note): the mean drift of every model and, before them if two models are compared,
+    the change from the first to the second."""
     means = {role: fmean(_last(inspection, role).values()) for role in names}
     experts, tiles = "the experts" if len(inspection.tasks) > 1 else "the expert", []
     for role, mean in means.items():
@@ -168,7 +169,7 @@ def _number(value: float) -> str:
 
 
 def _summarise(inspection: Inspection, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The summary in sentences, the headline first; `warn` marks warnings."""
+    """Return the sentences of the summary, the headline first; `warn` marks warnings."""
     marked = {role: _mark(name) for role, name in names.items()}
     sentences = list(write_verdict(inspection, marked, lambda task: _mark(one_line(task))))
     headline = f"How far {marked.get('other', marked['model'])} is from its experts"
@@ -194,7 +195,7 @@ def _say_worst(inspection: Inspection, role: str, name: str) -> str:
 
 
 def _mark(name: str) -> str:
-    """A name set apart in a sentence, by a character that no name has, as it is not printable."""
+    """Enclose a name in MARK, an unprintable character that no name contains, so that it can be found in a sentence."""
     return f"{MARK}{name}{MARK}"
 
 

@@ -1,4 +1,4 @@
-"""An inspection as Markdown for a pipeline's summary, and the tables of a report."""
+"""Write an inspection as Markdown for a pipeline's summary, and rows of Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from featcal_cli.runtime.errors import GateError
 from featcal_cli.runtime.sanitise import enumerate_names, for_html, for_markdown, without_folders
 
 NAMED_TASKS = 3
-"""The most tasks of which all are listed; more are called all tasks."""
+"""The most tasks that a note on all of them lists by name; with more, it says "all N tasks"."""
 
 
 def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
-    """The notes in their order; notes with the same text about several tasks become one."""
+    """Join notes with the same text about several tasks into one, and keep the order."""
     tasks_of: dict[str, list[str]] = {}
     for note in notes:
         task = next((task for task in tasks if note.startswith(f"{task}: ")), None)
@@ -32,7 +32,7 @@ def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
 
 
 def label_roles(inspection: Inspection) -> dict[str, str]:
-    """The name of every role for other readers, without tokens and the folders of this machine."""
+    """Return the name to show for every role, without access tokens and this machine's folders."""
     labels = {role: for_html(inspection.names.get(role, role), 120) for role in list_roles(inspection)}
     if "base" in labels:
         labels["base"] = "base model"
@@ -46,7 +46,7 @@ COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
-    """The whole summary, with a heading of the second level; exceeded: the error of the gate `--max-drift`."""
+    """Return the whole summary, with a heading of the second level; exceeded: the error of the gate `--max-drift`."""
     names = {role: _show(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
     parts = [f"## Feature drift of {names.get('other', names['model'])}"]
     if exceeded is not None:
@@ -75,7 +75,7 @@ def write_row(cells: Iterable[str]) -> str:
 
 
 def _show(text: str) -> str:
-    """A name for other readers: paths without folders, and commits with their first digits."""
+    """Return a name as Markdown for other readers: paths without folders, and commits with seven digits."""
     return for_markdown(COMMIT.sub(r"@\1", without_folders(text)), LONGEST_TEXT)
 
 

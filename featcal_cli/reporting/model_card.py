@@ -1,4 +1,4 @@
-"""The model card of an output: metadata, and a run's report in words and tables."""
+"""Write the model card of an output: metadata, and a run's report in words and tables."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ HUB = "https://huggingface.co"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 MARK = "<!-- This card was written by featcal. -->"
 MERGED_CARD = "README.merged.md"
-"""File name of the merged model's own card in an output, where no page of the Hub shows it."""
+"""File name of a copy of the merged model's own card, which an output has if that card is not on the Hub."""
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
-"""Pattern of the Hub's names of licences."""
+"""Pattern that the Hub's names of licences match."""
 TASK_TYPES = {
     "zero-shot": "zero-shot-image-classification",
     "generation": "text2text-generation",
     "lm-eval": "text-generation",
 }
-"""The Hub's task type for each protocol; the model's own one is taken for heads."""
+"""The Hub's task type for each evaluation protocol; other protocols use the model's pipeline tag."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
-"""Names of variables for these classes in the code of a card; all others are called processor."""
+"""Variable names for these classes in the card's example code; all others are called processor."""
 FEATURES = ("feature-extraction", "image-feature-extraction")
-"""The Hub's names of the task of models without a head."""
+"""Pipeline tags of the Hub for models without a head."""
 LISTED = 12
 """The most lines of a list that are shown."""
 
@@ -57,11 +57,11 @@ def write_card(
     processor_class: str | None = None,
     pipeline_tag: str | None = None,
 ) -> str:
-    """The text of README.md, which shows drift.png where the report has curves.
+    """Return the text of README.md, which shows drift.png if the report has curves.
 
-    name: of the output folder; target: the Hub id that it is pushed to, if any; merged_readme: the merged model's own
-    card, whose metadata are used; model_class and processor_class: names in transformers whose from_pretrained loads
-    the output; pipeline_tag: used where the merged card has none.
+    name: name of the output folder; target: the Hub id that the output is pushed to, if any; merged_readme: the merged
+    model's own card, whose metadata are used; model_class and processor_class: names of the transformers classes that
+    load the output; pipeline_tag: used if the merged card has none.
     """
     merged_data = _read_metadata(merged_readme or "")
     data = _write_metadata(report, merged_data, target, pipeline_tag)
@@ -77,14 +77,16 @@ def write_card(
 
 
 def copy_merged_card(report: Report, readme: str | None) -> dict[str, bytes]:
-    """The merged model's own card by its file name in the output; empty where there is none, or the Hub has it."""
+    """Return the merged model's own card as {file name: content} for the output; empty if there is none, or the Hub has
+    it."""
     if not readme or any(map(_on_hub, _find_sources(report, "merged"))):
         return {}
     return {MERGED_CARD: without_tokens(readme).encode("utf-8", "replace")}
 
 
 def read_license(readme: str | None) -> str | None:
-    """The licence that a card names, "other: NAME" for one with a name of its own; None where it cannot be told."""
+    """Return the licence that a card names, as "other: NAME" for one with a name of its own; None where it is
+    unclear."""
     data = _read_metadata(readme or "")
     name = data.get("license")
     if isinstance(name, list) and len(name) == 1:
@@ -98,15 +100,15 @@ def read_license(readme: str | None) -> str | None:
 
 
 def _read_metadata(text: str) -> dict[str, Any]:
-    """The metadata of a card; metadata that are not YAML, or not a mapping, count as empty."""
+    """Return the metadata of a card; empty if they are not YAML, or not a mapping."""
     return split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))[0] or {}
 
 
 def _write_metadata(
     report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None
 ) -> ModelCardData:
-    """The metadata of the card. base_model lists merged first, to which the output is closest, then base and experts:
-    the weights are computed from every one of them, and the Hub has one relation for the whole list."""
+    """Make the card's metadata. base_model lists merged first, as the output is closest to it, then base and experts:
+    the weights are computed from all of them, and the Hub has one relation for the whole list."""
     models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
     pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
@@ -130,7 +132,7 @@ def _write_metadata(
 
 
 def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResult]:
-    """The calibrated model's scores for the Hub's index of results."""
+    """Yield the calibrated model's scores as evaluation results for the Hub."""
     names = {source.role: source.name for source in _find_sources(report, "data") if _on_hub(source)}
     for task, scores in report.accuracy.items():
         by_lm_eval = scores.protocol == "lm-eval"
@@ -144,7 +146,7 @@ def _list_results(report: Report, pipeline_tag: str | None) -> Iterator[EvalResu
 
 
 def _texts(value: object) -> list[str]:
-    """The short texts in a value of somebody's metadata."""
+    """Return the texts in a metadata value of unknown type that fit in one line of 80 characters."""
     values = value if isinstance(value, list) else [value]
     return [text for text in values if isinstance(text, str) and text and text == one_line(text, 80)]
 
@@ -154,7 +156,7 @@ def _unique(values: Iterable[str]) -> list[str]:
 
 
 def _find_sources(report: Report, *kinds: str) -> list[Source]:
-    """The sources whose roles begin with these words, in their order."""
+    """Return the sources whose role begins with one of these words, in the order of the words."""
     return [source for kind in kinds for source in report.sources if source.role.partition(" ")[0] == kind]
 
 
@@ -163,15 +165,16 @@ def _find_repos(report: Report, *kinds: str) -> list[str]:
 
 
 def _on_hub(source: Source) -> bool:
-    """Whether a source is a repo of the Hub, with a name that can be linked to."""
+    """Return whether a source is a repo of the Hub, with a name that can be linked to."""
     return source.commit is not None and is_hub_id(source.name)
 
 
 def _render_body(
     report: Report, name: str, target: str | None, merged_card: str | None, loading: str, model: str, agreed: str | None
 ) -> str:
-    """The card's body. merged_card: the place of the merged model's own card, if it has one; loading: code that loads
-    the output; model: a class of transformers; agreed: the licence of all models, None where they do not agree."""
+    """Return the card's text below the metadata. merged_card: address or file of the merged model's own card, if it has
+    one; loading: code that loads the output; model: a class of transformers; agreed: the licence of all models, None
+    where they differ."""
     rows = report.judged_rows[: len(report.drift)]
     context = {
         **_describe_sources(report, agreed),
@@ -200,7 +203,7 @@ def _render_body(
 
 
 def _make_environment(report: Report) -> Environment:
-    """The environment of the template, in which every value that is not marked as Markdown is written as plain text."""
+    """Make the template's Jinja environment, which escapes every value that is not marked as Markdown."""
 
     def finalize(value: object) -> str:
         return str(value) if isinstance(value, Markup) else for_markdown(str(value))
@@ -225,7 +228,7 @@ def _show_names(names: Iterable[str]) -> Markup:
 
 
 def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
-    """Context on models and datasets: each once with all its roles, and their licences."""
+    """Return template variables on models and datasets, each listed once with all its roles, and on their licences."""
     sources: dict[tuple[str, str | None], list[Source]] = {}
     for source in report.sources:
         sources.setdefault((source.name, source.commit), []).append(source)
@@ -265,7 +268,7 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
 
 
 def _describe_modules(report: Report) -> dict[str, Any]:
-    """Context on what was calibrated, how much it changed, and what was left unchanged."""
+    """Return template variables on what was calibrated, how much it changed, and what was left unchanged."""
     modules = [module for block in report.blocks for module in block.modules]
     guard = describe_guard(report.blocks)
     kinds = Counter(module.kind for module in modules).most_common()
@@ -286,14 +289,15 @@ def _describe_modules(report: Report) -> dict[str, Any]:
 
 
 def _list_other_metrics(report: Report) -> Iterator[str]:
-    """Each task that is measured by another metric than most, with its name."""
+    """Yield a phrase for each task that is not measured by the default metric, with the metric's name."""
     for task, scores in report.accuracy.items():
         if scores.metric in METRICS and METRICS[scores.metric].symbol:
             yield f"{task}: 100 · {METRICS[scores.metric].title}"
 
 
 def _list_choices(report: Report) -> Iterator[tuple[str, OutputDrift, OutputDrift]]:
-    """The outputs of merged and calibrated model by task, where the expert's own head makes a choice."""
+    """Yield each task on which the expert's own head makes a choice, with the outputs of the merged and the calibrated
+    model."""
     for task, measured in report.measures.items():
         before, after = (model.output if (model := measured.models.get(r)) else None for r in (MERGED, CALIBRATED))
         if before and after and before.agreement is not None and after.agreement is not None:
@@ -301,13 +305,13 @@ def _list_choices(report: Report) -> Iterator[tuple[str, OutputDrift, OutputDrif
 
 
 def _write_commands(name: str, target: str | None) -> str:
-    """The commands that make the output once more."""
+    """Return the commands that reproduce the output."""
     download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
     return f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
 
 
 def _write_adapter_code(report: Report, output: str, model: str) -> str:
-    """The code that puts the adapter on the merged model; empty where that is none of its own."""
+    """Return the code that loads the adapter onto the merged model; empty if the run built that model itself."""
     merged = next(iter(_find_sources(report, "merged")), None)
     if merged is None:
         return ""
@@ -323,7 +327,7 @@ model = PeftModel.from_pretrained(merged, {place}, subfolder="{ADAPTER}")"""
 
 
 def _write_loading(place: str, purpose: str | None, model: str, processor: str | None) -> str:
-    """The code that loads the output by these classes of transformers, and as a pipeline where it can be one."""
+    """Return the code that loads the output with these classes of transformers and, where possible, as a pipeline."""
     where = json.dumps(one_line(place), ensure_ascii=False)
     names = [name if name.isidentifier() else "AutoModel" for name in (model, processor) if name]
     ready = processor is not None and purpose is not None and names[0].startswith("Auto")
@@ -341,7 +345,7 @@ def _write_loading(place: str, purpose: str | None, model: str, processor: str |
 
 
 def _link(source: Source) -> Markup:
-    """A link to a source's page at its commit; for a local one, the last part of its path."""
+    """Return a link to a source's page at its commit; for a local source, the last part of its path."""
     if not _on_hub(source):
         return Markup(for_markdown(Path(source.name).name))
     kind = "datasets/" if source.role.startswith("data ") else ""
@@ -349,7 +353,7 @@ def _link(source: Source) -> Markup:
 
 
 def _show_message(text: str, report: Report) -> Markup:
-    """A message of featcal's own, which may hold names and paths, for the card."""
+    """Return one of featcal's messages as Markdown for the card, with local paths cut to their last part."""
     for source in report.sources:
         if source.commit is None and Path(source.name).is_absolute():
             text = text.replace(source.name, Path(source.name).name)

@@ -1,4 +1,4 @@
-"""Measurements of a run: the figures of `featcal inspect-drift`, and the contents of featcal_report.json."""
+"""Schemas of a run's measurements: the results of `featcal inspect-drift`, and the contents of featcal_report.json."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from featcal_cli.runtime.sanitise import list_some, without_tokens
 from featcal_cli.runtime.structured_text import write_json
 
 SCHEMA = 1
-"""Version of the JSON form; it grows when a key changes its meaning or goes away."""
+"""Version of the JSON format, increased when a key is removed or changes its meaning."""
 VISIBLE = 5e-4
-"""Smallest difference between two relative drifts that three digits show; smaller ones count as none."""
+"""Smallest difference between two relative drifts that counts; smaller ones do not show in three digits."""
 
 
 @dataclass(frozen=True)
 class PlaceDrift:
     """The distance of one model's features from the expert's at one place, over all tokens but padding.
 
-    The drift e = h − h_expert is the sum m + p (paper, Proposition 1) of the local mismatch m, by which the model's own
-    block differs on the expert's input, and the upstream propagation p, which the block makes of earlier drift.
+    The drift e = h − h_expert is m + p (paper, Proposition 1): the local mismatch m is the difference between the
+    model's and the expert's block on the expert's input, and the upstream propagation p is the effect of earlier drift.
     """
 
     distance: float
@@ -44,7 +44,7 @@ class PlaceDrift:
     upstream: float | None = None
     """Inherited part, mean ‖p‖₂ / mean ‖h_expert‖₂; None before the first block."""
     amplification: float | None = None
-    """Ratio of the mean ‖e‖ of this block to that of the one before; None where there is none before, or it is 0."""
+    """Mean ‖e‖ after this block over mean ‖e‖ after the one before; None where there is none before, or it is 0."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,24 @@ class BlockDrift:
     local mismatch as the model's later blocks propagate it (paper, P m of Proposition 2). All shares and `outside` add
     up to 1."""
     carried: float | None = None
-    """The mean ‖t‖₂ / mean ‖h_expert‖₂ after the last block."""
+    """Mean ‖t‖₂ / mean ‖h_expert‖₂ after the last block, with t as for `share`."""
 
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """The effect of the drift on the expert's own head, run on the model's last features."""
+    """The effect of drift on outputs: the expert's own head is run on the last features of the model and of the
+    expert."""
 
     kind: str
-    """The kind of output: logits, or features where the expert has no logits of one choice (none at all, a regression,
-    several labels)."""
+    """Kind of output: logits, or features where the expert has no logits for a single choice (it has no head, a
+    regression, or several labels)."""
     relative: float
-    """Relative distance, mean ‖z − z_expert‖ / mean ‖z_expert‖; for logits ‖ ‖² is the variance under q, half the
-    expert's probabilities and half even."""
+    """Relative distance, mean ‖z − z_expert‖ / mean ‖z_expert‖. For logits, ‖ ‖² is the variance under q, the average
+    of the expert's probabilities and the uniform distribution."""
     divergence: float | None = None
-    """Mean KL(expert ‖ model), nats; None without logits."""
+    """Mean KL(expert ‖ model), in nats; None without logits."""
     agreement: float | None = None
-    """Share of predictions whose first choice is the expert's, 0 to 1; None without logits."""
+    """Share of predictions, 0 to 1, whose first choice is the same as the expert's; None without logits."""
     certain: float | None = None
     """Share of predictions that the drift cannot change: the expert's margin exceeds 2 ‖z − z_expert‖∞ (paper, equation
     44); None without logits."""
@@ -111,12 +112,12 @@ class TaskInspection:
     models: dict[str, ModelDrift]
     """Drift by role: model, base, and other where a second model is compared."""
     traced: int = 0
-    """Number of examples that shares are measured on."""
+    """Number of examples on which the blocks' shares of the drift are measured."""
 
     @property
     def outputs_farther(self) -> float | None:
-        """Relative distance of the outputs of `other` from the expert's minus that of `model`; infinite where it is not
-        finite, None where there are not two models with outputs."""
+        """Relative distance from the expert's outputs, that of `other` minus that of `model`. Infinite if only the
+        distance of `other` is not finite; None if that of `model` is not, or if outputs are missing."""
         outputs = [self.models[role].output for role in ("model", "other") if role in self.models]
         distances = [output.relative for output in outputs if output is not None]
         if len(distances) < 2 or not isfinite(distances[0]):
@@ -140,7 +141,7 @@ class Inspection:
 
     @property
     def short_names(self) -> dict[str, str]:
-        """The `names` with the first seven digits of commits."""
+        """The `names`, with commits shortened to seven digits."""
         return {role: re.sub("(?<=@[0-9a-f]{7})[0-9a-f]{33}$", "", name) for role, name in self.names.items()}
 
     def to_json(self) -> str:
@@ -163,29 +164,29 @@ class TaskDrift:
     cosine_before: float
     cosine_after: float
     held_out: bool
-    """Whether it is measured on held-out examples."""
+    """Whether drift is measured on held-out instead of calibration examples."""
 
 
 @dataclass(frozen=True)
 class DriftRow:
-    """A row of the table of drift: a task, or the mean of all."""
+    """A row of the table of drift: one task, or the mean over all tasks."""
 
     task: str
     before: float
     after: float
     base: float | None
     is_marked: bool = False
-    """Whether it is measured on calibration examples, and other tasks are not."""
+    """Whether this task is measured on calibration examples while other tasks are not."""
 
     @property
     def cells(self) -> list[str]:
-        """Drift before, after, its change and, where it is measured, that of base."""
+        """The row's cells as text: drift before, drift after, the change and, if measured, the base model's drift."""
         base = [] if self.base is None else [f"{self.base:.3f}"]
         return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), *base]
 
 
 def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
-    """The rows and, where there are several, their mean with equal weights."""
+    """Return the rows and, if there are several, their unweighted mean as the last row."""
     rows = list(tasks)
     before, after = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after"))
     known = [row.base for row in rows if row.base is not None]
@@ -205,7 +206,7 @@ class DriftCurve:
 
 
 ITSELF = "the expert itself"
-"""The name of a source of examples that the task's expert has written."""
+"""Name of the source for examples that the task's expert has written itself."""
 
 
 @dataclass(frozen=True)
@@ -221,11 +222,11 @@ class Source:
     found_in: str
     """The place where the name was read: "the command line", "mergekit_config.yml", …"""
     license: str | None
-    """The licence that the source's own card names, if it does."""
+    """The licence that the source's own card names; None if it names none."""
 
 
 JUDGED = ("merged", "calibrated")
-"""The roles of `measures` that are compared."""
+"""The two roles in Report.measures whose outputs are compared."""
 
 
 @dataclass(frozen=True)
@@ -239,22 +240,23 @@ class Report:
     blocks: list[BlockReport]
     drift: dict[str, TaskDrift]
     cost: dict[str, Any]
-    """Seconds and bytes; under torchrun, the largest memory of any process, and `expert_bytes_by_rank`."""
+    """Cost in seconds and bytes; under torchrun, with the largest memory of any process, and `expert_bytes_by_rank`."""
     notes: list[str] = field(default_factory=list)
     """Notes on choices that the user did not make, and on modules that were left unchanged."""
     sources: list[Source] = field(default_factory=list)
     curves: dict[str, DriftCurve] = field(default_factory=dict)
-    """Drift over depth by task."""
+    """Drift after every block, by task."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)
-    """Measurements of inspect-drift for merged, calibrated and base, by task, on the examples of `drift`."""
+    """Measurements of the merged, calibrated and base model as in inspect-drift, by task, on the same examples as
+    `drift`."""
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     adapter: AdapterReport | None = None
     """The report on the adapter, where one was written."""
     files: list[str] = field(default_factory=list)
-    """The files of the output, by their paths in it."""
+    """Paths of the output's files, relative to its folder."""
     loading: dict[str, Any] = field(default_factory=dict)
-    """The classes of transformers that load the output, and its task, as `write_card` takes them."""
+    """Arguments of `write_card` on how to load the output: classes of transformers, and the pipeline's task."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content of featcal_report.json."""
@@ -276,7 +278,7 @@ class Report:
 
     @property
     def drift_rows(self) -> list[DriftRow]:
-        """The table of drift; the last row is the mean, or the only task's."""
+        """Rows of the table of drift: one per task and, if there are several, their mean last."""
         mixed = len(self.fitted_tasks) < len(self.drift)
         return _add_mean(
             DriftRow(task, drift.before, drift.after, drift.base, mixed and not drift.held_out)
@@ -285,8 +287,8 @@ class Report:
 
     @property
     def output_distances(self) -> dict[str, tuple[float, float]]:
-        """Distance of outputs from the expert's, ‖z − z_exp‖ over ‖z_exp‖, before and after, by task; empty unless
-        errors are measured at the outputs and all tasks have some."""
+        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖, before and after, by task; empty unless errors
+        are measured at the outputs and every task has outputs."""
         if self.settings.get("metric") != "output":
             return {}
         outputs = {
@@ -298,12 +300,13 @@ class Report:
 
     @property
     def judged(self) -> dict[str, tuple[float, float]]:
-        """The figures by which the result is judged, before and after, by task: distance of outputs, else drift."""
+        """The values that the result is judged by, before and after, by task: distances of outputs or, without them,
+        drift."""
         return self.output_distances or {task: (drift.before, drift.after) for task, drift in self.drift.items()}
 
     @property
     def judged_rows(self) -> list[DriftRow]:
-        """The table of the figures by which the result is judged; the last row is the mean, or the only task's."""
+        """Rows of the table of the values in `judged`: one per task and, if there are several, their mean last."""
         if not self.output_distances:
             return self.drift_rows
         bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
@@ -314,18 +317,18 @@ class Report:
 
     @property
     def mean_judged(self) -> tuple[float, float]:
-        """The mean of these figures over all tasks, with equal weights, before and after."""
+        """The mean of `judged` over all tasks, with equal weights, before and after."""
         mean = self.judged_rows[-1]
         return mean.before, mean.after
 
     @property
     def judged_by(self) -> str:
-        """The name of these figures."""
+        """The name of the values in `judged`."""
         return "distance of outputs" if self.output_distances else "drift"
 
     @property
     def has_grown(self) -> bool:
-        """Whether their mean grew by a difference that shows, or is no number."""
+        """Whether the mean of `judged` grew by at least VISIBLE, or is not a number."""
         before, after = self.mean_judged
         return not after < before + VISIBLE
 
@@ -336,7 +339,7 @@ class Report:
 
     @property
     def measured_on(self) -> str:
-        """The examples that drift is measured on, in words."""
+        """A phrase that says on which examples drift is measured."""
         if not self.fitted_tasks:
             return "on held-out rows"
         if len(self.fitted_tasks) == len(self.drift):
@@ -345,8 +348,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """The result in a line: the mean of the figures by which it is judged, and the examples that they were measured
-        on."""
+        """The result in one line: the mean of `judged` before and after, and the examples that it is measured on."""
         before, after = (f"{value:.3f}" for value in self.mean_judged)
         what = f"mean {self.judged_by}"
         if self.settings.get("step") == 0:
@@ -356,5 +358,5 @@ class Report:
 
     @property
     def worse(self) -> list[str]:
-        """Tasks on which these figures grew by a difference that shows, or are no numbers."""
+        """Tasks on which the value in `judged` grew by at least VISIBLE, or is not a number."""
         return [task for task, (before, after) in self.judged.items() if not after < before + VISIBLE]

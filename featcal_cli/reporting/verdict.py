@@ -1,4 +1,4 @@
-"""The verdict on an inspection: its blocks in order, its figures, and sentences on which model is worse."""
+"""Summarise an inspection: its blocks in forward order, its figures, and sentences that compare the models."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def follow_drift(drift: ModelDrift, order: Sequence[str], measure: str = "relati
 
 
 def split_lists(order: Sequence[str]) -> list[list[str]]:
-    """Blocks by the list that holds them (encoder, decoder; vision, language), in order."""
+    """Group the blocks, in order, by the list that holds them (encoder and decoder, or vision and language)."""
     lists = [list(names) for _, names in groupby(order, key=lambda name: name.rpartition(".")[0])]
     return lists if len(lists) <= MOST_LISTS else [list(order)]
 
 
 def describe_lists(order: Sequence[str]) -> str:
-    """The lists in words: `encoder.block.0 … 5, then decoder.block.0 … 5`."""
+    """Describe the lists of blocks in words: `encoder.block.0 … 5, then decoder.block.0 … 5`."""
     texts = []
     for names in split_lists(order):
         one_list = len({name.rpartition(".")[0] for name in names}) == 1
@@ -67,7 +67,7 @@ def describe_lists(order: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of one model on every task; None where a task has none."""
+    """One measure of one model, with a value for every task; None where a task has none."""
 
     measure: str
     role: str
@@ -79,7 +79,7 @@ class Column:
         return mean_known(self.values)
 
     def write(self, value: float | None) -> str:
-        """A figure as text: a share in percent, all others with three digits."""
+        """Write a value as text: a share in percent, all others with three digits, None as a dash."""
         if value is None:
             return "–"
         if self.kind == "share":
@@ -94,8 +94,8 @@ def mean_known(values: Iterable[float | None]) -> float | None:
 
 
 def list_columns(inspection: Inspection) -> list[Column]:
-    """Columns of drift after the last block, distance of outputs and agreement with the expert's choices, as far as any
-    task has them; base has its drift alone."""
+    """Return columns of drift after the last block, distance of outputs, and agreement with the expert's first choices;
+    columns of outputs without any value are left out. The base model has a column of drift only."""
 
     def collect(role: str, read: Callable[[ModelDrift], float | None]) -> list[float | None]:
         return [read(task.models[role]) for task in inspection.tasks.values()]
@@ -118,8 +118,8 @@ def list_columns(inspection: Inspection) -> list[Column]:
 
 
 def find_growth(drift: ModelDrift) -> tuple[str, float] | None:
-    """The block at which drift grows most, and the factor; None where it grows at no block. The first block of a list
-    has no block before it."""
+    """Return the block at which drift grows by the largest factor, and that factor; None where it grows at no block.
+    The first block of each list is left out, as no block comes before it."""
     first = {names[0] for names in split_lists([block.name for block in drift.blocks])}
     growth = {block.name: block.drift.amplification or 0.0 for block in drift.blocks if block.name not in first}
     steepest = max(growth, key=growth.__getitem__, default="")
@@ -130,7 +130,8 @@ def find_growth(drift: ModelDrift) -> tuple[str, float] | None:
 
 
 def compare_drift(drift: float, other: float, name: str, experts: str = "the experts") -> str:
-    """Words on how much nearer or farther than `name` a model is, in percent; empty where that is not finite."""
+    """Say by how many percent a model is nearer to the experts, or farther from them, than `name`; empty where the
+    change is not finite."""
     change = drift / other - 1 if other else nan
     if not isfinite(change):
         return ""
@@ -141,9 +142,10 @@ def compare_drift(drift: float, other: float, name: str, experts: str = "the exp
 
 
 def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, float]:
-    """Difference in relative drift after the last block by which `role` is farther than `than`, by task, largest first.
+    """Find the tasks on which `role` drifts more than `than`, with the difference in relative drift after the last
+    block, largest first.
 
-    Tasks on which three digits do not show it are left out. A drift that is no number is infinitely far.
+    Differences below VISIBLE are left out. A drift that is not a number counts as infinite.
     """
     farther = {}
     for name, task in inspection.tasks.items():
@@ -155,7 +157,7 @@ def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, floa
 
 
 def find_vanished(inspection: Inspection) -> list[str]:
-    """Tasks whose expert's features are zero after the last block: drift relative to them is infinite."""
+    """Find the tasks whose expert's features are zero after the last block, which makes the relative drift infinite."""
     lasts = {name: task.models["model"].last for name, task in inspection.tasks.items()}
     return [name for name, last in lasts.items() if isinf(last.relative) and isfinite(last.distance)]
 
@@ -163,10 +165,10 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Sentences, and whether each is a warning: on one model against the other, first on outputs, where they are known,
-    and on every model against the base.
+    """Yield pairs (is_warning, sentence). Sentences compare the second model with the first, if there are two (by
+    outputs, where known, then by drift), and every model with the base.
 
-    names: of the roles other than base; show_task: writes a task's name.
+    names: the names of all roles except base; show_task: formats a task's name.
     """
     roles, vanished, tasks = list_roles(inspection), find_vanished(inspection), inspection.tasks.values()
     names = {**names, "base": "the base model"}
@@ -197,7 +199,8 @@ def write_verdict(
 def _compare_outputs(
     inspection: Inspection, role: str, than: str, names: Mapping[str, str]
 ) -> Iterator[tuple[bool, str]]:
-    """The sentence on how far two models' outputs are from the experts'; none where a task lacks outputs of either."""
+    """Yield a sentence that compares two models' distances of outputs from the experts'; nothing where a task lacks
+    them."""
     tasks = inspection.tasks.values()
     ours, theirs = ([output.relative for task in tasks if (output := task.models[x].output)] for x in (role, than))
     if min(len(ours), len(theirs)) < len(tasks):
