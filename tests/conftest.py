@@ -128,12 +128,21 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
 
 
+@pytest.fixture(autouse=True)
+def expectant() -> None:
+    """A Hub that an earlier test has silenced is asked again."""
+    from featcal_cli.hub.client import expect_answers
+
+    expect_answers()
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait less for an answer."""
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", PATIENCE)
     monkeypatch.setattr("featcal_cli.hub.client.TIMEOUT", PATIENCE)
+    monkeypatch.setattr("featcal_cli.hub.client.WRITING_TIMEOUT", PATIENCE)
 
 
 @pytest.fixture(scope="session", autouse=True)

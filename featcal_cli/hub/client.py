@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,12 +27,28 @@ WRITING_TIMEOUT = 120.0
 """Seconds without a byte of an answer to a request that writes: a commit of many files takes its time."""
 LONGEST_PAUSE = 300.0
 """Seconds that a run waits at most because the Hub asks for it."""
+SILENCE = 60.0
+"""Seconds for which a Hub that was given up is not asked again: a job reads many repos, and waits for one alone."""
 TRIES = 5
 """How often a request is made before it counts as failed."""
 CUT = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 """Errors that mean that the connection was cut."""
 PAUSE = 1.0
 """Seconds to wait before the second try; doubled before every further try, as in huggingface_hub."""
+
+
+class _GivenUp:
+    """The time at which the Hub was last given up, because it did not answer."""
+
+    at = -math.inf
+
+
+_given_up = _GivenUp()
+
+
+def expect_answers() -> None:
+    """Ask the Hub again, even if it was given up just now."""
+    _given_up.at = -math.inf
 
 
 def make_client() -> Any:
@@ -49,6 +66,8 @@ def _limit(request: Any) -> None:
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
     if not is_hub(host_of(str(request.url))):
         request.headers.pop("Authorization", None)
+    elif time.monotonic() - _given_up.at < SILENCE:
+        raise OfflineModeIsEnabled("the Hub did not answer just now")  # huggingface_hub then looks into its cache
 
 
 def _refuse_endless_waits(response: Any) -> None:
@@ -77,14 +96,17 @@ def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], 
     """Return the result of `ask`; if it fails, announce that and try again, up to TRIES times and as long as `is_worth`
     (or else `may_pass`) allows. Use it for requests that huggingface_hub does not retry; `ask` must be safe to
     repeat."""
-    for number in range(1, TRIES):
+    number = 1
+    while True:
         try:
             return ask()
         except Exception as error:
-            if not (is_worth or may_pass)(error):
+            if number == TRIES or not (is_worth or may_pass)(error):
+                if isinstance(root_of(error), httpx.TransportError):
+                    _given_up.at = time.monotonic()
                 raise
             pause_after(error, number)
-    return ask()
+            number += 1
 
 
 def pause_after(error: BaseException, number: int) -> None:
@@ -159,6 +181,8 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{name_host(str(response.url), by_name=by_name)} {describe_status(response.status_code)}"
     request = _request_of(cause)
     who, kind = name_host(str(request.url) if request else "", by_name=by_name), type(cause).__name__
+    if isinstance(cause, OfflineModeIsEnabled):
+        return f"{who} does not answer"
     if isinstance(cause, httpx.TimeoutException) and not isinstance(cause, httpx.ConnectTimeout):
         return f"{who} stopped answering"
     if isinstance(cause, httpx.TooManyRedirects):

@@ -151,6 +151,7 @@ def check_target(
     HubError for a missing, unknown or read-only token, a repo that the user may not write to, a repo that holds a model
     if neither `create_pr` nor `overwrite_repo` is given, and a pull request to a repo that does not exist."""
     where = f"--push-to {repo_id}"
+    client.expect_answers()
     with explained(repo_id, writing=True):
         validate_repo_id(repo_id)
     if "/" not in repo_id:
@@ -199,6 +200,7 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
     sent. Raises HubError if the push fails, or if the Hub then holds something else.
     """
     repo_id = target.repo_id
+    client.expect_answers()
     try:
         with explained(repo_id, writing=True):
             additions = read_folder(folder)

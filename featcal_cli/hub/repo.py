@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub import (
     HfApi,
@@ -16,7 +16,6 @@ from huggingface_hub import (
     get_session,
     hf_hub_download,
     hf_hub_url,
-    resolve_revision,
     snapshot_download,
     try_to_load_from_cache,
 )
@@ -142,6 +141,13 @@ class Repo:
             return Path(with_retries(fetch))
 
 
+class _Api(HfApi):
+    """huggingface_hub's client, which otherwise takes a commit that it remembers as soon as one request fails."""
+
+    def repo_info(self, *arguments: Any, **options: Any) -> Any:
+        return with_retries(partial(super().repo_info, *arguments, **options))
+
+
 Opener = Callable[[str, Kind], Repo]
 """`open_repo`, or a version that remembers opened repos: a run opens each repo once, so that all its parts see one
 commit."""
@@ -160,7 +166,7 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     if revision is not None and not (repo and revision):
         raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
     with explained(repo, revision or "", kind):
-        commit = with_retries(lambda: resolve_revision(repo, revision=revision, repo_type=kind)).resolved
+        commit = _Api().resolve_revision(repo, revision=revision, repo_type=kind).resolved
     if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
         what = f"the Hub, or what its cache remembers of it, calls {quoted(commit)} a commit of {repo}"
         raise HubError(what, where=repo, fix="check HF_ENDPOINT and the proxy, and run again with the Hub in reach")

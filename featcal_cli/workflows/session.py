@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featcal_cli.hub.client import expect_answers
 from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Snapshot, fetch
@@ -61,6 +62,7 @@ class Session:
     """One request of a user on this machine; its listener is informed of the progress."""
 
     def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
+        expect_answers()
         self.started = listener.began if listener and listener.began is not None else time.monotonic()
         self.phases = PhaseClock(self.started)
         self.draft = as_draft(recipe)

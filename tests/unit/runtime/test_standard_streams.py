@@ -87,7 +87,7 @@ def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize(
     "environment",
     [
-        {"LC_ALL": "POSIX", "PYTHONUTF8": "0"},
+        {"LC_ALL": "POSIX"},
         {"PYTHONIOENCODING": "latin-1", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "20"},
     ],
     ids=["posix", "narrow and latin"],
