@@ -102,7 +102,9 @@ def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], 
             return ask()
         except Exception as error:
             if number == TRIES or not (is_worth or may_pass)(error):
-                if isinstance(root_of(error), httpx.TransportError):
+                cause, request = root_of(error), _request_of(root_of(error))
+                is_silent = isinstance(cause, (httpx.TimeoutException, httpx.ConnectError)) and request is not None
+                if is_silent and is_hub(host_of(str(request.url))):
                     _given_up.at = time.monotonic()
                 raise
             pause_after(error, number)

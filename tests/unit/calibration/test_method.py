@@ -173,7 +173,8 @@ def test_labels_and_test_data_are_never_read_and_a_seed_gives_the_same_bytes(ber
         for task in TASKS:
             recipe["tasks"][task]["data"] = {"path": str(tmp_path / name / task), "split": "train"}
         reports.append(calibrate(recipe, output=tmp_path / f"{name}-out").report)
-    assert reports[0].settings == reports[1].settings
+    one, two = ({**report.settings, "inputs": {}} for report in reports)
+    assert one == two
     assert weights(tmp_path / "one-out") == weights(tmp_path / "two-out")
 
 
