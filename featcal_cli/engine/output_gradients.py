@@ -3,6 +3,7 @@ outputs."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -250,6 +251,7 @@ def _measure_batches(
                 passes.append(GradientPass(expert, entry, chosen.pop(0), projections, seed))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
             _run_passes(architecture.blocks, passes, sums)
+            gc.collect()  # hooks, passes and graphs refer to each other, and hold the device's memory
             done += passes
     names = set[str]().union(*(each.sizes for each in done))
     everywhere = [name for name in sorted(names) if all(name in each.sizes for each in done)]
