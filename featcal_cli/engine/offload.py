@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -78,6 +79,8 @@ class Offloader:
         self._rooms = (device_room + host_room, 0) if self._is_cpu else (device_room, host_room)
         self._memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """The piece of memory of each tensor that was put."""
+        self._aside: WeakKeyDictionary[_Memory, None] = WeakKeyDictionary()
+        """Pieces that are unlikely to be needed again, which move first when there is no room."""
         self._totals = [0, 0, 0]
         self._untrimmed = 0
 
@@ -88,16 +91,19 @@ class Offloader:
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors be moved off the device until they are lent. Raises OutputError if the disk is full."""
         found, room = self._find(tensors), self._rooms[DEVICE] - self.used(DEVICE)
-        # masks and the like follow hidden states: they go first, and once for all
-        for memory in reversed(found):
+        aside = list(self._aside) if room < 0 else []
+        # masks and the like follow hidden states: of these they go first, and once for all
+        for memory in (*aside, *reversed(found)):
             if memory.level == DEVICE and room < 0:
                 self._sink(memory)
                 room += memory.bytes if memory.level != DEVICE else 0
+                self._aside.pop(memory, None)
             elif memory.level == DISK:
                 _leave_memory(memory)
 
     def put_aside(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors that are unlikely to be needed again be moved off the device; large ones are moved at once."""
+        """Let tensors that are unlikely to be needed again be moved off the device before all others. On a CPU large
+        ones are moved at once, as the machine's memory is all there is."""
         self._put_aside(self._find(tensors))
 
     @contextmanager
@@ -115,7 +121,9 @@ class Offloader:
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """Bring tensors to the device that are not lent, as the code of models may use any of them."""
         if not self._is_cpu:
-            self._bring(self._memory[x] for x in tensors if x.device != self._device and x in self._memory)
+            found = [self._memory[x] for x in tensors if x.device != self._device and x in self._memory]
+            self._bring(found)
+            self._put_aside(found)
 
     def _find(self, tensors: Iterable[Tensor]) -> list[_Memory]:
         """Return the pieces of memory that hold these tensors, each once. Memory that is not yet known is taken to be
@@ -125,6 +133,7 @@ class Offloader:
         for tensor in tensors:
             if tensor in self._memory:
                 found[tensor.untyped_storage().data_ptr()] = self._memory[tensor]
+                self._aside.pop(self._memory[tensor], None)
             elif _is_plain(tensor) and tensor.device.type == self._device.type:
                 new.append(tensor)
         for tensor in new:
@@ -139,8 +148,10 @@ class Offloader:
         for memory in pieces:
             if memory.level == DISK:
                 _leave_memory(memory)
-            elif memory.level == DEVICE and memory.bytes >= LARGE:
+            elif self._is_cpu and memory.bytes >= LARGE:
                 self._sink(memory)
+            elif memory.level == DEVICE:
+                self._aside[memory] = None
 
     def _sink(self, memory: _Memory) -> None:
         """Move a piece of memory off the device: to host memory if there is room, else to a file."""
