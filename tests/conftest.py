@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -170,6 +171,7 @@ def emulation(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def device(emulation: ModuleType) -> ModuleType:
     """The same, with nothing counted."""
+    gc.collect()  # models of earlier tests, which keep tables on the device
     emulation.reset()
     return emulation
 
