@@ -203,6 +203,11 @@ class GradientPass:
             direction = project_randomly(rows, noise.to(rows), are_logits=are_logits)
             again = projection + 1 < self._projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
+        self.close()
+
+    def close(self) -> None:
+        """End the pass and drop its graph, wherever it is."""
+        self._paused.close()
         self._paused.output = None
         self._leaves.clear()
 
@@ -250,8 +255,12 @@ def _measure_batches(
             while chosen and kept < KEPT_BYTES:
                 passes.append(GradientPass(expert, entry, chosen.pop(0), projections, seed))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
-            _run_passes(architecture.blocks, passes, sums)
-            gc.collect()  # hooks, passes and graphs refer to each other, and hold the device's memory
+            try:
+                _run_passes(architecture.blocks, passes, sums)
+            finally:
+                for each in passes:
+                    each.close()
+                gc.collect()  # hooks, passes and graphs refer to each other, and hold the device's memory
             done += passes
     names = set[str]().union(*(each.sizes for each in done))
     everywhere = [name for name in sorted(names) if all(name in each.sizes for each in done)]
