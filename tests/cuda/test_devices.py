@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -161,17 +161,6 @@ def test_a_family_has_the_cpus_weights(
         assert place != "device" or device.counts().get("pinned buffers", 0) <= buffers
         if dtype == "float32":  # blocks that are too large for bfloat16 are brought again, in float32
             uploads.check()
-
-
-@pytest.fixture
-def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that was built without CUDA sends no gradients back on its tensors."""
-    measure = setup.Setup.measure_gradients
-
-    def measure_on_cpu(ready: setup.Setup, *args: Any) -> dict[str, Path]:
-        return measure(replace(ready, device=torch.device("cpu")), *args)
-
-    monkeypatch.setattr(setup.Setup, "measure_gradients", measure_on_cpu)
 
 
 @pytest.fixture

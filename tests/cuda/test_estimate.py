@@ -73,6 +73,7 @@ CASES: dict[str, tuple[tuple[int, int, int], tuple[int, int] | None, dict[str, A
 }
 
 
+@pytest.mark.usefixtures("gradients_on_cpu")
 @pytest.mark.parametrize(
     ("name", "case"),
     [*product(["llama"], CASES), *product(["bert", "vit", "t5"], ["wide", "default"])],
