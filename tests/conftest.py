@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -174,6 +175,21 @@ def device(emulation: ModuleType) -> ModuleType:
     gc.collect()  # models of earlier tests, which keep tables on the device
     emulation.reset()
     return emulation
+
+
+@pytest.fixture
+def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of outputs are measured on the CPU: a torch that was built without CUDA sends none back on a device."""
+    import torch
+
+    from featcal_cli.workflows.setup import Setup
+
+    measure = Setup.measure_gradients
+
+    def measure_on_cpu(setup: Setup, *args: Any) -> dict[str, Path]:
+        return measure(replace(setup, device=torch.device("cpu")), *args)
+
+    monkeypatch.setattr(Setup, "measure_gradients", measure_on_cpu)
 
 
 @pytest.fixture(scope="session")
