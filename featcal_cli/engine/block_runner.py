@@ -141,15 +141,36 @@ class BlockRunner:
         self._bring(self.model.own_path(path) or "", recurse=True)
 
     @contextmanager
-    def precise(self, path: str) -> Iterator[None]:
-        """Keep the module at `path` on the device in float32, and convert it back at the end."""
+    def precise(self, path: str, *, until_released: bool = False) -> Iterator[None]:
+        """Keep the module at `path` on the device in float32, and convert it back at the end; or, because a graph still
+        needs its weights, keep them `until_released`."""
         dtype, self.dtype = self.dtype, torch.float32
         try:
             self.bring(path)
             yield
         finally:
             self.dtype = dtype
-            self.bring(path)
+            if not until_released:
+                self.bring(path)
+
+    def computes_in_place(self, path: str) -> bool:
+        """Tell whether the module at `path` always runs on its weights where they lie, and is never given copies of
+        them."""
+        dtypes = {x.dtype for x in self.module(path).parameters() if x.is_floating_point()}
+        return self.device.type == "cpu" and self.dtype == torch.float32 and dtypes <= {torch.float32}
+
+    def release(self, path: str) -> None:
+        """Release the memory that the weights of the module at `path` take, on the device and of those that were read
+        from the disk, before `on_device` ends. They are brought again when the module is needed."""
+        own = self.model.own_path(path)
+        if own is None:
+            return
+        module = self.model.module.get_submodule(own)
+        for holder in (*module.parameters(), *module.buffers()):
+            if id(holder) in self._moved:
+                holder.data = self._moved.pop(id(holder))[1]
+                self._here.pop(id(holder), None)
+        self.give_back(path)
 
     def prefetch(self, path: str) -> None:
         """Start reading the module at `path` from the disk, and copying it to a CUDA device, in the background."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import ceil
@@ -40,6 +41,9 @@ PREDICTIONS = 64
 whole vocabulary."""
 KEPT_BYTES = 1 << 28
 """Size in bytes of the stored block arguments at which a group of batches is full."""
+GRAPH_BYTES, SAVED_TENSORS = 1 << 29, 2
+"""Size in bytes that the graphs of a group of batches may take, and number of tensors that a graph is taken to save for
+each output of a Linear module."""
 
 
 class OutputGradients(NamedTuple):
@@ -57,23 +61,34 @@ class OutputGradients(NamedTuple):
     """‖g‖² at the tokens of the examples on which updates are checked, in the same form as `fitted`."""
 
 
+@dataclass
+class PassGroup:
+    """What passes that run block by block together share."""
+
+    graph_room: int
+    """Bytes that are left for their graphs."""
+    latest: str = ""
+    """Name of the block that ran last, whose weights are in use."""
+
+
 class GradientPass:
     """One forward pass of an expert over one batch, and the backward pass of its outputs' gradients by autograd.
 
-    Every block is a checkpoint: it stores only its arguments, and runs again in the backward pass. Hooks at the outputs
-    of its Linear modules record the gradients there.
+    Hooks at the outputs of the Linear modules of each block record the gradients there. The graph of a block is kept
+    while there is room for it. After that, blocks are checkpoints: each stores only its arguments, and runs again in
+    the backward pass.
     """
 
-    def __init__(self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int) -> None:
+    def __init__(
+        self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int, group: PassGroup
+    ) -> None:
         self._paused = start_forward(expert, expert.place(batch), entry)
-        self._expert, self._projections = expert, projections
+        self._expert, self._projections, self._group = expert, projections, group
         # by the expert's own ids: those of merged may be in any order
         own_ids = None if expert.token_ids is None else expert.token_ids.cpu()
         self._seeds = seed_examples(renumber(batch, own_ids), seed)
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
         """Inputs of blocks at which the backward pass ends, by id, each with the leaf tensor that replaces it."""
-        self._latest = ""
-        """Name of the block that ran last."""
         self.sums: GradientSums | None = None
         """The sums to which gradients at modules are added; None if only their sizes are wanted."""
         self.sizes: dict[str, Tensor] = {}
@@ -101,17 +116,20 @@ class GradientPass:
             call = self._paused.call._replace(args=args, kwargs=kwargs)
             masks, hidden = padding_masks(self._paused, block), self._paused.hidden
             lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
+            run = partial(self._run, block, call, masks, lengths)
             with torch.enable_grad():
-                output = checkpoint(
-                    self._run, block, call, masks, lengths, use_reentrant=False, preserve_rng_state=False
-                )
+                # a graph refers to weights, which must not be moved before it is through
+                if self._group.graph_room > 0 and self._expert.computes_in_place(block.name):
+                    output = run()
+                else:
+                    output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
             self._paused.advance(output, gradients=True)
 
     def _run(self, block: Block, call: BlockCall, masks: PerToken, lengths: Mapping[str, int]) -> Any:
         """Run a block, forwards or again on the way back, and release the weights of the one before."""
-        if self._latest not in ("", block.name):
-            self._expert.give_back(self._latest)
-        self._latest = block.name
+        if self._group.latest not in ("", block.name):
+            self._expert.release(self._group.latest)
+        self._group.latest = block.name
         # also on the way back: intercepted products may be computed in another way, and both runs must be the same
         with self._watching(block, masks, lengths):
             return self._paused.run_block(block, call=call, gradients=True)
@@ -133,6 +151,7 @@ class GradientPass:
 
         def watch(module: Module, y: Any) -> None:
             if isinstance(y, Tensor) and y.requires_grad:
+                self._group.graph_room -= SAVED_TENSORS * y.nbytes
                 y.register_hook(partial(self._receive, block, module, masks, lengths))
 
         with ExitStack() as hooks:
@@ -224,8 +243,9 @@ def measure_output_gradients(
 
     `fitted` holds the calibration examples. On `checked`, the examples on which updates are checked, only the sizes of
     gradients are measured. Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each
-    block runs forward on all batches of a group in turn, so its weights are moved to the device once per group; in the
-    backward pass of each batch it runs once more, with gradients.
+    block runs forward on all batches of a group in turn, so its weights are moved to the device once per group. In the
+    backward pass of each batch, blocks run once more with gradients, except the first ones, whose graphs take
+    GRAPH_BYTES.
     """
     sums = GradientSums(seed)
     of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, sums)
@@ -251,9 +271,9 @@ def _measure_batches(
     with expert.on_device():
         while chosen:
             passes: list[GradientPass] = []
-            kept = 0
+            kept, group = 0, PassGroup(GRAPH_BYTES)
             while chosen and kept < KEPT_BYTES:
-                passes.append(GradientPass(expert, entry, chosen.pop(0), projections, seed))
+                passes.append(GradientPass(expert, entry, chosen.pop(0), projections, seed, group))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
             try:
                 _run_passes(architecture.blocks, passes, sums)

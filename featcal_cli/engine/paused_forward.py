@@ -129,15 +129,17 @@ class PausedForward(greenlet):
         if runner.dtype == torch.bfloat16 and all_finite(next(tensors_in(call))) & ~all_finite((output, *kept)):
             for values in kept:
                 values.clear()
-            with runner.precise(block.name):
+            with runner.precise(block.name, until_released=gradients):
                 output = self._run(block, call, torch.float32, gradients=gradients)
+            # as the next block takes it
+            output = cast_floats(output, runner.dtype)
             if all_finite((output, *kept)):
                 runner.overflowed_blocks.add(block.name)
         return output
 
     def _run(self, block: Block, call: BlockCall, dtype: torch.dtype | None = None, *, gradients: bool = False) -> Any:
-        """Run the block once on the arguments of `call`, converted to `dtype` if it is given. Returns None if a hook
-        raised StopBlock."""
+        """Run the block once on the arguments of `call`, converted to `dtype` if it is given; return its output, or None
+        if a hook raised StopBlock."""
         args, kwargs = copy_caches(call.args, call.kwargs)
         with torch.set_grad_enabled(gradients), self._runner.drawing(), _explaining_failure(self._runner.model):
             if block.overwritten:
@@ -145,10 +147,9 @@ class PausedForward(greenlet):
             if dtype is not None:
                 args, kwargs = cast_floats((args, kwargs), dtype)
             try:
-                output = self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
+                return self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
             except StopBlock:
                 return None
-            return output if dtype is None else cast_floats(output, self._runner.dtype)
 
     def run_through(self, blocks: Sequence[Block]) -> None:
         """Run blocks for as long as the pass is paused before one of these blocks."""

@@ -17,7 +17,7 @@ from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
 from featcal_cli.engine.offload import LARGE
-from featcal_cli.engine.output_gradients import KEPT_BYTES
+from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, SAVED_TENSORS
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
@@ -137,6 +137,8 @@ def estimate(
         summed, kept = _count_gradients(model, architecture)
         blocks_read = BLOCKS_ON_HOST * (block_in_use if on_device else block)
         gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * shown) + blocks_read + LOGIT_COPIES * logits
+        if not on_device:
+            gradients += min(GRAPH_BYTES, len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES)
     at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk

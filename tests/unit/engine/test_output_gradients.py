@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples, forward_names
 from featcal_cli.data.padding import seed_examples
-from featcal_cli.engine import gradient_sums, output_gradients
+from featcal_cli.engine import gradient_sums, output_gradients, paused_forward
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.output_gradients import measure_output_gradients
@@ -133,15 +134,17 @@ WIDE = sorted({*SPREAD, "lfm2", "llama4", "recurrent-gemma", "wavlm"})
 
 @pytest.mark.parametrize("name", few_of(WIDE, ("bert", "albert", "t5", "mixtral", "lfm2")))
 def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies between blocks, however often they run; also where batches go in several groups."""
+    """Whatever lies between blocks, however often they run; also where batches go in several groups, and where the
+    graphs of all blocks are kept, of the first one alone, or of none."""
     monkeypatch.setattr(gradient_sums, "DIRECTIONS", 128)  # more than any output here has
     prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)
     task = next(iter(prepared.examples))
     expert, entry = prepared.models.experts[task], prepared.architecture.entries[task]
     batches = prepared.examples[task].fitted
     expected, _ = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
-    for kept_bytes in (output_gradients.KEPT_BYTES, 1):
+    for kept_bytes, graph_bytes in ((output_gradients.KEPT_BYTES, output_gradients.GRAPH_BYTES), (1, 1), (1, 0)):
         monkeypatch.setattr(output_gradients, "KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(output_gradients, "GRAPH_BYTES", graph_bytes)
         runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
         measured = measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors
         runner.retire()
@@ -174,6 +177,55 @@ def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None
         for ours, of, mask in zip(relative.split([len(of) for of in sizes]), sizes, counted, strict=True):
             assert torch.allclose(ours[:, : of.shape[1]].double() * mask, of / mean, rtol=1e-3, atol=1e-5), path
     assert not all(torch.equal(fitted[path], checked[path]) for path in fitted)  # of other projections
+
+
+def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device as well: an expert as a whole may not fit on it."""
+    monkeypatch.setattr(output_gradients, "GRAPH_BYTES", 0)
+    prepared = prepare(save_family(tmp_path, BY_NAME["llama"]), batch_size=2, examples=EXAMPLES)
+    task, blocks = next(iter(prepared.examples)), prepared.architecture.blocks
+    runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.bfloat16)
+    converted, bring = Counter[int](), runner.bring
+
+    def count_at_bring(path: str) -> None:
+        bring(path)
+        dtypes = [{x.dtype for x in runner.module(block.name).parameters()} for block in blocks]
+        converted[sum(torch.bfloat16 in found for found in dtypes)] += 1
+
+    monkeypatch.setattr(runner, "bring", count_at_bring)
+    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
+    assert measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors
+    # no block's weights are there while inputs are prepared
+    assert len(blocks) > 1 and converted.keys() <= {0, 1} and converted[1] > 0
+
+
+def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(save_family(tmp_path, BY_NAME["llama"]), batch_size=2, examples=EXAMPLES)
+    task, find_finite = next(iter(prepared.examples)), paused_forward.all_finite
+    overflows: Iterator[bool] = iter(())
+
+    def overflow_at_first(values: Any) -> Tensor:
+        """What blocks return first, in bfloat16, is found to have overflowed, and what they return then to be fine."""
+        nonlocal overflows
+        if not isinstance(values, tuple):
+            overflows = iter((True, False))
+            return find_finite(values)
+        return torch.tensor(not next(overflows))
+
+    monkeypatch.setattr(paused_forward, "all_finite", overflow_at_first)
+    factors = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = share_model(prepared.models.experts[task])
+        runner = BlockRunner(model, prepared.architecture, prepared.device, dtype)
+        entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
+        factors.append(measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors)
+        runner.retire()
+    assert len(runner.overflowed_blocks) == len(prepared.architecture.blocks)
+    for path, exact in factors[0].items():
+        found = factors[1][path]
+        assert (found.T @ found - exact.T @ exact).norm() <= 0.1 * (exact.T @ exact).norm(), path
 
 
 def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
