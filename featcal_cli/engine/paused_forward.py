@@ -138,8 +138,8 @@ class PausedForward(greenlet):
         return output
 
     def _run(self, block: Block, call: BlockCall, dtype: torch.dtype | None = None, *, gradients: bool = False) -> Any:
-        """Run the block once on the arguments of `call`, converted to `dtype` if it is given; return its output, or None
-        if a hook raised StopBlock."""
+        """Run the block once on the arguments of `call`, converted to `dtype` if it is given. Returns its output, or
+        None if a hook raised StopBlock."""
         args, kwargs = copy_caches(call.args, call.kwargs)
         with torch.set_grad_enabled(gradients), self._runner.drawing(), _explaining_failure(self._runner.model):
             if block.overwritten:

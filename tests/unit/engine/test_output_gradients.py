@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, count_examples, forward_names
 from featcal_cli.data.padding import seed_examples
-from featcal_cli.engine import gradient_sums, output_gradients, paused_forward
+from featcal_cli.engine import gradient_sums, output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.output_gradients import measure_output_gradients
@@ -27,6 +27,7 @@ from featcal_cli.engine.outputs import choose_rows, find_owners, read_output
 from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS
+from featcal_cli.models.tracing import all_finite
 
 EXAMPLES, SEED = 4, 7
 PROJECTIONS = output_gradients.MOST_PROJECTIONS
@@ -203,7 +204,7 @@ def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepare(save_family(tmp_path, BY_NAME["llama"]), batch_size=2, examples=EXAMPLES)
-    task, find_finite = next(iter(prepared.examples)), paused_forward.all_finite
+    task = next(iter(prepared.examples))
     overflows: Iterator[bool] = iter(())
 
     def overflow_at_first(values: Any) -> Tensor:
@@ -211,10 +212,10 @@ def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
         nonlocal overflows
         if not isinstance(values, tuple):
             overflows = iter((True, False))
-            return find_finite(values)
+            return all_finite(values)
         return torch.tensor(not next(overflows))
 
-    monkeypatch.setattr(paused_forward, "all_finite", overflow_at_first)
+    monkeypatch.setattr("featcal_cli.engine.paused_forward.all_finite", overflow_at_first)
     factors = []
     for dtype in (torch.float32, torch.bfloat16):
         model = share_model(prepared.models.experts[task])
