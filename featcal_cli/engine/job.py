@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.outputs import OutputMeter
-from featcal_cli.engine.weight_checks import TaskVectorMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.sanitise import list_some
@@ -35,7 +33,6 @@ class Measurement:
     meter: DriftMeter = field(default_factory=DriftMeter)
     outputs: OutputMeter | None = None
     """Meter of output distances. If it is given, the expert's head runs on the last features of every model."""
-    vectors: TaskVectorMeter | None = None
     shares: ShareMeter | None = None
     """Meter of each block's share of the final drift. If it is given, it measures on the batches of `switched`."""
     switched: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
@@ -49,13 +46,13 @@ class Measurement:
     def settle(self) -> None:
         """Compute the readings of all meters. Raises NumericsError if an expert's features are all zero and the meter
         refuses that."""
-        for meter in (self.meter, self.outputs, self.vectors, self.shares):
+        for meter in (self.meter, self.outputs, self.shares):
             if meter is not None:
                 meter.settle()
 
     def share(self, ranks: Ranks) -> None:
         """Exchange readings, so that every rank knows those of all ranks."""
-        for meter in (self.meter, self.outputs, self.vectors, self.shares):
+        for meter in (self.meter, self.outputs, self.shares):
             if meter is not None:
                 meter.share(ranks)
 
@@ -109,18 +106,6 @@ class Job:
         with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
             names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping
             return {name.removeprefix(start): file.get_tensor(name) for name in names}
-
-    def add_vectors(self, task: str, name: str) -> None:
-        """Add the parameters of the block `name` to the task vectors, for every measured model except the base."""
-        base, expert, vectors = self.base, self.experts[task], self.drift.vectors
-        if vectors is None or expert.model.own_path(name) is None or base.model.own_path(name) is None:
-            return
-        models = {role: runner for role, runner in self.drift.runners.items() if runner is not base}
-        with ExitStack() as stack:
-            for runner in (expert, base, *models.values()):
-                stack.enter_context(runner.on_device())
-                runner.bring(name)
-            vectors.add(task, name, models, expert, base)
 
     def retire(self) -> None:
         """Restore all models as they were before this job, so that another job can run them."""

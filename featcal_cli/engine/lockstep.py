@@ -284,7 +284,6 @@ class BlockVisit:
         then released from memory, unless some block runs more than once."""
         job = self._job
         for task, expert in job.experts.items():
-            job.add_vectors(task, self.block.name)
             with expert.on_device():
                 for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
                     for paused in pair:

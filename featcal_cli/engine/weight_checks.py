@@ -1,17 +1,14 @@
-"""Check weights without running the models: find broken checkpoints and merges that these experts do not explain, and
-compare task vectors."""
+"""Check weights without running the models: find broken checkpoints, and merges that these experts do not explain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.drift_metrics import Meter
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.models.alignment import SAME_LAYERS
 from featcal_cli.models.architecture import Architecture, Block
@@ -268,55 +265,3 @@ def _rounding(values: Tensor, model: Model) -> float:
     """Estimate the sum of squared rounding errors when values are stored in the model's dtype."""
     spacing = torch.finfo(model.module.dtype).eps * torch.exp2(values.abs().clamp_min(1e-30).log2().floor())
     return float((spacing.square() / 12).sum())
-
-
-@dataclass
-class TaskVector:
-    """Sums over parameters from which the cosine of (expert − base) and (model − base) is computed."""
-
-    product: float = 0.0
-    expert_square: float = 0.0
-    model_square: float = 0.0
-
-    @property
-    def cosine(self) -> float:
-        """Cosine of the two task vectors; 0 if either model equals the base."""
-        size = (self.expert_square * self.model_square) ** 0.5
-        return self.product / size if size else 0.0
-
-
-class TaskVectorMeter(Meter[TaskVector]):
-    """Sums up task vectors by task and role, one block at a time, so that no model's weights are needed all at once."""
-
-    def add(
-        self, task: str, block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
-    ) -> None:
-        """Add the parameters of one block that all models (by role), the expert and the base have in the same shape."""
-        for ours, theirs, start in _shared(block, models, expert, base):
-            wanted = (theirs.float() - start.float()).flatten()
-            for role, parameter in ours.items():
-                moved = (parameter.float() - start.float()).flatten()
-                products = torch.dot(moved, wanted), torch.dot(wanted, wanted), torch.dot(moved, moved)
-                self._add((task, role), [], products)
-
-    def _read(self, _: tuple[str, ...], __: list[int], numbers: list[float]) -> TaskVector:
-        return TaskVector(*numbers)
-
-    def read(self, task: str, role: str) -> float | None:
-        """Return the cosine so far; None if nothing was added."""
-        vector = self.find(task, role)
-        return None if vector is None else vector.cosine
-
-
-def _shared(
-    block: str, models: Mapping[str, BlockRunner], expert: BlockRunner, base: BlockRunner
-) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
-    """Yield each floating-point parameter of a block that all models, the expert and the base have in the same shape:
-    its values in the models by role, in the expert, and in the base."""
-    ours = {role: dict(runner.module(block).named_parameters()) for role, runner in models.items()}
-    theirs, start = (dict(runner.module(block).named_parameters()) for runner in (expert, base))
-    for name, first in start.items():
-        of_models = {role: parameters[name].detach() for role, parameters in ours.items() if name in parameters}
-        shapes = {x.shape for x in (*of_models.values(), first, theirs.get(name, first))}
-        if len(of_models) == len(ours) and name in theirs and len(shapes) == 1 and first.is_floating_point():
-            yield of_models, theirs[name].detach(), first.detach()

@@ -111,7 +111,6 @@ def _pack(model: ModelDrift, blocks: list[str], modules: list[str]) -> dict[str,
         "last": _figures(model.last),
         "kind": output.kind or None,
         "output": list(map(_round, (output.relative, output.divergence, output.agreement, output.certain))),
-        "vector": _round(model.task_vector_cosine),
     }
 
 

@@ -93,8 +93,6 @@ class ModelDrift:
     blocks: list[BlockDrift]
     """Drift at every block that the task's examples reach, in forward order."""
     output: OutputDrift | None
-    task_vector_cosine: float | None
-    """Cosine of (expert − base) and (model − base), over the parameters of all blocks; None for the base itself."""
     outside: float | None = None
     """Share of the drift after the last block that begins outside of blocks, in embeddings for example."""
 

@@ -170,7 +170,6 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
         stem,
         blocks,
         _describe_output(job, task, role),
-        job.drift.vectors.read(task, role) if job.drift.vectors else None,
         outside.share if outside else None,
     )
 

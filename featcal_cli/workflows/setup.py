@@ -21,7 +21,7 @@ from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import measure_output_gradients
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
-from featcal_cli.engine.weight_checks import TaskVectorMeter, check_no_huge_weight, describe_merge_fit
+from featcal_cli.engine.weight_checks import check_no_huge_weight, describe_merge_fit
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.models.alignment import check_alignment, describe_differences
 from featcal_cli.models.architecture import Architecture, find_architecture
@@ -211,7 +211,6 @@ class Setup:
             outputs=OutputMeter() if are_answers_read or is_inspected else None,
         )
         if is_inspected:
-            drift.vectors = TaskVectorMeter()  # a calibrated block is there when its experts' are gone
             drift.split = frozenset(role for role, one in runners.items() if one.model is not self.models.base)
             drift.shares = ShareMeter()
             counts = len(self.architecture.blocks), len(runners), len(drift.split)

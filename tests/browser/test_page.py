@@ -47,7 +47,7 @@ def model_drift(last: float, blocks: list[str]) -> ModelDrift:
     stem = PlaceDrift(0.1, 0.01, 0.999)
     shares = [0.5, -0.25, 0.5, 0.125][-len(blocks) :]
     drifts = [BlockDrift(name, p, inside, s, 2 * s) for name, p, s in zip(blocks, places, shares, strict=True)]
-    return ModelDrift(stem, drifts, output, 0.5, 1 - sum(shares))
+    return ModelDrift(stem, drifts, output, 1 - sum(shares))
 
 
 def make_inspection(compare: bool = True) -> Inspection:
@@ -108,7 +108,7 @@ def test_notes_that_say_the_same_of_several_tasks_are_one() -> None:
 def test_figures_that_are_no_numbers_and_secrets_stay_out() -> None:
     inspection = make_inspection(compare=False)
     cars = inspection.tasks["cars"].models
-    cars["model"] = replace(cars["model"], output=None, task_vector_cosine=math.nan)
+    cars["model"] = replace(cars["model"], output=None, outside=math.nan)
     inspection.names["model"] = "/home/somebody/merged"
     page = write_page(replace(inspection, notes=["hf_" + "a" * 34]))
     assert "NaN" not in page.partition('id="data"')[2].partition("</script>")[0]
@@ -191,7 +191,7 @@ def test_what_was_not_measured_is_a_dash_and_what_no_task_has_is_no_column(opene
     inspection = make_inspection()
     for task in inspection.tasks.values():
         for role, model in task.models.items():
-            task.models[role] = replace(model, output=OutputDrift("features", 0.5), task_vector_cosine=None)
+            task.models[role] = replace(model, output=OutputDrift("features", 0.5))
     cars = inspection.tasks["cars"].models
     broken = [
         replace(block, drift=replace(block.drift, relative=math.nan), modules={}) for block in cars["model"].blocks

@@ -230,19 +230,6 @@ def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path:
         assert output.certain is not None and output.agreement is not None and output.certain <= output.agreement
 
 
-def test_task_vectors_are_those_of_all_blocks_parameters(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    found = inspect(saved)
-    base, merged = (dict(load(tmp_path / name).named_parameters()) for name in ("base", "merged"))
-    names = [name for name in base if name.startswith(tuple(f"{block}." for block in saved.family.block_names))]
-    for task in saved.inputs:
-        expert = dict(load(tmp_path / task).named_parameters())
-        one, other = (torch.cat([(x[n] - base[n]).detach().flatten() for n in names]) for x in (expert, merged))
-        expected = float(torch.cosine_similarity(one, other, dim=0))
-        assert found.tasks[task].models["model"].task_vector_cosine == pytest.approx(expected, abs=1e-4)
-        assert found.tasks[task].models["base"].task_vector_cosine is None
-
-
 def bert_of(blocks: int) -> Family:
     """So deep."""
     names = " ".join(f"encoder.layer.{number}" for number in range(blocks))

@@ -30,7 +30,7 @@ def make_model(level: float, blocks: Sequence[str]) -> ModelDrift:
         drifts.append(BlockDrift(name, place, {}, 0.9 / len(blocks), e / 2))
         before = e
     output = OutputDrift("logits", level / 2, level, 0.9, 0.5)
-    return ModelDrift(PlaceDrift(0.1, 0.01, 1.0), drifts, output, 0.5, 0.1)
+    return ModelDrift(PlaceDrift(0.1, 0.01, 1.0), drifts, output, 0.1)
 
 
 def make_inspection(

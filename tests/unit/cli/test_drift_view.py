@@ -96,7 +96,7 @@ def test_two_models_are_compared_in_words_both_ways() -> None:
 def test_without_outputs_there_are_no_columns_for_them() -> None:
     inspection = make_inspection(["a"])
     drift = inspection.tasks["a"].models["model"]
-    bare = replace(drift, output=None, task_vector_cosine=None)
+    bare = replace(drift, output=None)
     models = {**inspection.tasks["a"].models, "model": bare}
     text = show(replace(inspection, tasks={"a": replace(inspection.tasks["a"], models=models)}), 200)
     assert "drift" in text and not re.search(r"\b(output|agree)\b", text)

@@ -333,7 +333,7 @@ def test_what_the_result_is_judged_by_comes_first() -> None:
         task: TaskInspection(
             8,
             {
-                role: ModelDrift(place, [], OutputDrift("logits", distance, 0.1, 0.5), None)
+                role: ModelDrift(place, [], OutputDrift("logits", distance, 0.1, 0.5))
                 for role, distance in (("merged", 0.4), ("calibrated", 0.3), ("base", 0.9))
             },
         )
