@@ -21,8 +21,6 @@ ADAPTER_PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 """The prefix that peft puts before every tensor name of the model that it wraps."""
 
-_KINDS = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "VERA": "VeRA"}
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -44,11 +42,8 @@ class Adapter:
         return str(mapping.get("base_model_class") or "") if isinstance(mapping, dict) else ""
 
     def __str__(self) -> str:
-        kind = str(self.config["peft_type"])
-        shown = "DoRA" if self.config.get("use_dora") else _KINDS.get(kind, kind)
-        shown = "rsLoRA" if shown == "LoRA" and self.config.get("use_rslora") else shown
-        rank = self.config.get("r")
-        return f"{shown}, rank {rank}" if isinstance(rank, int) and rank > 0 else shown
+        kind, rank = str(self.config["peft_type"]), self.config.get("r")
+        return f"{kind}, rank {rank}" if isinstance(rank, int) and rank > 0 else kind
 
 
 def is_adapter(files: Collection[str]) -> bool:

@@ -7,11 +7,11 @@ import json
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from huggingface_hub import HfApi, constants, errors, get_token, is_offline_mode
+from huggingface_hub import constants, errors, get_token, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
 
 from featcal_cli.hub.client import describe_failure, is_conflict, is_lapsed, is_unreachable, root_of
@@ -28,14 +28,14 @@ LOGIN = "set HF_TOKEN or run `hf auth login`"
 CHECK_ENDPOINT = "check HF_ENDPOINT and the proxy"
 
 # kinds of failures that no class and no status tells apart
-LAPSED, SILENT, OFFLINE, CHANGED = "lapsed", "silent", "offline", "changed"
-METADATA, TOKEN, ODD_ANSWER, DATASET, BROKEN = "metadata", "token", "odd answer", "dataset", "broken"
+SILENT, OFFLINE, CHANGED, METADATA, ODD_ANSWER, BROKEN = (
+    "silent", "offline", "changed", "metadata", "odd answer", "broken",
+)  # fmt: skip
 READING: dict[object, tuple[str, str]] = {
     errors.HFValidationError: (
         "{repo!r} is neither an existing folder nor a Hub id", "write USER/NAME, or the path of a folder",
     ),
     errors.GatedRepoError: ("{repo} is gated", "ask for access on {page}, then {login}"),
-    errors.DisabledRepoError: ("{repo} is disabled on {hub}", "use another repo; its page or its owner may say why"),
     errors.RepositoryNotFoundError: (
         "there is no {kind} {repo} on {hub}, or it is private", "check the name; for a private {kind} {login}",
     ),
@@ -43,22 +43,14 @@ READING: dict[object, tuple[str, str]] = {
         "{repo} has no revision {revision}", "give a branch, a tag, a commit or refs/pr/NUMBER of it",
     ),
     401: ("{host} does not accept the token", "set another HF_TOKEN, or run `hf auth login --force`"),
-    402: ("{host} wants a payment for {name}", "look at the repo's page and at your plan"),
     403: ("{host} refuses access to {name}", "look at the repo's page, or {login}"),
     429: ("{host} refuses more requests for now", "wait some minutes and run again"),
-    451: ("{host} may not hand {name} out for legal reasons", "use another repo"),
-    507: ("{host} has no room left for this", "free some storage there, or ask for more"),
     HfHubHTTPError: (
-        "{host} answered with HTTP status {status} when asked for {name}", "check HF_ENDPOINT, and try later",
-    ),
-    LAPSED: (
-        "{host} refuses {name} (HTTP status {status}), at fresh addresses too",
-        "check whether a proxy or firewall forbids it",
+        "{host} refuses {name} (HTTP status {status})",
+        "look at the repo's page, and check HF_ENDPOINT, the proxy and the firewall",
     ),
     OFFLINE: ("offline mode is on{missing}", "unset HF_HUB_OFFLINE and run again"),
     SILENT: ("{silence}", "check the connection, the proxy and HF_ENDPOINT, and run again"),
-    DATASET: ("{repo} is a dataset, not a model", "give it as data: --data TASK=REPO"),
-    TOKEN: ("the token holds signs that no token of the Hub has, and cannot be sent", f"copy it again: {LOGIN}"),
     ODD_ANSWER: ("{hub} does not answer like a Hub when asked for {name} ({words})", CHECK_ENDPOINT),
     BROKEN: ("{name} could not be downloaded ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
 }  # fmt: skip
@@ -69,16 +61,13 @@ WRITING = READING | {
         "{repo} is not on {hub} any more, or the token may no longer see it",
         "look whether it was deleted, renamed or made private",
     ),
-    400: ("{host} refuses the files or the name", "check README.md and the repo's name"),
-    402: ("{host} wants a payment for this", "free some storage there, or ask for more"),
     403: (
         "{host} does not let this token write here",
         "use a token with write access to {repo}, or free some storage where that is what it says",
     ),
-    413: ("{host} finds the upload too large", "see its limits on file size and storage"),
-    451: ("{host} takes nothing for {repo} for legal reasons", "push to another repo"),
-    LAPSED: (
-        "{host} does not take {name} (HTTP status {status})", "check whether a proxy or firewall forbids uploads to it",
+    HfHubHTTPError: (
+        "{host} does not take {name} (HTTP status {status})",
+        "look at the repo's page, at its limits on size and storage, and check the proxy and the firewall",
     ),
     OFFLINE: ("offline mode is on: nothing can be pushed", "unset HF_HUB_OFFLINE"),
     SILENT: ("{failure}", "check the connection, the proxy and HF_ENDPOINT, or try again in some minutes"),
@@ -163,10 +152,6 @@ def _explain(error: Exception, subject: _Subject) -> HubError | None:
         subject = replace(subject, file=match[1])
     cause = root_of(error)
     key = _find_kind(error, cause, subject)
-    if key is errors.RepositoryNotFoundError and subject.kind == "model" and not subject.is_written:
-        with suppress(Exception):  # only for a hint: what is wrong is known already
-            if HfApi().dataset_info(subject.repo):
-                key = DATASET
     if key is not OSError:
         return subject.fill(key, cause) if key else None
     what = f"the push to {subject.repo} failed" if subject.is_written else f"{subject.name} could not be downloaded"
@@ -185,7 +170,7 @@ def _find_kind(error: BaseException, cause: BaseException, subject: _Subject) ->
         return OFFLINE if is_offline_mode() else SILENT
     if isinstance(cause, HfHubHTTPError):
         if is_lapsed(cause):
-            return LAPSED
+            return HfHubHTTPError
         if subject.is_written and is_conflict(cause):
             return CHANGED
         status = cause.response.status_code
@@ -199,8 +184,6 @@ def _find_kind(error: BaseException, cause: BaseException, subject: _Subject) ->
         return None
     if not isinstance(cause, (errors.FileMetadataError, *ODD)):
         return BROKEN
-    if not (get_token() or "").isascii():
-        return TOKEN
     is_metadata = isinstance(cause, ValueError) and "metadata" in str(cause)
     is_metadata = is_metadata and subject.is_written and not isinstance(cause, json.JSONDecodeError)
     return METADATA if is_metadata else ODD_ANSWER

@@ -1,5 +1,5 @@
-"""Read a model's config.json, refuse values that no model can have or that would run code, and build a transformers
-config from it. Error messages name the model, the file and, if known, the key at fault."""
+"""Read a model's config.json, refuse what would run code, and build a transformers config from it. Error messages name
+the model, the file and, if known, the key at fault."""
 
 from __future__ import annotations
 
@@ -18,18 +18,7 @@ from featcal_cli.runtime.structured_text import parse_json
 
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
-MOST_LAYERS, MOST_EXPERTS = 4096, 2**14
-"""Most layers of a model and most experts of a layer; building more would take hours."""
-LARGEST_SIZE = 10**7
-"""Largest size of a layer's axis, an image's side or a vocabulary."""
-_LAYERS = re.compile(r"(layers?|blocks|depths?|stages)$")
-_SIZES = re.compile(
-    r"((hidden|intermediate|vocab|embedding|image|patch)_sizes?|(embed|hidden|head|projection|ffn)_dims?|channels|heads?"
-    r"|d_model|d_ff|d_kv|n_embd|n_inner)$"
-)
-_LIMITS = {_LAYERS: MOST_LAYERS, re.compile("experts$"): MOST_EXPERTS, _SIZES: LARGEST_SIZE}
 _DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float32|float64|half|float|double|float8_\w+|u?int(8|16|32|64))")
-_NEVER_ZERO = ("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head")
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 """Keys that can make transformers download compiled code from the Hub and run it."""
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
@@ -46,8 +35,8 @@ CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16
 
 
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
-    """Read config.json of the model `name` from its folder. Raises CheckpointError if it cannot be read, has values
-    that no model can have, or asks for code and is not `trusted`."""
+    """Read config.json of the model `name` from its folder. Raises CheckpointError if it cannot be read, or if it
+    asks for code and is not `trusted`."""
     where, fix = f"{name}/{CONFIG}", "use the config.json that belongs to the weights"
     try:
         config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
@@ -66,9 +55,8 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
 def _check_values(value: Any, where: str, trusted: bool, key: str, depth: int) -> None:
     """Check a value of config.json, and all values nested in it, before transformers reads them.
 
-    Raises CheckpointError for a number too large or too small for any model, for an unknown dtype, for nesting that is
-    too deep, and, unless `trusted`, for a kernel that would be fetched as code from another repo. `key` is the key of
-    the value, or of the list or mapping around it.
+    Raises CheckpointError for an unknown dtype, for nesting that is too deep, and, unless `trusted`, for a kernel that
+    would be fetched as code from another repo. `key` is the key of the value, or of the list or mapping around it.
     """
     if depth > MAX_DEPTH:
         raise CheckpointError("config.json is nested too deep", where=where, fix="use a transformers checkpoint")
@@ -82,12 +70,6 @@ def _check_values(value: Any, where: str, trusted: bool, key: str, depth: int) -
         if not (isinstance(value, str) and _DTYPES.fullmatch(value)):
             what = f"config.json says {key} {quoted(str(value))}, which is no kind of number"
             raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        most = next((most for pattern, most in _LIMITS.items() if pattern.search(key)), value)
-        if value > most or (key in _NEVER_ZERO and value < 1):
-            how = "large" if value > most else "small"
-            what = f"config.json says {plain(key)} {plain(str(value))}, which is too {how} for any model"
-            raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
     elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
         what = f"config.json asks for code from another repo: {key} {quoted(value)}"
         fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +26,7 @@ from featcal_cli.runtime.references import existing_path, looks_like_path, read_
 from featcal_cli.runtime.sanitise import quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]
+FULL_MODEL = "give a full model's repo or folder, with safetensors"
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
 
 
@@ -61,74 +61,21 @@ class Origin:
 def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
     """Find the origin of `name`: an existing folder, a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError if it
     is not found, cannot be read or is no model, and for pickled weights without `allow_pickle`."""
-    return _find(name, allow_pickle, open_repo, ())
-
-
-def find_config(name: str, above: tuple[str, ...] = ()) -> tuple[str, Path]:
-    """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
-    An adapter leads to the base that it names. `above`: the adapters that led here, to detect a loop. Raises HubError
-    like `find_origin`."""
-    base, adapter = _split(name)
-    if base:
-        return find_config(base, above)
-    repo = open_repo(adapter)
-    if is_adapter(repo.files) and (base := _name_base(repo)):
-        return find_config(base, _extend(above, repo))
-    check_model(repo.name, repo.files)
-    return repo.name, repo.fetch_text("config.json").parent
-
-
-def check_model(name: str, files: Collection[str]) -> None:
-    """Raise HubError if the files are not those of a transformers model."""
-    if "config.json" in files:
-        return
-    kind = "a diffusers pipeline (model_index.json)" if "model_index.json" in files else "not a transformers model"
-    other, fix = _find_other_weights(files)
-    inner = [file.removesuffix("/config.json") for file in sorted(files) if file.endswith("/config.json")]
-    inner = [folder for folder in inner if f"{folder}/tokenizer_config.json" in files]
-    if "modules.json" in files and inner:
-        kind, other = "in the layout of sentence-transformers", f", but {inner[0]}/ has one"
-        fix = f"give its folder {inner[0]} as the model (of a repo, in a local copy), and put the output in its place"
-    raise HubError(f"{name} is {kind}: it has no config.json{other}", where=name, fix=fix)
-
-
-_UNREAD = {
-    ".gguf": ("GGUF files", "give the unquantised model that they were made from (often named as base_model)"),
-    ".onnx": ("ONNX files", "give the model that they were exported from"),
-    ".h5": ("TensorFlow weights", "convert them with transformers 4: from_pretrained(..., from_tf=True)"),
-    ".msgpack": ("Flax weights", "convert them with transformers 4: from_pretrained(..., from_flax=True)"),
-    "-of-*.safetensors": ("shards without an index", f"add {SAFETENSORS[1]}, which says where each tensor is"),
-    ".safetensors": ("safetensors of another name", f"rename it to {SAFETENSORS[0]} if it is a full model"),
-}
-"""Weights that transformers does not read: the end of the file name → what it is, and what to do."""
-
-
-def _find_other_weights(files: Collection[str]) -> tuple[str, str]:
-    """Describe weights in the repo that cannot be read ("" if there are none), and say what to do."""
-    for ending, (kind, fix) in _UNREAD.items():
-        if named := sorted(file for file in files if fnmatch(file, f"*{ending}")):
-            return f", only {kind} ({named[0]})", fix
-    return "", "give a full model's repo or folder, with safetensors"
-
-
-def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
-    """Find the origin of a model that the user names, or that the adapters `above` name as their base."""
-    base, adapter = _split(name)
-    repo = open_repo(adapter, "model")
+    base, model = _split(name)
+    repo = open_repo(model, "model")
     files = repo.files
     if is_adapter(files):
         check_adapter_files(repo.name, files, allow_pickle)
-        return _find_base(repo, base, allow_pickle, open_repo, above)
+        return Origin(repo, "adapter", _find_base(repo, base, allow_pickle, open_repo))
     if base:
-        what = f"{adapter} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
-        raise HubError(what, where=name, fix=f"give {adapter} alone, or BASE+ADAPTER with the adapter's repo or folder")
+        what = f"{model} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
+        raise HubError(what, where=name, fix=f"give {model} alone, or BASE+ADAPTER with the adapter's repo or folder")
     check_model(repo.name, files)
     if not files.keys().isdisjoint(SAFETENSORS):
         return Origin(repo, "safetensors")
-    if repo.files.keys().isdisjoint(PICKLES):
-        other, fix = _find_other_weights(repo.files)
-        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{other}"
-        raise HubError(what, where=repo.name, fix=fix)
+    if files.keys().isdisjoint(PICKLES):
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{_name_other_weights(files)}"
+        raise HubError(what, where=repo.name, fix=FULL_MODEL)
     if not allow_pickle:
         what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
         fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
@@ -138,28 +85,35 @@ def _find(name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ..
     return Origin(repo, "pickle")
 
 
-def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener, above: tuple[str, ...]) -> Origin:
+def check_model(name: str, files: Collection[str]) -> None:
+    """Raise HubError if the files are not those of a transformers model."""
+    if "config.json" not in files:
+        what = f"{name} is not a transformers model: it has no config.json{_name_other_weights(files)}"
+        raise HubError(what, where=name, fix=FULL_MODEL)
+
+
+def _name_other_weights(files: Collection[str]) -> str:
+    """Name a file that holds weights in a form that is not read, to continue a sentence; "" if there is none."""
+    others = sorted(file for file in files if file.endswith((".gguf", ".onnx", ".h5", ".msgpack", ".safetensors")))
+    return f", only {others[0]}" if others else ""
+
+
+def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener) -> Origin:
+    """Find the base of the adapter in `repo`: the one that the user names, else the full model that the adapter
+    names."""
     fix = f"name the base: BASE+{repo.name}"
-    if not (base_name := base_name or _name_base(repo)):
+    named = base_name or _name_base(repo)
+    if not named:
         what = f"{repo.name} is an adapter that does not say which base it is for"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
-    above = _extend(above, repo)
     try:
-        base = _find(base_name, allow_pickle, open_repo, above)
+        if not base_name and is_adapter(open_repo(_split(named)[1], "model").files):
+            raise HubError(f"{named} is an adapter itself", where=repo.name, fix=fix)
+        return find_origin(named, allow_pickle=allow_pickle, open_repo=open_repo)
     except HubError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
         fix = error.fix if fix in error.fix else f"{error.fix}; or {fix}"
         raise HubError(what, where=error.where, fix=fix) from error
-    return Origin(repo, "adapter", base)
-
-
-def _extend(above: tuple[str, ...], repo: Repo) -> tuple[str, ...]:
-    """Add the adapter in `repo` to the adapters `above`. Raises HubError if it is there already, so that it would be
-    its own base."""
-    if repo.pinned in above:
-        fix = f"name the base: BASE+{repo.name}"
-        raise HubError(f"{repo.name} is an adapter whose base is itself", where=repo.name, fix=fix)
-    return (*above, repo.pinned)
 
 
 def _name_base(repo: Repo) -> str:

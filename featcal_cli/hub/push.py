@@ -14,9 +14,10 @@ from huggingface_hub.utils.sha import git_hash
 
 from featcal_cli.hub import client
 from featcal_cli.hub.download import Watch
-from featcal_cli.hub.messages import LOGIN, ODD, explained, gone, hub_page
+from featcal_cli.hub.messages import LOGIN, explained, gone, hub_page
 from featcal_cli.hub.weight_files import find_second_copies
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.files import check_links, visible_files
 from featcal_cli.runtime.sanitise import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
@@ -53,9 +54,7 @@ class Account:
     name: str
     """The user's name, which is also a namespace; empty if the Hub gives none."""
     namespaces: frozenset[str]
-    """Every namespace of the user, their organisations and the token, in lower case."""
-    reads_only: frozenset[str]
-    """Organisations in which the user may only read, in lower case."""
+    """Every namespace in which the user and the token may write, in lower case."""
     rights: frozenset[str]
     """Rights out of RIGHTS that the token has in at least one namespace."""
 
@@ -69,12 +68,11 @@ def describe_account(user: Mapping[str, Any]) -> Account:
     permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
     permissions |= set(fine_grained.get("global") or [])
     granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
-    roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
+    orgs = {str(org.get("name", "")) for org in user.get("orgs") or [] if org.get("roleInOrg") != "read"}
     # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
-    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
-    reads_only = frozenset(org for org, role in roles.items() if role == "read")
-    rights = granted.get(str(token.get("role")), RIGHTS)
-    return Account(name, frozenset({name.lower(), *roles, *scoped}), reads_only, rights)
+    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0] for scope in scopes}
+    namespaces = frozenset(one.lower() for one in {name, *orgs, *scoped} if one)
+    return Account(name, namespaces, granted.get(str(token.get("role")), RIGHTS))
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class _Head:
     def stale(self, additions: Mapping[str, CommitOperationAdd]) -> list[str]:
         """List weight files of any format that are not among the pushed files: after the push they would belong to
         another model."""
-        copies = find_second_copies({path: file.size or 0 for path, file in self.files.items()})
+        copies = find_second_copies(self.files)
         return [path for path in self.files if path not in additions and (path.endswith(WEIGHTS) or path in copies)]
 
     def is_result_of(self, additions: Mapping[str, CommitOperationAdd]) -> bool:
@@ -126,18 +124,10 @@ def _read_head(repo_id: str, revision: str = "main") -> _Head | None:
 
 
 def read_folder(folder: Path) -> dict[str, CommitOperationAdd]:
-    """Collect every file of a folder that is not hidden, by its path, as additions to a commit. Raises HubError for a
-    link that is broken or points outside the folder, for a linked folder, and if there are no files."""
-    files, inside = {}, folder.resolve()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if any(part.startswith(".") for part in name.parts):
-            continue
-        if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(inside)):
-            what = f"{name.as_posix()} is a link to something outside of the folder"
-            raise HubError(what, where=str(folder), fix="replace the link by the file itself")
-        if path.is_file():
-            files[name.as_posix()] = CommitOperationAdd(name.as_posix(), str(path))
+    """Collect every file of a folder that is not hidden, by its path, as additions to a commit. Raises CheckpointError
+    for a link that leads out of the folder, and HubError if there are no files."""
+    check_links(folder, skip=())
+    files = {name: CommitOperationAdd(name, str(folder / name)) for name in visible_files(folder)}
     if not files:
         raise HubError("there is nothing to push", where=str(folder), fix="give the folder of a finished model")
     return files
@@ -166,7 +156,7 @@ def check_target(
         fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
         raise HubError(f"the token of {account.name} may only read", where=where, fix=fix)
     owner, _, name = repo_id.partition("/")
-    may_write = not account.name or owner.lower() in account.namespaces - account.reads_only
+    may_write = not account.name or owner.lower() in account.namespaces
     if not (create_pr or may_write):
         what = f"{owner} is neither {account.name} nor an organisation in which {account.name} may write"
         raise HubError(what, where=where, fix=f"push to {account.name}/{name}, or use a token of a user who may")
@@ -250,17 +240,13 @@ def _as_pushed(target: Target, commit: str, pull_request: int | None) -> Pushed:
 def _create(target: Target) -> _Head:
     # None leaves it to what the organisation has as its default
     private = target.private or None
-    unclear: Exception | None = None
-    try:
-        client.with_retries(
-            lambda: HfApi().create_repo(target.repo_id, private=private, exist_ok=True),
-            lambda error: client.may_pass(error) or client.is_conflict(error),
-        )
-    except ODD as error:  # it may be there all the same
-        unclear = error
+    client.with_retries(
+        lambda: HfApi().create_repo(target.repo_id, private=private, exist_ok=True),
+        lambda error: client.may_pass(error) or client.is_conflict(error),
+    )
     head = _read_head(target.repo_id)
     if head is None:
-        raise unclear or gone(target.repo_id)
+        raise gone(target.repo_id)
     _check_head(target, head, is_ours=False)
     return head
 

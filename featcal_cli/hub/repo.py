@@ -13,25 +13,22 @@ from typing import Any, Literal
 from huggingface_hub import (
     HfApi,
     get_cached_repo_tree,
-    get_session,
     hf_hub_download,
-    hf_hub_url,
     snapshot_download,
     try_to_load_from_cache,
 )
 from huggingface_hub import RepoFile as ListedFile
-from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, SafetensorsParsingError
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import is_unreachable, with_retries
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, join_headers, parse_header, parse_index
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, as_entries, parse_index, read_header
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
-from featcal_cli.runtime.sanitise import quoted
+from featcal_cli.runtime.sanitise import exception_text, quoted
 
 Kind = Literal["model", "dataset"]
 
@@ -99,36 +96,6 @@ class Repo:
             return self.read_card() or None
         return None
 
-    def read_bytes(self, path: str, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` of a file, fewer at its end. Only these bytes of a Hub file are transferred,
-        and none if the file is in the cache. Raises HubError."""
-        file = self.folder / path if self.folder else None
-        if not file:
-            cached = try_to_load_from_cache(self.name, path, revision=self.commit, repo_type=self.kind)
-            file = Path(cached) if isinstance(cached, str) else None
-        if file:
-            with file.open("rb") as stream:
-                stream.seek(start)
-                return stream.read(stop - start)
-        with self.explained(path):
-            return with_retries(lambda: self._fetch_range(path, start, min(stop, self.files[path].size)))
-
-    def _fetch_range(self, path: str, start: int, stop: int) -> bytes:
-        url = hf_hub_url(self.name, path, revision=self.commit, repo_type=self.kind)
-        headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        # a server that ignores the range would send gigabytes: what is more than asked for is not read
-        with get_session().stream("GET", url, headers=headers) as response:
-            hf_raise_for_status(response)
-            content = bytearray()
-            skip = start if response.status_code == 200 else 0
-            for chunk in response.iter_bytes():
-                content += chunk
-                if len(content) >= skip + stop - start:
-                    break
-        if len(content) < skip + stop - start:
-            raise OSError("fewer bytes arrived than the listing tells of")  # like one of the client's, for another try
-        return bytes(content[skip : skip + stop - start])
-
     def fetch_text(self, path: str) -> Path:
         """Return the local path of a small file, which is downloaded if necessary. Raises HubError."""
         if self.folder:
@@ -184,11 +151,25 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
         what = f"{repo.name} has no {lost[0]}, which its {SAFETENSORS[1]} names"
         raise HubError(what, where=repo.pinned, fix="use another revision, or tell the repo's owner")
 
-    def read(name: str) -> dict[str, Entry]:
-        return parse_header(partial(repo.read_bytes, name), repo.files[name].size)
+    tensors: dict[str, Entry] = {}
+    for name in names:
+        with repo.explained(name):
+            try:
+                tensors |= _read_header(repo, name)
+            except (SafetensorsParsingError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                what = f"{name} of {repo.name} is not a whole safetensors file: {exception_text(error)}"
+                fix = "use another revision, or download it again"
+                raise HubError(what, where=repo.pinned, fix=fix) from error
+    return tensors
 
-    fix = "use another revision, or download it again"
-    return join_headers(names, read, repo.name, lambda _: (repo.pinned, fix))
+
+def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
+    """Read the header of a safetensors file from the folder or the cache, or else its first bytes from the Hub."""
+    file = try_to_load_from_cache(repo.name, name, revision=repo.commit) if repo.commit else repo.folder / name
+    if isinstance(file, (str, Path)):
+        return read_header(Path(file))
+    fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
+    return as_entries(with_retries(fetch).tensors, repo.files[name].size)
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:

@@ -14,14 +14,13 @@ from featcal_cli.hub.adapter import ADAPTER_PICKLE, ADAPTER_WEIGHTS, read_adapte
 from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download, other_weights
 from featcal_cli.hub.model_config import read_config
-from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
+from featcal_cli.hub.model_source import Origin, check_model, find_origin
 from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
     SAFETENSORS,
     converted_copy,
     folder_key,
-    join_headers,
     read_header,
     weight_files,
 )
@@ -73,9 +72,10 @@ def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
 
 
 def resolve_config(name: str) -> Snapshot:
-    """Return a snapshot of `name` with its config alone; no weights are downloaded or needed. An adapter has the config
-    of the base that it names. Raises HubError like `resolve`."""
-    return Snapshot(*find_config(name), None)
+    """Return a snapshot of `name` with its config alone; no weights are downloaded. An adapter has the config of its
+    base. Raises HubError like `resolve`."""
+    body = find_origin(name, allow_pickle=True).body
+    return Snapshot(body.name, body.repo.fetch_text("config.json").parent, None)
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
@@ -135,8 +135,10 @@ def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
         what = f"the copy of {snapshot.name} is incomplete: {lost[0]} is missing"
         raise HubError(what, where=str(folder), fix=fix or "run once with the Hub in reach")
 
-    def tell(name: str) -> tuple[str, str]:
-        return str(folder / name), fix or f"{_delete((folder / name).resolve())} and run again"
-
-    join_headers(names, lambda name: read_header(folder / name), snapshot.name, tell)
+    for file in snapshot.weights():
+        try:
+            read_header(file)
+        except (ValueError, OSError) as error:
+            what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
+            raise HubError(what, where=str(file), fix=fix or f"{_delete(file.resolve())} and run again") from error
     return snapshot

@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
-from math import prod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
+from huggingface_hub import parse_local_safetensors_file_metadata
+from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub.utils import TensorInfo  # type: ignore[attr-defined]
+from safetensors import SafetensorError, safe_open
 
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
-from featcal_cli.runtime.sanitise import exception_text, quoted
+from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
@@ -48,22 +48,6 @@ ANYWHERE = ("*.gguf", "*.ggml")
 EARLIER = re.compile(r"(checkpoint-|global_step)\d+/.*\.(safetensors|bin|pt|pth|index\.json)")
 """Path pattern of checkpoints from earlier training steps."""
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle")
-LARGE = 4
-"""Pickles are never opened. One whose name says nothing counts as a second copy if its size is at least 1/LARGE of that
-of the model's own weights."""
-
-FIRST_BYTES = 100_000
-"""Bytes that are read first; most headers are shorter, so that one request is enough."""
-LONGEST = 25_000_000
-"""Largest header in bytes, enough for 200,000 tensors; parsing takes twenty times as much memory."""
-MOST_AXES = 64
-BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16), **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}  # fmt: skip
-"""Bits of one number, by the name of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +70,12 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in read_shards(index)] if index.exists() else []
 
 
-def find_second_copies(sizes: Mapping[str, int]) -> list[str]:
-    """List the files of a repo that hold another copy of the model's tensors, judged by names and sizes (bytes)
-    alone."""
-    own = [
-        sum(size for path, size in sizes.items() if fnmatch(path, f"{kind}*")) for kind in ("model", "pytorch_model")
-    ]
+def find_second_copies(paths: Iterable[str]) -> list[str]:
+    """List the files of a repo that hold another copy of the model's tensors, judged by their paths alone."""
     copies = []
-    for path in sizes:
+    for path in paths:
         patterns = (*ANYWHERE, *(BELOW if "/" in path else AT_THE_TOP))
-        is_large = "/" not in path and path.endswith(PICKLED) and LARGE * sizes[path] >= max(own) > 0
-        if is_large or EARLIER.fullmatch(path) or any(fnmatch(path, pattern) for pattern in patterns):
+        if EARLIER.fullmatch(path) or any(fnmatch(path, pattern) for pattern in patterns):
             copies.append(path)
     return copies
 
@@ -123,80 +102,33 @@ def parse_index(text: str | bytes, where: str) -> list[str]:
     return files
 
 
-def join_headers(
-    names: Iterable[str],
-    read: Callable[[str], dict[str, Entry]],
-    model: str,
-    tell: Callable[[str], tuple[str, str]],
-) -> dict[str, Entry]:
-    """Return the tensors of all files of a model; `read` returns the header of one file. `tell`: function from a file
-    name to its place and the fix if it is broken. Raises HubError for a broken file, and for a tensor that two files
-    hold."""
-    tensors: dict[str, Entry] = {}
-    for name in names:
-        try:
-            header = read(name)
-            if twice := tensors.keys() & header.keys():
-                raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
-        except ValueError as error:
-            (where, fix), what = tell(name), f"{name} of {model} is not a whole safetensors file: {error}"
-            raise HubError(what, where=where, fix=fix) from error
-        tensors |= header
-    return tensors
-
-
 def read_header(file: Path) -> dict[str, Entry]:
     """Return the tensors of a local safetensors file: name → entry. Raises ValueError if it is no safetensors file or
     cut short, OSError if it cannot be read."""
     with file.open("rb") as stream:
-        read = partial(os.pread, stream.fileno())
-        return parse_header(lambda start, stop: read(stop - start, start), file.stat().st_size)
-
-
-def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
-    """Parse the header of a safetensors file of `size` bytes: tensor name → entry. `read` returns the file's bytes from
-    one offset up to another. Raises ValueError for everything that safetensors refuses, and for a duplicate name."""
-    content = read(0, min(FIRST_BYTES, size))
-    if content[:8] == b"version ":  # of the Git LFS specification
-        raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
-    start = 8 + int.from_bytes(content[:8], "little")
-    if len(content) < 8 or start > size:
-        raise ValueError("it is cut short: its header is longer than the file")
-    if start - 8 > LONGEST:
-        raise ValueError(f"its header has {start - 8:,} bytes, and none is so long")
-    if start > len(content):
-        content += read(len(content), start)
+        if stream.read(8) == b"version ":  # of the Git LFS specification
+            raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+    size = file.stat().st_size
     try:
-        header = parse_json(content[8:start].decode(), unique=True)
-        metadata = header.pop("__metadata__", None) or {}
-        "".join((*header, *metadata.values())).encode()  # half characters have no place in a file
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"its header is invalid: {exception_text(error)}") from None
-    tensors = {name: _parse_entry(name, entry, start) for name, entry in header.items()}
-    # they fill the rest of the file, one after the other
-    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
-        if entry.start != start:
-            what = "lies over another one" if entry.start < start else "does not follow the one before it"
-            raise ValueError(f"the tensor {quoted(name)} {what}")
-        start += entry.size
-    if start != size:
-        raise ValueError("it is cut short" if start > size else "it holds more than its tensors")
-    return tensors
+        if not size:
+            raise ValueError("it is empty")
+        with safe_open(file, framework="np"):
+            pass  # opening it checks that header and size fit together
+        tensors = parse_local_safetensors_file_metadata(file).tensors
+    except (SafetensorError, SafetensorsParsingError) as error:
+        raise ValueError(exception_text(error)) from None
+    return as_entries(tensors, size)
 
 
-def _parse_entry(name: str, entry: Any, start: int) -> Entry:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
-            numbers = (*shape[: MOST_AXES + 1], begin, end)
-        case _:
-            numbers = (None,)
-    if len(numbers) > MOST_AXES + 2 or any(type(value) is not int or not 0 <= value < 2**63 for value in numbers):
-        raise ValueError(f"the tensor {quoted(name)} has an invalid shape or position")
-    if dtype not in BITS:
-        raise ValueError(f"the tensor {quoted(name)} is of an unknown dtype")
-    if prod(shape) * BITS[dtype] != 8 * (end - begin):
-        raise ValueError(f"the tensor {quoted(name)} has not as many bytes as its shape and dtype take")
-    return Entry(dtype, tuple(shape), start + begin, end - begin)
+def as_entries(tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]:
+    """Return the entries of a safetensors file of `size` bytes. Raises TypeError and ValueError for a header that was
+    not checked and has other values than numbers."""
+    stop = max((info.data_offsets[1] for info in tensors.values()), default=0)  # the tensors fill the file's end
+    entries = {}
+    for name, info in tensors.items():
+        begin, end = map(int, info.data_offsets)
+        entries[name] = Entry(str(info.dtype), tuple(map(int, info.shape)), size - stop + begin, end - begin)
+    return entries
 
 
 def converted_copy(source: Path, key: str) -> Path:
@@ -207,7 +139,7 @@ def converted_copy(source: Path, key: str) -> Path:
     if not target.is_dir():
         with new_copy(target, "converted") as draft:
             names = visible_files(source)
-            copies = find_second_copies({name: (source / name).stat().st_size for name in names})
+            copies = find_second_copies(names)
             copy_files(source, (name for name in names if name not in copies), draft)
             _convert(source, draft)
     return target

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from featcal_cli.hub.adapter import is_adapter
-from featcal_cli.hub.model_source import repo_of, same_repo
+from featcal_cli.hub.model_source import same_repo
 from featcal_cli.lineage.questions import FROM_USER, Finding
-from featcal_cli.lineage.search import Search, split_model
+from featcal_cli.lineage.search import Search
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.sanitise import enumerate_names, list_some
 
@@ -16,9 +14,6 @@ MOST_STEPS = 5
 """The most generations of ancestors that are searched."""
 MOST_WAYS = 50
 """The most ancestors of one model that are searched, as cards of merges can name many."""
-_QUANTIZED = re.compile(
-    r"[-_.](?:unsloth-)?(?:bnb-[48]bit|[48]bit|gptq|awq|gguf|exl[23]|int[48]|fp8|nf4)(?:[-_.][\w.-]*)?$", re.IGNORECASE
-)
 
 Way = Sequence[str]
 """A line of ancestors: a model, the model that it was made from, and so on upwards."""
@@ -61,27 +56,15 @@ def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = Fal
     return None
 
 
-def put_on_full_model(search: Search, name: str) -> str:
-    """Return BASE+ADAPTER for an adapter that was trained on a quantized model, with the full model that it was
-    quantized from as BASE; return any other name unchanged."""
-    if split_model(name) or not is_adapter(search.open(name).files):
-        return name
-    above = first = _find_parents(search, name)
-    for _ in range(MOST_STEPS):
-        if above and _is_quantized(above[0]):
-            above = _find_parents(search, above[0])
-    return f"{above[0]}+{name}" if above and above[0] != first[0] else name
-
-
 def _find_common(ways: Mapping[str, Sequence[Way]], mixed: bool) -> list[str]:
     """List the common ancestors of all models that name a parent, the nearest first."""
     lines = [[way[-1] for way in (found if mixed else found[1:])] for found in ways.values() if found[1:]]
-    # nobody comes from what only stands in the list itself, and a quantized copy has no numbers that could be an anchor
+    # nobody comes from what only stands in the list itself
     above = [way[-1] for found in ways.values() for way in found[1:]]
     return [
         model
         for model in (lines[0] if lines else ())
-        if all(_holds(line, model) for line in lines) and _holds(above, model) and not _is_quantized(model)
+        if all(_holds(line, model) for line in lines) and _holds(above, model)
     ]
 
 
@@ -93,10 +76,6 @@ def _find_parents(search: Search, name: str, source: str | None = None) -> list[
     except HubError as error:
         search.notes += [f"{name} was not asked what it comes from: {error.what}"] if source else []
         return []
-
-
-def _is_quantized(model: str) -> bool:
-    return bool(_QUANTIZED.search(repo_of(model)))
 
 
 def _holds(models: Iterable[str], name: str) -> bool:

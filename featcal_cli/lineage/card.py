@@ -14,8 +14,6 @@ MOST_TEXT = 200_000
 """The most characters of a card's text that are searched."""
 _FENCED = re.compile(r"^[ \t>]*(`{3,20}|~{3,20})[ \t]*([\w-]*)[^\n]*\n(.*?)^[ \t>]*\1", re.MULTILINE | re.DOTALL)
 _MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
-_AS_A_BASE = re.compile(r"\busing (?P<name>(?:(?!\busing\b)[^\n]){1,300}?) as a base\b")
-_LINK = re.compile(r"\[([^\[\]]{1,200})\]\([^()\s]*\)")
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,6 @@ class Card:
     """Dataset and config of every result in the model-index."""
     configs: Sequence[str]
     default_config: str | None
-    bases_in_text: Sequence[str]
-    """Every X in the text's phrases "using X as a base" that is a model name, without its link."""
     yaml_blocks: Sequence[str]
     """Text of the code blocks marked as YAML, and of unmarked ones that contain merge_method."""
     problem: str
@@ -57,18 +53,9 @@ def read_card(text: str) -> Card:
         evaluations=[(name, config if _is_config(config) else None) for name, config in evaluations],
         configs=configs,
         default_config=default,
-        bases_in_text=list(dict.fromkeys(_bases_in(body))),
         yaml_blocks=list(_yaml_blocks(body)),
         problem=problem,
     )
-
-
-def _bases_in(body: str) -> Iterator[str]:
-    for match in _AS_A_BASE.finditer(body):
-        # [a/x](https://…) + [b/y](https://…) is a/x+b/y
-        name = re.sub(r"\s*\+\s*", "+", _LINK.sub(r"\1", match["name"])).strip(" `*_")
-        if name and not re.search(r"\s", name) and ("/" in name or _LINK.match(match["name"])):
-            yield name
 
 
 def _yaml_blocks(body: str) -> Iterator[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
 from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.model_source import find
 from featcal_cli.hub.repo import Repo
-from featcal_cli.lineage.experts import holds, same_name, words
+from featcal_cli.lineage.experts import holds, same_name
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.lineage.search import Search, is_gone, opened_part, read_config
 from featcal_cli.recipe.schema import SELF, Data
@@ -24,40 +22,35 @@ TaskData = tuple[Data, str]
 
 
 def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | None:
-    """Choose a task's dataset by its expert's card: its `datasets` first, then the datasets of its model-index. If
-    there are several, the one with the task's name is taken. If there is none, a language model is to write its
-    examples itself. If nothing decides, ask the user and return None. Raises HubError."""
+    """Choose a task's dataset from the `datasets` of its expert's card; if there are several, the one with the task's
+    name. If there is none, a language model is to write its examples itself. If nothing decides, ask the user and
+    return None. Raises HubError."""
     name = opened_part(expert.value)
     repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
-    unusable = ""
-    for key, names in (("datasets", card.datasets), ("model-index", [dataset for dataset, _ in card.evaluations])):
-        source = f"the card of {repo.name} ({key})"
-        located = {name: find(name, repo) for name in names}
-        usable = list(dict.fromkeys(reference for reference in located.values() if reference))
-        lost = [f"{source}: {quoted(name)} is no dataset on the Hub" for name in names if not located[name]]
-        unusable = unusable or next(iter(lost), "")
-        alike = [name for name in usable if holds(name.partition("@")[0].rpartition("/")[2], task)]
-        chosen = usable if len(usable) == 1 else alike
-        if len(chosen) == 1:
-            search.notes += lost
-            if len(usable) > 1:
-                named = f"{repo.name} names {len(usable)} datasets"
-                search.notes.append(f"{named}; {chosen[0]} has the name of the task {task}")
-            dataset, _, revision = chosen[0].partition("@")
-            keys = (
-                {"path": chosen[0]} if existing_path(chosen[0]) else {"dataset": dataset, "revision": revision or None}
-            )
-            return Data.model_validate(keys), source
-        if usable:
-            what = f"{repo.name} names several datasets for {task}: {list_some(usable)}"
-            search.ask(what, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
-            return None
+    source = f"the card of {repo.name} (datasets)"
+    located = {name: find(name, repo) for name in card.datasets}
+    usable = list(dict.fromkeys(reference for reference in located.values() if reference))
+    lost = [f"{source}: {quoted(name)} is no dataset on the Hub" for name in located if not located[name]]
+    alike = [name for name in usable if holds(name.partition("@")[0].rpartition("/")[2], task)]
+    chosen = usable if len(usable) == 1 else alike
+    if len(chosen) == 1:
+        search.notes += lost
+        if len(usable) > 1:
+            named = f"{repo.name} names {len(usable)} datasets"
+            search.notes.append(f"{named}; {chosen[0]} has the name of the task {task}")
+        dataset, _, revision = chosen[0].partition("@")
+        keys = {"path": chosen[0]} if existing_path(chosen[0]) else {"dataset": dataset, "revision": revision or None}
+        return Data.model_validate(keys), source
+    if usable:
+        what = f"{repo.name} names several datasets for {task}: {list_some(usable)}"
+        search.ask(what, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+        return None
     problem = f"nothing says where the examples of {task} come from: {repo.name} names no dataset"
     if _is_language_model(repo):
-        search.notes += [unusable] if unusable else []
+        search.notes += lost
         search.notes.append(f"{problem}: its expert is to write them, and real ones are better: --data {task}=SOURCE")
         return Data(dataset=SELF), "no data are named"
-    problem += f" that could be opened ({unusable})" * bool(unusable)
+    problem += f" that could be opened ({lost[0]})" if lost else ""
     search.ask(problem, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
     return None
 
@@ -80,7 +73,7 @@ def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData)
         return dataset
     evaluations = search.read_card(opened_part(expert.value), expert.source).evaluations
     measured = {config for _, config in evaluations if config in card.configs}
-    if config := _config_of(task, card.configs):
+    if config := next((config for config in card.configs if same_name(config, task)), None):
         why = f"has the name of the task {task}"
     elif config := measured.pop() if len(measured) == 1 else None:
         why = "is the one in the expert's model-index"
@@ -92,16 +85,6 @@ def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData)
         return None
     search.notes.append(f"{name} has {len(card.configs)} configs; {config} {why}")
     return data.model_copy(update={"config": config}), source
-
-
-def _config_of(task: str, configs: Sequence[str]) -> str | None:
-    """Return the config with the task's name, else the longest config whose words the task's name contains; None if
-    there is none or several are equally long."""
-    if same := [config for config in configs if same_name(config, task)]:
-        return same[0]
-    held = sorted((config for config in configs if holds(task, config)), key=lambda config: len(words(config)))
-    is_clear = len(held) == 1 or (len(held) > 1 and len(words(held[-2])) < len(words(held[-1])))
-    return held[-1] if is_clear else None
 
 
 def _is_language_model(repo: Repo) -> bool:

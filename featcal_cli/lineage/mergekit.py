@@ -45,30 +45,15 @@ def is_mergekit(document: object) -> bool:
 
 
 def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
-    """Read the merge that the YAML documents of a mergekit configuration describe; `where` names the configuration. If
-    merges were merged again, the experts are the models that went into the first ones. Raises MalformedError for a
-    configuration that mergekit itself would refuse, and LineageError with the reason for a merge that cannot be
-    calibrated: a mixture of experts, or stacked or shifted layers."""
-    merges: dict[str, Claim] = {}
-    for number, document in enumerate(documents):
-        if not isinstance(document, dict):
-            raise MalformedError("it is not a mapping of keys to values")
-        merges[str(document.get("name") or f"stage {number}")] = _read_stage(document, where)
-    used = {model for merge in merges.values() for model in (*merge.experts, merge.base)}
-    last = [name for name in merges if name not in used]
-    if len(last) != 1 or len(merges) < len(documents):
-        raise MalformedError(f"it is a merge of merges, {len(documents)} configurations that do not name each other")
-    if len(merges) == 1:
-        return merges[last[0]]
-    experts = {model: "" for merge in merges.values() for model in merge.experts if model not in merges}
-    bases = {merge.base for merge in merges.values() if merge.base and merge.base not in merges}
-    base = bases.pop() if len(bases) == 1 else None
-    experts.pop(str(base), None)
-    note = f"{where} is a merge of merges ({len(merges)} of them): the models of all are taken as experts"
-    return Claim(where, base, experts, note=note)
-
-
-def _read_stage(config: dict[Any, Any], where: str) -> Claim:
+    """Read the merge that a mergekit configuration describes; `where` names the configuration, and `documents` are its
+    YAML documents. Raises MalformedError for a configuration that mergekit itself would refuse and for several merges
+    in one, and LineageError with the reason for a merge that cannot be calibrated: a mixture of experts, or stacked or
+    shifted layers."""
+    if len(documents) != 1:
+        raise MalformedError(f"it holds {len(documents)} merges, and it is not told what went into the last one")
+    config = documents[0]
+    if not isinstance(config, dict):
+        raise MalformedError("it is not a mapping of keys to values")
     method = config.get("merge_method")
     if _is_mixture(config):
         what = "this is a mixture of experts: its experts lie side by side and were not averaged into one model"
@@ -164,10 +149,7 @@ def read_pool(document: object, where: str) -> Claim | None:
     pool = document.get("modelpool", document) if isinstance(document, dict) else None
     if not isinstance(pool, dict) or "pool" not in f"{pool.get('_target_')} {pool.get('type')}".lower():
         return None
-    # a mapping of name and reference, or a list of both
     entries, models = pool.get("models"), dict[str, str]()
-    if isinstance(entries, list):
-        entries = {entry.get("name"): entry for entry in entries if isinstance(entry, dict)}
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
         if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
@@ -178,4 +160,6 @@ def read_pool(document: object, where: str) -> Claim | None:
     experts = {model: name for name, model in models.items() if not re.fullmatch(r"_\w+_", name)}
     if not experts or len(models) < 2:
         return None
+    if not all(re.fullmatch(r"[\w.-]{1,96}", name, re.ASCII) for name in experts.values()):
+        experts = dict.fromkeys(experts, "")  # a user could not type these
     return Claim(where, bases[0] if bases else None, experts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from featcal_cli.hub.model_source import UnusableError, find, locate, same_repo
 from featcal_cli.hub.repo import Kind, Opener, open_repo
-from featcal_cli.lineage.ancestry import find_ancestor, put_on_full_model
+from featcal_cli.lineage.ancestry import find_ancestor
 from featcal_cli.lineage.claims import READ_FILES, read_claims
 from featcal_cli.lineage.expert_data import TaskData, choose_config, choose_dataset
 from featcal_cli.lineage.experts import find_experts
@@ -36,7 +36,7 @@ def find_lineage(
     """Complete the draft: find base and experts in the merged repo's files, and data in the experts' cards.
 
     1. The merged repo's files are read, each by a small reader: mergekit's configuration (its own file, then the card's
-       code block), featcal.yaml, the card's text, the card's metadata. The first claim about the experts counts, and
+       code block), featcal.yaml, the card's metadata. The first claim about the experts counts, and
        so does the first about the base.
     2. What the draft says is kept: if it names experts, no others are added, and a task with data only gets the found
        expert of the same name. Found experts are named by `name_tasks`.
@@ -146,16 +146,13 @@ def _open_all(search: Search, experts: Mapping[str, Finding]) -> dict[str, Findi
 
 
 def _settle(search: Search, experts: Mapping[str, Finding], base: Finding) -> dict[str, Finding]:
-    """Return the experts without the base, if it was merged too. Found adapters of quantized models are put on the full
-    model instead. Experts that the user gave stay as they are."""
+    """Return the experts without the base, if it was merged too; experts that the user gave stay."""
     settled: dict[str, Finding] = {}
     for task, expert in experts.items():
-        if expert.source == FROM_USER:
-            settled[task] = expert
-        elif same_repo(expert.value, base.value):
+        if expert.source != FROM_USER and same_repo(expert.value, base.value):
             search.notes.append(f"{expert.value} is the base; it went into the merge too, and is no expert")
         else:
-            settled[task] = replace(expert, value=put_on_full_model(search, expert.value))
+            settled[task] = expert
     return settled or dict(experts)
 
 

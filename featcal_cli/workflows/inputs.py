@@ -163,7 +163,7 @@ def check_copyable(repo: Repo) -> None:
             raise CheckpointError(what, where=repo.name, fix="give a copy of the model in which it has another name")
     if repo.folder is None:
         return
-    copies = find_second_copies({path: file.size for path, file in repo.files.items()})
+    copies = find_second_copies(repo.files)
     with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
         copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
     check_links(repo.folder, skip=copies)

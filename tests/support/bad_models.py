@@ -138,12 +138,6 @@ def shards(*files: object) -> Arrange:
     return index({"metadata": {}, "weight_map": {str(number): file for number, file in enumerate(files)}})
 
 
-def a_tensor_in_two_shards(stage: Stage) -> None:
-    shards("a.safetensors", "b.safetensors")(stage)
-    whole = load_file(stage.folder / "red" / "a.safetensors")
-    save_file({"embeddings.LayerNorm.bias": whole["embeddings.LayerNorm.bias"]}, stage.folder / "red/b.safetensors")
-
-
 @case
 def link(stage: Stage, path: str, target: str) -> None:
     """A link in the merged model's folder, in place of what may be there."""
@@ -257,9 +251,6 @@ CASES: list[Case] = [
         ["Evil\\x1b", "--trust-remote-code"],
     ),
     (merged_config(_attn_implementation="evil/kernel"), ["code from another repo", "evil/kernel"]),
-    (merged_config(hidden_size=10**12), ["hidden_size", "1000000000000"]),
-    (merged_config(num_hidden_layers=10**9), ["num_hidden_layers", "1000000000"]),
-    (merged_config(vocab_size=10**8), ["vocab_size", "100000000"]),
     (merged_config(max_position_embeddings=10**9), ["config.json describes", "the files hold"]),
     (merged_config(hidden_size=64, intermediate_size=96), ["merged has", "of shape", "is needed"]),
     (merged_config(hidden_size=-32), ["merged"]),
@@ -277,7 +268,6 @@ CASES: list[Case] = [
     (shards(1, 2), [INDEX, "weight index"]),
     (index("[" * 100_000), [INDEX, "weight index"]),
     (index({"weight_map": "../x"}), [INDEX, "weight index"]),
-    (a_tensor_in_two_shards, ["another file of the model", "embeddings.LayerNorm.bias"]),
     (config_that_is_a_link, ["config.json is a link", "replace the link"]),
     (link("notes.txt", "secret/note.txt"), ["notes.txt is a link", "secret/note.txt"]),
     (link("extras", "secret"), ["extras is a link", "secret"]),
@@ -286,11 +276,10 @@ CASES: list[Case] = [
     (pickled({"a": torch.ones(2)}, allowed=False), ["no safetensors", "--allow-pickle"]),
     (pickled({"a": Bomb()}), ["more than tensors", "safetensors"]),
     (pickled([1, 2]), ["not a plain mapping"]),
-    (adapter_on_itself, ["whose base is itself"]),
+    (adapter_on_itself, ["is an adapter itself"]),
     (adapter(base_model_name_or_path=["a", "b"]), ["adapter", "base"]),
     (adapter(base_model_name_or_path=None), ["does not say which base"]),
     (adapter(peft_type="NEW\x1b[31m"), ["does not know", "NEW\\x1b"]),
-    (adapter(r=10**9), ["rank", "does not fit"]),
     (adapter(layer_replication=[[0, 10**9]]), ["repeats layers"]),
     (adapter(target_modules=["nothing"]), ["does not fit"]),
     (adapter(lora_alpha="x"), ["does not fit", "adapter_config.json"]),
@@ -312,9 +301,6 @@ CASES: list[Case] = [
     (all_stored(torch.int8, "base"), ["base holds", "I8", "unquantised"]),
     (tensors(turned, "merged"), ["[48, 32]", "[32, 48]", "transposed"]),
     (tensors(turned), ["expert red has", "[48, 32]", "transposed"]),
-    (merged_config(num_hidden_layers=0), ["num_hidden_layers 0", "too small for any model"]),
-    (merged_config(hidden_size=0), ["hidden_size 0", "too small for any model"]),
-    (merged_config(num_attention_heads=0), ["num_attention_heads 0", "too small for any model"]),
     (merged_config(num_hidden_layers=1), ["merged holds the tensor encoder.layer.1.", "nothing reads"]),
     (config("red", num_attention_heads=8), ["expert red", "num_attention_heads 8, merged's 4"]),
     (
@@ -337,10 +323,7 @@ CASES: list[Case] = [
     ),
     (quantised_on_the_hub, ["expert red is quantised (awq, 4 bits)", "unquantised"]),
     (adapter_on_a_quantised_base, ["base of expert red", "bitsandbytes, 4 bits", "BASE+"]),
-    (without_weights("model-q4.gguf"), ["GGUF", "unquantised"]),
-    (without_weights("model-q4.gguf", keep_config=False), ["no config.json", "GGUF"]),
-    (without_weights("onnx/model.onnx"), ["ONNX"]),
-    (without_weights("tf_model.h5"), ["TensorFlow", "from_tf"]),
-    (without_weights("model-00001-of-00002.safetensors"), ["without an index", INDEX]),
+    (without_weights("model-q4.gguf"), ["no model.safetensors", "only model-q4.gguf"]),
+    (without_weights("tf_model.h5", keep_config=False), ["no config.json", "only tf_model.h5"]),
     (adapter_that_is_not_json, ["adapter_config.json", "cannot be read"]),
 ]

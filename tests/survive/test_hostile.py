@@ -255,7 +255,7 @@ def test_a_parquet_file_of_zeros_takes_no_more_memory_than_a_part_of_it(stage: S
 NASTY = {
     "comments": "<!--\n", "angles": "<", "ticks": "`x", "brackets": "[", "images": "![", "bangs": "!", "quotes": "> ",
     "badges": "[![a](b)](", "headings": "# x\n", "underlined": "x\n=\n", "cells": "|a|b|\n|-|-|\n", "paths": "/home/",
-    "lines": "\n", "rules": "\n---x", "bases": "using a as a bas ", "blocks": "```yaml\n", "lists": "- - - - -\n",
+    "lines": "\n", "rules": "\n---x", "blocks": "```yaml\n", "lists": "- - - - -\n",
 }  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def test_names_are_shown_on_the_terminal_and_not_obeyed(stage: Stage, capsys: py
     escape = "\x1b]0;pwned\x07\x9b31m\u202e"
     rows = [{"text": "w2 w3", f"{escape}\ud800[red]": 1}] * 20
     data = stage.write("rows.jsonl", "\n".join(map(json.dumps, rows)))
-    stage.write(f"merged/old{escape}.bin", "left out, and said so")
+    stage.write(f"merged/pytorch_model{escape}.bin", "left out, and said so")
     run = calibrate(stage, capsys, data=f"red={data}")
     shown = run.stdout + run.stderr
     assert "pwned" in shown and "[red]" in shown and "left out" in shown

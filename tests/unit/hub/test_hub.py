@@ -26,7 +26,6 @@ from featcal_cli.hub.client import TIMEOUT, expect_answers
 from featcal_cli.hub.download import download
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
-from featcal_cli.lineage.search import is_gone
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import heard
 
@@ -146,8 +145,8 @@ def test_shards_come_in_order(folder: Path) -> None:
     ("content", "what"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
-        (b"", "cut short"),
-        (None, "cut short"),
+        (b"", "not a whole safetensors file"),
+        (None, "not a whole safetensors file"),
     ],
 )
 def test_a_weight_file_that_is_cut_short_or_a_pointer_is_refused(
@@ -231,7 +230,6 @@ def test_a_revision_is_a_branch_a_commit_or_a_pull_request(hub: HubServer, folde
 
 def test_what_is_not_on_the_hub_is_said(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add_repo("user/there", folder)
-    hub.add_repo("user/data", folder, kind="dataset")
     (folder / "config.json").unlink()
     hub.add_repo("user/no-config", folder)
     assert "has no config.json" in refusal("user/no-config")
@@ -239,7 +237,6 @@ def test_what_is_not_on_the_hub_is_said(hub: HubServer, folder: Path, monkeypatc
     assert "there is no model user/absent" in refusal("user/absent")
     assert "has no revision v9" in refusal("user/there@v9")
     assert f"has no revision {'0' * 40}" in refusal(f"user/there@{'0' * 40}")
-    assert "user/data is a dataset, not a model" in refusal("user/data")
     monkeypatch.setenv("HF_TOKEN", hub.add_token("somebody"))
     assert "there is no model user/absent" in refusal("user/absent")
 
@@ -462,24 +459,15 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert "HF_HOME" in message
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_token_that_no_header_can_hold_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh\u00fc")
-    message = refusal("user/full")
-    assert "the token holds signs that no token of the Hub has" in message and "HF_TOKEN" in message
-    assert "hf_abcdefgh" not in message and "like a Hub" not in message
-
-
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
 ENDLESS = Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'})
 ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),
     "one that is cut short": ("large file", "truncated", "model.safetensors of user/{} did not arrive: localhost:"),
     "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
-    "one that has no such part": ("large file", Fault(status=416), "localhost:.* HTTP status 416 .*model.safetensors"),
     "one that fails": ("large file", "500", "model.safetensors of user/{} did not arrive: localhost:.* failed .500"),
     "one of another size": ("large file", Fault(body=b"x" * 9), "model.safetensors of user/{} .*Consistency check"),
-    "one that is not there": ("file head", Fault(status=404), "HTTP status 404 when asked for .* of user/{}"),
+    "one that is not there": ("file head", Fault(status=404), "refuses .* of user/{} .HTTP status 404"),
     "no checksum": ("file head", Fault(without=("ETag", "X-Linked-Etag")), "does not answer like a Hub when asked for"),
     "no commit": ("file head", Fault(without=("X-Repo-Commit",)), "does not answer like a Hub when asked for"),
     "a page": ("model info", HTML, "does not answer like a Hub"),
@@ -541,27 +529,17 @@ def test_an_address_of_a_large_file_that_holds_no_more_is_asked_for_again(
     hub.add_repo(name, folder)
     hub.fail("large file", Fault(status=status, carried_out=False), times=2)
     assert_equal(loaded(resolve(name)), tensors())
-    repo = open_repo(name)
     shutil.rmtree(constants.HF_HUB_CACHE)
-    asked = len([1 for request in hub.requests if "/resolve/" in request.path])
-    hub.fail("large file", Fault(status=status, carried_out=False), times=3)
-    assert repo.read_bytes("model.safetensors", 0, 8) == (folder / "model.safetensors").read_bytes()[:8]
-    assert len([1 for request in hub.requests if "/resolve/" in request.path]) == asked + 4
     hub.fail("large file", Fault(status=status, carried_out=False), times=None)
-    with pytest.raises(HubError) as caught:
-        repo.read_bytes("model.safetensors", 0, 8)
-    assert re.search(rf"localhost:\d+ refuses model.safetensors of {name} .HTTP status {status}.", caught.value.what)
-    assert "token" not in str(caught.value) and not is_gone(caught.value, name)
+    message = refusal(name)
+    assert re.search(rf"localhost:\d+ refuses model.safetensors of {name} .HTTP status {status}.", message)
+    assert "token" not in message
 
 
 REFUSALS: dict[str, tuple[str, Fault, str, str]] = {
-    "disabled": (
-        "model info", Fault(status=403, message="Access to this resource is disabled."), "{} is disabled", "another"
-    ),
     "rights": ("model info", Fault(status=403, message="Ask\x07 http://h.test/?key=1"), "to .*: Ask. h.test", "page"),
     "nothing": ("model info", Fault(status=403, message=""), "refuses access to user/{}\n", "set HF_TOKEN"),
-    "payment": ("file head", Fault(status=402, message="Upgrade"), "wants a payment for .*: Upgrade", "plan"),
-    "law": ("file head", Fault(status=451, message="x" * 999), "not hand .* for legal reasons: x{{50,}}...", "use"),
+    "law": ("file head", Fault(status=451, message="x" * 999), "refuses .* .HTTP status 451.: x{{50,}}...", "page"),
 }  # fmt: skip
 
 

@@ -186,16 +186,15 @@ calibration: {examples: 7}
         note="ORG/glue has 3 configs; SST2",
     ),
     Told(
-        "default-config-and-model-index",
+        "default-config-and-measured-config",
         mergekit(TIES),
         {"data math": "ORG/math-rows:b", "data code": "ORG/code-rows:py"},
         repos={
             "ORG/bert-math": expert("math"),
-            "ORG/bert-code": card(**MEASURED),
+            "ORG/bert-code": card(datasets=["ORG/code-rows"], **MEASURED),
             "data ORG/math-rows": card(configs=[{"config_name": "a"}, {"config_name": "b", "default": True}]),
             "data ORG/code-rows": card(configs=[{"config_name": "js"}, {"config_name": "py"}]),
         },
-        sources={"data code": "the card of ORG/bert-code (model-index)"},
     ),
     Told(
         "an-expert-given-as-the-base",
@@ -402,10 +401,10 @@ UNREADABLE = {
 @pytest.mark.parametrize("metadata", UNREADABLE.values(), ids=UNREADABLE)
 def test_unreadable_metadata_is_left_out_and_said(metadata: str, tmp_path: Path) -> None:
     """Wherever it stands: no traceback, but a note, or the question what the model was made from."""
-    read = read_card(f"---\n{metadata}\n---\nusing [a/b](https://hub) as a base\n")
+    read = read_card(f"---\n{metadata}\n---\n```yaml\na: b\n```\n")
     assert not (read.base_models or read.datasets or read.configs)
     assert read.problem or "a mapping" in metadata or "datasets: 7" in metadata
-    assert read.bases_in_text == ["a/b"]
+    assert read.yaml_blocks == ["a: b\n"]
     for file in ("mergekit_config.yml", "featcal.yaml", "README.md", "config.json"):
         (tmp_path / file).write_text(f"---\n{metadata}\n---\n" if file == "README.md" else metadata)
         with pytest.raises(LineageError, match="--expert TASK=REPO --data TASK=SOURCE"):
