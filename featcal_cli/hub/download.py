@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from glob import escape
@@ -26,8 +26,6 @@ PREPROCESSOR_FILES = (
     "spiece.model", "sentencepiece*.model", "chat_template*",
 )  # fmt: skip
 DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
-LARGEST_DESCRIBING = 2**28
-"""Largest size in bytes of a file that matches DESCRIBING; even the largest tokenizers are ten times smaller."""
 AT_A_TIME = 8
 Watch = Callable[[str, int, int], None]
 """Callback that gets the repo's name, the number of bytes downloaded so far, and their total."""
@@ -58,16 +56,6 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
         _verify(repo, folder, watch)
         mark.unlink(missing_ok=True)
     return folder
-
-
-def download_describing(repo: Repo, patterns: Sequence[str]) -> Path:
-    """Download the files that say how to build a model and preprocess its inputs, and return their folder in the Hub's
-    cache. Raises HubError, also for a file that is too large to be one of these."""
-    for path in chosen_files(repo, patterns, ()):
-        if repo.files[path].size > LARGEST_DESCRIBING:
-            what = f"{path} of {repo.name} has {repo.files[path].size:,} bytes, which is no {path}"
-            raise HubError(what, where=repo.pinned, fix="use another repo or revision")
-    return download(repo, only=patterns)
 
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
@@ -106,12 +94,12 @@ def _verify(repo: Repo, folder: Path, watch: Watch | None) -> None:
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
     """Download files into the cache, several at a time. `again`: replace each cached file once its download is
     complete. Raises HubError for the first file that fails."""
-    meter = Meter(repo.name, {path: repo.files[path].size for path in paths}, watch)
+    meter = Meter(repo.name, sum(repo.files[path].size for path in paths), watch)
 
     def fetch(path: str) -> None:
         options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit, "force_download": again}
         with repo.explained(path):
-            with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(path), **options))
+            with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(), **options))
 
     # snapshot_download would wait for what is on its way where the user interrupts
     threads = ThreadPoolExecutor(AT_A_TIME)
@@ -126,14 +114,14 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again
 class Meter:
     """Adds up the progress of several downloads and reports it to `watch`."""
 
-    def __init__(self, name: str, sizes: Mapping[str, int], watch: Watch | None) -> None:
-        self._name, self._total, self._watch = name, sum(sizes.values()), watch
-        self._positions = dict.fromkeys(sizes, 0)
+    def __init__(self, name: str, total: int, watch: Watch | None) -> None:
+        self._name, self._total, self._watch = name, total, watch
+        self._arrived = 0
         self._lock = Lock()
         self.is_stopped = False
         """Whether the downloads were abandoned."""
 
-    def make_bar(self, path: str) -> type[tqdm]:
+    def make_bar(self) -> type[tqdm]:
         """Return a progress bar class for the download of one file. Its bars show nothing, report to the meter, and
         raise CancelledError once the downloads were abandoned."""
         numbers = count()
@@ -144,21 +132,18 @@ class Meter:
                 super().__init__(*arguments, **{**options, "disable": True})
                 # with Xet, one bar counts the bytes on disk and the next one those on the wire, which may be fewer
                 self._counts = next(numbers) == 0
-                self.update(0)
+                self.update(options.get("initial", 0))
 
             def update(self, n: float | None = 1) -> None:
                 if meter.is_stopped:
                     raise CancelledError
-                self.n += n or 0
                 if self._counts:
-                    meter.reach(path, int(self.n))
+                    meter.add(int(n or 0))
 
         return Bar
 
-    def reach(self, path: str, position: int) -> None:
-        """Record that `position` bytes of a file have arrived; a download that starts again reports fewer than
-        before."""
+    def add(self, size: int) -> None:
         with self._lock:
-            if self._watch and self._positions[path] != position:
-                self._positions[path] = position
-                self._watch(self._name, min(sum(self._positions.values()), self._total), self._total)
+            self._arrived += size
+            if self._watch:
+                self._watch(self._name, min(self._arrived, self._total), self._total)

@@ -40,19 +40,9 @@ class Snapshot:
     adapter's."""
     folder: Path
     commit: str | None
-    """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own, if its base has one
-    too."""
+    """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own."""
     notes: tuple[str, ...] = ()
-    parts: str = ""
-    """BASE@COMMIT+ADAPTER@COMMIT if an adapter was merged into a base, else empty."""
     trusted: bool = False
-
-    @property
-    def pinned(self) -> str:
-        """The reference that resolves to exactly this model again: with commits, or the absolute path of a folder."""
-        if self.parts:
-            return self.parts
-        return f"{self.name}@{self.commit}" if self.commit else str(Path(self.name).expanduser().resolve())
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -110,9 +100,8 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     base = fetch(base_origin, watch)
     key = hashlib.sha256(repr((_key(origin), _key(base_origin))).encode()).hexdigest()[:32]
     copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
-    note = f"{repo.name} is an adapter ({adapter}) on {base.pinned}; featcal's cache keeps the folded copy"
-    commit = repo.commit if base.commit else None
-    return _complete(Snapshot(repo.name, copy, commit, (*base.notes, note), origin.pinned), _delete(copy))
+    note = f"{repo.name} is an adapter ({adapter}) on {base_origin.pinned}; featcal's cache keeps the folded copy"
+    return _complete(Snapshot(repo.name, copy, repo.commit, (*base.notes, note)), _delete(copy))
 
 
 def _key(origin: Origin) -> str:

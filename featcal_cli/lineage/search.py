@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -36,9 +37,7 @@ class Search:
         self.notes: list[str] = []
         """Decisions that were made and their reasons, one sentence each."""
         self.asked: list[Question] = []
-        self._open_repo = open_repo
-        self._opened: dict[tuple[str, Kind], Repo | HubError] = {}
-        self._cards: dict[tuple[str, Kind], Card] = {}
+        self._open_repo = cache(open_repo)
 
     @property
     def merged(self) -> str:
@@ -58,18 +57,9 @@ class Search:
         return same_repo(find(name, self.repo) or name, reference)
 
     def open(self, name: str, kind: Kind = "model", source: str = FROM_USER) -> Repo:
-        """Open a repo, once; `source` says who names it. Raises HubError, also when a repo that failed is opened
-        again."""
-        if (name, kind) not in self._opened:
-            try:
-                self._opened[name, kind] = self._open_repo(name, kind)
-            except HubError as error:
-                self._opened[name, kind] = error
-        opened = self._opened[name, kind]
+        """Open a repo, once; `source` says who names it. Raises HubError."""
         with _named_by(name, source):
-            if isinstance(opened, HubError):
-                raise opened
-        return opened
+            return self._open_repo(name, kind)
 
     def read_ahead(self, repos: Iterable[tuple[str, Kind]]) -> None:
         """Open repos and fetch their small files, several at a time. Errors are ignored here, as they are raised again
@@ -91,11 +81,10 @@ class Search:
                 repo.read_text(ADAPTER_CONFIG if is_adapter(repo.files) else "config.json")
 
     def read_card(self, name: str, source: str = FROM_USER, kind: Kind = "model") -> Card:
-        """Return the card of a model or dataset, read once. Raises HubError."""
-        if (name, kind) not in self._cards:
-            card = self._cards[name, kind] = read_card(self.open(name, kind, source).read_card())
-            self.notes += [f"the card of {name}: {card.problem}"] if card.problem else []
-        return self._cards[name, kind]
+        """Return the card of a model or dataset. Raises HubError."""
+        card = read_card(self.open(name, kind, source).read_card())
+        self.notes += [f"the card of {name}: {card.problem}"] if card.problem else []
+        return card
 
     def find_parents(self, reference: str, source: str = FROM_USER) -> list[str]:
         """Return the models that a model was made from, by its adapter config or card: one, several for a merge, or

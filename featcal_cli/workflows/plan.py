@@ -14,7 +14,7 @@ from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
-from featcal_cli.hub.download import DESCRIBING, chosen_files, download_describing, missing_files, other_weights
+from featcal_cli.hub.download import DESCRIBING, chosen_files, download, missing_files, other_weights
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Repo, read_headers
@@ -214,7 +214,7 @@ def _check_packing(role: str, origin: Origin, snapshot: Snapshot, tensors: Mappi
 
 def describing_folder(repo: Repo, further: Sequence[str] = ()) -> Path:
     """Return a folder with a model's configuration and preprocessing files, without its weights."""
-    return repo.folder or download_describing(repo, (*DESCRIBING, *further))
+    return repo.folder or download(repo, only=(*DESCRIBING, *further))
 
 
 def _find_vocabularies(origins: Mapping[str, Origin]) -> Vocabularies:

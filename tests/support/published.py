@@ -88,12 +88,6 @@ def write_card(folder: Path, text: str = "", **metadata: object) -> None:
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n{text}")
 
 
-def header_bytes(file: Path) -> int:
-    """Length of a safetensors file's header, with the number before it."""
-    with file.open("rb") as stream:
-        return 8 + int.from_bytes(stream.read(8), "little")
-
-
 def change_config(folder: Path, **values: object) -> None:
     """Set keys of a config.json."""
     file = folder / "config.json"

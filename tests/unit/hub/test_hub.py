@@ -301,8 +301,7 @@ def test_a_cached_snapshot_is_enough(
     assert not hub.requests
 
 
-@pytest.mark.parametrize("silence", ["offline", "down"])
-@pytest.mark.parametrize("lost", ["tokenizer.json", SHARDS[0]])
+@pytest.mark.parametrize(("silence", "lost"), [("offline", "tokenizer.json"), ("down", SHARDS[0])])
 def test_a_partial_snapshot_is_refused(
     hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, silence: str, lost: str
 ) -> None:
@@ -347,12 +346,9 @@ def test_a_snapshot_that_transformers_made_is_enough(
     assert resolve("user/by-transformers").commit == commit
 
 
-@pytest.mark.parametrize("silence", ["offline", "down"])
-def test_a_repo_that_is_not_cached_needs_the_hub(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch, silence: str
-) -> None:
+def test_a_repo_that_is_not_cached_needs_the_hub(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.add_repo("user/unseen", folder)
-    go_offline(monkeypatch) if silence == "offline" else go_down(monkeypatch)
+    go_offline(monkeypatch)
     for name in ("user/unseen", f"user/unseen@{commit}"):
         assert "no complete copy of user/unseen" in refusal(name)
 
@@ -460,10 +456,8 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
-ENDLESS = Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'})
 ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),
-    "one that is cut short": ("large file", "truncated", "model.safetensors of user/{} did not arrive: localhost:"),
     "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
     "one that fails": ("large file", "500", "model.safetensors of user/{} did not arrive: localhost:.* failed .500"),
     "one of another size": ("large file", Fault(body=b"x" * 9), "model.safetensors of user/{} .*Consistency check"),
@@ -475,7 +469,6 @@ ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "an odd listing": ("model tree", Fault(body=b'[{"type": "file"}]'), "does not answer like a Hub"),
     "a listing of nothing": ("model tree", Fault(body=b"null"), "does not answer like a Hub"),
     "a circle": ("file head", Fault(status=302, headers={"Location": "?again"}), "redirects in circles"),
-    "pages without end": ("model tree", ENDLESS, "twice"),
 }  # fmt: skip
 
 
@@ -487,8 +480,7 @@ def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
     name = case.replace(" ", "-")
     hub.add_repo(f"user/{name}", folder)
     if isinstance(fault, Fault):
-        headers = {key: value.format(hub.url, name) for key, value in fault.headers.items()}
-        fault = replace(fault, headers=headers, carried_out=fault.status < 400)
+        fault = replace(fault, carried_out=fault.status < 400)
     hub.fail(kind, fault, times=None)
     waits: list[str] = []
     with heard(waits.append):
