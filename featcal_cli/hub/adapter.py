@@ -16,7 +16,6 @@ from featcal_cli.runtime.structured_text import parse_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_PICKLE = "adapter_model.bin"
 
 PREFIX = "base_model.model."
 """The prefix that peft puts before every tensor name of the model that it wraps."""
@@ -60,17 +59,6 @@ def split_adapter(name: str, exists: Callable[[str], bool]) -> tuple[str, str] |
     # a revision may hold a plus too: then what follows it is neither USER/NAME nor there, and what precedes it neither
     likely = (half for half in reversed(halves) if "/" in half[1] or exists(half[0]))
     return next((half for half in halves if exists(half[1])), None) or next(likely, None)
-
-
-def check_adapter_files(name: str, files: Collection[str], allow_pickle: bool) -> None:
-    """Raise HubError unless the adapter has weights that may be read: safetensors, or a pickle with `allow_pickle`."""
-    if ADAPTER_WEIGHTS in files or (allow_pickle and ADAPTER_PICKLE in files):
-        return
-    if ADAPTER_PICKLE in files:
-        what = f"{name} is an adapter that has no safetensors, only pickled weights ({ADAPTER_PICKLE})"
-        raise HubError(what, where=name, fix="add --allow-pickle to read them (tensors only, no code is run)")
-    what = f"{name} is an adapter ({ADAPTER_CONFIG}), but it has no {ADAPTER_WEIGHTS}"
-    raise HubError(what, where=name, fix="give an adapter that was saved with save_pretrained, or a full model")
 
 
 def read_adapter(name: str, folder: Path) -> Adapter:

@@ -12,13 +12,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.adapter import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, PREFIX, Adapter
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, Adapter
 from featcal_cli.hub.model_config import find_dtype, load_config, parse_config, read_config
-from featcal_cli.hub.weight_files import new_copy, read_header, read_pickle, weight_files
+from featcal_cli.hub.weight_files import new_copy, read_header, weight_files
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.sanitise import exception_text, list_some, quoted
+from featcal_cli.runtime.sanitise import exception_text, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
 
     file = adapter.folder / ADAPTER_WEIGHTS
     try:
-        tensors = load_file(file) if file.is_file() else read_pickle(adapter.folder / ADAPTER_PICKLE)
+        tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise HubError(f"{file.name} cannot be read", where=str(file), fix="download the file again") from error
     misfit: MisfitError | None = None
@@ -131,17 +131,16 @@ class Fit:
     """Tensors that would replace a parameter of another shape."""
 
 
-def _fit(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
+def _fit(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
     """Match the adapter's tensors to the base in `folder`, loaded as `model_class`. Raises MisfitError if a layer that
-    the adapter replaces as a whole has another shape in the base, or if the adapter was trained on a module inside the
-    base and fits several."""
+    the adapter replaces as a whole has another shape in the base."""
     try:
         config = parse_config(model_class.config_class, folder)
-        fit = _match(adapter, tensors, model_class, config)
+        fit = _match(tensors, model_class, config)
         for labels in sorted({len(tensor) for tensor in fit.odd.values()}):
             if fit.odd:
                 config.num_labels = labels
-                fit = _match(adapter, tensors, model_class, config)
+                fit = _match(tensors, model_class, config)
     except MisfitError:
         raise
     except Exception as error:  # configs and classes raise many kinds for values that make no sense
@@ -153,7 +152,7 @@ def _fit(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreT
     return fit
 
 
-def _match(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any) -> Fit:
+def _match(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any) -> Fit:
     import torch
 
     with torch.device("meta"):
@@ -162,7 +161,7 @@ def _match(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[Pr
     # a grown vocabulary is written three times: under its own name, as what peft trained, and as it was before
     plain = {name.replace(".modules_to_save.", "."): tensor for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in plain.items() if ".original_module." not in name}
-    named = _place(_rename(plain, empty, parameters), empty, parameters, adapter.trained_as)
+    named = _rename(plain, empty, parameters)
     paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
     whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
     odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
@@ -192,30 +191,6 @@ def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Coll
                 return tensors  # experts that are fused today, or what no module has: peft's to convert or refuse
         names[name] = (PREFIX if name.startswith(PREFIX) else "") + path
     return {names[name]: tensor for name, tensor in tensors.items()}
-
-
-def _place(
-    tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str], trained_as: str
-) -> dict[str, Tensor]:
-    """Rename tensors of an adapter that was trained on one module inside the model to their names in the whole model.
-    The module is the only one that has them all, or the only one of the class `trained_as`. Raises MisfitError if
-    several fit."""
-    paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
-
-    def has_all(inside: str) -> bool:
-        found = (_find_module(f"{inside}{path}", parameters) for path in paths)
-        return all(
-            name.startswith(inside) if name else f"{inside}{path}" in parameters
-            for path, name in zip(paths, found, strict=True)
-        )
-
-    if has_all(""):
-        return tensors
-    places = {name: type(module).__name__ for name, module in model.named_modules() if name and has_all(f"{name}.")}
-    likely = [name for name, kind in places.items() if kind == trained_as] or list(places)
-    if len(likely) > 1:
-        raise MisfitError(f"it may be of several parts of the base: {list_some(likely)}")
-    return {f"{PREFIX}{likely[0]}.{name.removeprefix(PREFIX)}": x for name, x in tensors.items()} if likely else tensors
 
 
 def _find_module(path: str, parameters: Collection[str]) -> str:
@@ -253,7 +228,7 @@ def _fold_as(
 ) -> None:
     """Load the base as `model_class`, merge the adapter into it and write the result. Raises MisfitError or
     HubError."""
-    fit = _fit(adapter, tensors, model_class, folder)
+    fit = _fit(tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     folded = _merge(model, adapter, fit)

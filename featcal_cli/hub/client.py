@@ -173,12 +173,8 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{who} does not answer"
     if isinstance(cause, httpx.TimeoutException) and not isinstance(cause, httpx.ConnectTimeout):
         return f"{who} stopped answering"
-    if isinstance(cause, httpx.TooManyRedirects):
-        return f"{who} redirects in circles"
     if isinstance(cause, CUT):
         return f"{who} cut the connection ({kind})"
-    if isinstance(cause, OSError) and cause.errno is None:
-        return f"{who} sent another number of bytes than it announced"
     return f"{who} cannot be reached ({kind})"
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from featcal_cli.hub.adapter import (
     ADAPTER_CONFIG,
-    check_adapter_files,
+    ADAPTER_WEIGHTS,
     is_adapter,
     read_adapter,
     split_adapter,
@@ -65,7 +65,11 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
     repo = open_repo(model, "model")
     files = repo.files
     if is_adapter(files):
-        check_adapter_files(repo.name, files, allow_pickle)
+        if ADAPTER_WEIGHTS not in files:
+            what = f"{repo.name} is an adapter ({ADAPTER_CONFIG}), but it has no {ADAPTER_WEIGHTS}"
+            raise HubError(
+                what, where=repo.name, fix="save it with today's peft (save_pretrained), or give a full model"
+            )
         return Origin(repo, "adapter", _find_base(repo, base, allow_pickle, open_repo))
     if base:
         what = f"{model} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"

@@ -164,7 +164,7 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
 
 def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
     """Read the header of a safetensors file from the folder or the cache, or else its first bytes from the Hub."""
-    file = try_to_load_from_cache(repo.name, name, revision=repo.commit) if repo.commit else repo.folder / name
+    file = repo.folder / name if repo.folder else try_to_load_from_cache(repo.name, name, revision=repo.commit)
     if isinstance(file, (str, Path)):
         return read_header(Path(file))
     fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from featcal_cli.hub.adapter import ADAPTER_PICKLE, ADAPTER_WEIGHTS, read_adapter
+from featcal_cli.hub.adapter import read_adapter
 from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download, other_weights
 from featcal_cli.hub.model_config import read_config
@@ -93,8 +93,6 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     repo = origin.repo
     folder = repo.folder
     if folder is None:
-        if ADAPTER_WEIGHTS not in repo.files:
-            download(repo, only=[ADAPTER_PICKLE], watch=watch)
         folder = download(repo, skip=[f"*{ending}" for ending in PICKLED] + ["*/*"], watch=watch)  # of training
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)

@@ -4,7 +4,6 @@ PyTorch weights to a safetensors copy in featcal's own cache folder."""
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 import re
 import shutil
@@ -17,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from huggingface_hub import parse_local_safetensors_file_metadata
+from huggingface_hub import parse_local_safetensors_file_metadata, save_torch_state_dict
 from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
@@ -133,7 +132,7 @@ def as_entries(tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]
 
 def converted_copy(source: Path, key: str) -> Path:
     """Copy the model in `source` with its pickled weights converted to safetensors, once per `key`, and return the
-    folder. File layout and tensor names stay; tensors that share memory are written separately. Pickles are read with
+    folder. Tensor names stay; tensors that share memory are written separately. Pickles are read with
     `weights_only=True`; raises HubError if one cannot be read or holds more than tensors."""
     target = cache_folder() / "converted" / key
     if not target.is_dir():
@@ -183,23 +182,14 @@ def folder_key(folder: Path) -> str:
 
 
 def _convert(source: Path, draft: Path) -> None:
-    from safetensors.torch import save_file
-
     single, index = (source / name for name in PICKLES)
-    shards: dict[str, str] = {}
-    total = 0
+    tensors: dict[str, Tensor] = {}
     for file in [single] if single.exists() else [source / name for name in read_shards(index)]:
-        tensors = read_pickle(file)
-        name = file.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
-        shards |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, draft / name, metadata={"format": "pt"})
-    if not single.exists():
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
-        (draft / SAFETENSORS[1]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        tensors |= _read_pickle(file)
+    save_torch_state_dict(tensors, draft)
 
 
-def read_pickle(file: Path) -> dict[str, Tensor]:
+def _read_pickle(file: Path) -> dict[str, Tensor]:
     """Read the tensors of a pickled state dict, each with memory of its own. Raises HubError."""
     import torch
 

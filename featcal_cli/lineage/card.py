@@ -21,8 +21,6 @@ class Card:
     """The statements of a model's or dataset's card; values of a wrong type are left out."""
 
     base_models: Sequence[str]
-    relation: str
-    """`base_model_relation`: merge, finetune, adapter or quantized."""
     datasets: Sequence[str]
     evaluations: Sequence[tuple[str, str | None]]
     """Dataset and config of every result in the model-index."""
@@ -44,11 +42,9 @@ def read_card(text: str) -> Card:
     results = (result for model in _dicts(metadata.get("model-index")) for result in _dicts(model.get("results")))
     measured = [dataset for result in results for dataset in _dicts(result.get("dataset"))]
     evaluations = [(name, dataset.get("config")) for dataset in measured for name in _names(dataset.get("type"))]
-    relation = metadata.get("base_model_relation")
     configs, default = _read_configs(metadata)
     return Card(
         base_models=_names(metadata.get("base_model")),
-        relation=relation if isinstance(relation, str) else "",
         datasets=_names(metadata.get("datasets")),
         evaluations=[(name, config if _is_config(config) else None) for name, config in evaluations],
         configs=configs,

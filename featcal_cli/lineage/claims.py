@@ -18,8 +18,6 @@ MERGEKIT_FILES = ("mergekit_config.yml", "mergekit_config.yaml", "mergekit_moe_c
 RECIPE_FILE = "featcal.yaml"
 READ_FILES = (*MERGEKIT_FILES, RECIPE_FILE, CARD)
 
-_RELATIONS = {"quantized": "a quantized copy of another", "adapter": "an adapter for another"}
-
 
 def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
     """Return the claims of a merged repo's files, the most trustworthy first. `notes` get what could not be read and
@@ -29,9 +27,6 @@ def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
         fix = "give the merged model; if it is BASE+ADAPTER, name base and experts with it: --base, --expert"
         raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
     card = read_card(repo.read_card())
-    if card.relation in _RELATIONS:
-        what = f"{repo.name} is no merged model: its card says that it is {_RELATIONS[card.relation]}"
-        raise LineageError(what, where=f"the card of {repo.name}", fix="give the merged model itself")
     notes += [f"the card of {repo.name}: {card.problem}"] if card.problem else []
     claims = list(_claims(repo, card, notes))
     notes += [claim.note for claim in claims if claim.note]

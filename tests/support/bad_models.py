@@ -239,7 +239,7 @@ CASES: list[Case] = [
     (config_text("[]"), ["config.json", "mapping"]),
     (config_text("[" * 100_000), ["config.json", "nested too deep"]),
     (config_text(f'{{"model_type": "bert", "a": {"[" * 100}{"]" * 100}}}'), ["config.json", "nested too deep"]),
-    (no_config, ["diffusers", "config.json"]),
+    (no_config, ["no config.json"]),
     (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["transformers", "config.json"]),
     (merged_config(architectures=7, model_type="zzz"), ["transformers", "config.json"]),
     (merged_config(architectures={"BertModel": 1}, model_type=["bert"]), ["transformers", "config.json"]),

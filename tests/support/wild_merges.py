@@ -158,13 +158,10 @@ MERGES = [
     Merge("experts-without-data", config(TIES), {"ORG/Base-7B-chat": {}, "ORG/Base-7B-code": card(datasets=["/etc", "web text"])}, "ORG/Base-7B", BOTH, ("--data chat=SOURCE", "--data code=SOURCE"), words=("ORG/Base-7B-chat names no dataset", "'/etc' is no dataset")),
     Merge("one-base-model-only", card(base_model="ORG/Base-7B", base_model_relation="merge"), {}, "ORG/Base-7B", {}, ("--expert TASK=REPO", "--data TASK=SOURCE")),
     Merge("nothing-at-all", {"config.json": "{}"}, {}, "", {}, ("--base REPO", "--expert TASK=REPO", "--data TASK=SOURCE"), words=("which experts ORG/merged was merged from", "mergekit_config.yml (not there)", "README.md (not there)")),
-    Merge("shifted-layers", config("{merge_method: linear, slices: [{sources: [{model: ORG/Base-7B-chat, layer_range: [0, 2]}, {model: ORG/Base-7B-code, layer_range: [1, 3]}]}]}"), {}, refused="shifted: .* 0–1 with 1–2"),
-    Merge("restacked-layers", config("{merge_method: linear, slices: [{sources: [{model: ORG/Base-7B-chat, layer_range: [0, 4]}]}, {sources: [{model: ORG/Base-7B-code, layer_range: [2, 6]}]}]}"), {}, refused="restacked: layers 2–5 of a model became 4 and up"),
     Merge("stages-that-do-not-name-each-other", config("name: first\nmerge_method: ties\nbase_model: ORG/Base-7B\nmodels: [{model: ORG/Base-7B-chat}]\n---\nmerge_method: linear\nmodels: [{model: ORG/Base-7B-code}]\n"), {}, refused="it holds 2 merges"),
     Merge("models-is-a-number", config("merge_method: ties\nmodels: 7\n"), {}, refused="models is not a list[^$]*--base REPO --expert TASK=REPO --data TASK=SOURCE"),
     Merge("frankenmerge", config("slices:\n- sources: [{model: ORG/Base-7B-chat, layer_range: [0, 24]}]\n- sources: [{model: ORG/Base-7B-code, layer_range: [8, 32]}]\nmerge_method: passthrough\ndtype: bfloat16\n"), {}, refused="passthrough"),
     Merge("mixture-of-experts", {"mergekit_moe_config.yml": "base_model: ORG/Base-7B\ngate_mode: hidden\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n"}, {}, refused="mixture of experts"),
     Merge("mixture-in-the-card", card("```yaml\nbase_model: ORG/Base-7B\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n```\n"), {}, refused="mixture of experts"),
     Merge("an-adapter", lora("ORG/Base-7B"), {}, refused="is an adapter"),
-    Merge("a-quantized-copy", card(base_model="ORG/whole", base_model_relation="quantized"), {}, refused="quantized copy"),
 ]  # fmt: skip

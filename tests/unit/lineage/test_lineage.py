@@ -423,7 +423,6 @@ def test_unreadable_metadata_is_left_out_and_said(metadata: str, tmp_path: Path)
         "{merge_method: ties, models: [{model: {model: {path: [x]}}}]}",
         "{merge_method: ties, models: [{model: x/y}], base_model: 7}",
         "{merge_method: ties, slices: [{sources: 7}]}",
-        "{merge_method: ties, slices: [{sources: [{model: x/y, layer_range: [0, 0xffffffffffffffffffff]}]}]}",
         "{merge_method: ties, modules: {vision: 7}}",
     ],
 )
