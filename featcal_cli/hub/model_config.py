@@ -4,7 +4,6 @@ the model, the file and, if known, the key at fault."""
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
@@ -18,7 +17,6 @@ from featcal_cli.runtime.structured_text import parse_json
 
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
-_DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float32|float64|half|float|double|float8_\w+|u?int(8|16|32|64))")
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 """Keys that can make transformers download compiled code from the Hub and run it."""
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
@@ -29,7 +27,6 @@ _PACKED = (
 )
 """Endings of tensor names in quantised checkpoints: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MLX."""
 UNPACKED = "give the unquantised model, in bfloat16, float16 or float32, that this one was made from"
-MAX_DEPTH = 30
 CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that a calibrated tensor can have: safetensors' name → torch's name."""
 
@@ -48,29 +45,21 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         what = f"config.json says architectures {plain(json.dumps(named))}, which is no list of transformers classes"
         raise CheckpointError(what, where=where, fix='write it like ["BertModel"], with the class of the weights')
-    _check_values(config, where, trusted, "", 0)
+    if not trusted:
+        _check_kernels(config, where)
     return config
 
 
-def _check_values(value: Any, where: str, trusted: bool, key: str, depth: int) -> None:
-    """Check a value of config.json, and all values nested in it, before transformers reads them.
-
-    Raises CheckpointError for an unknown dtype, for nesting that is too deep, and, unless `trusted`, for a kernel that
-    would be fetched as code from another repo. `key` is the key of the value, or of the list or mapping around it.
-    """
-    if depth > MAX_DEPTH:
-        raise CheckpointError("config.json is nested too deep", where=where, fix="use a transformers checkpoint")
+def _check_kernels(value: Any, where: str, key: str = "") -> None:
+    """Raise CheckpointError if a value of config.json, or one nested in it, names a kernel that transformers would
+    fetch as code from another repo. `key` is the key of the value, or of the list or mapping around it."""
     if isinstance(value, dict):
         for inner, part in value.items():
-            _check_values(part, where, trusted, key if key in _KERNELS else inner, depth + 1)
+            _check_kernels(part, where, key if key in _KERNELS else inner)
     elif isinstance(value, list):
         for part in value:
-            _check_values(part, where, trusted, key, depth + 1)
-    elif key in ("dtype", "torch_dtype") and value is not None:
-        if not (isinstance(value, str) and _DTYPES.fullmatch(value)):
-            what = f"config.json says {key} {quoted(str(value))}, which is no kind of number"
-            raise CheckpointError(what, where=where, fix="write float32, bfloat16 or float16, whichever the files hold")
-    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
+            _check_kernels(part, where, key)
+    elif key in _KERNELS and isinstance(value, str) and "/" in value:
         what = f"config.json asks for code from another repo: {key} {quoted(value)}"
         fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
         raise CheckpointError(what, where=where, fix=fix)

@@ -14,7 +14,7 @@ from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError
 from featcal_cli.lineage.search import Search
 from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
+from featcal_cli.runtime.sanitise import enumerate_names, quoted
 
 _SEPARATORS = re.compile(r"([-_.])")
 
@@ -33,15 +33,10 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
         listed = _name_experts(search, claim, base)
         # a task that only has data means the found expert of its name
         renamed = {_match(task, listed): task for task in tasks if task not in said}
-        left_out = []
         for name, value in listed.items():
             task = renamed.get(name, name)
             if not said or task in tasks:
                 experts.setdefault(task, Finding(f"expert {task}", value, claim.source))
-            elif value not in said.values():
-                left_out.append(value)
-        if left_out:
-            search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left_out)}")
         experts = {task: experts[task] for task in (tasks if said else experts) if task in experts}
     asked = len(search.asked)
     for task in tasks if experts else ():
@@ -70,8 +65,6 @@ def _name_experts(search: Search, claim: Claim, base: Finding | None) -> dict[st
     is_base = {name: bool(base and same_repo(name, base.value)) for name in listed}
     if claim.mixed:
         listed = {name: entry for name, entry in listed.items() if not is_base[name]}
-    elif any(is_base.values()) and base and base.source == FROM_USER:
-        search.notes.append(f"{base.value}, the base (--base), is no expert, though {claim.source} lists it")
     experts: dict[str, str] = {}
     # the base that was merged too is among them, so that names are the same with and without --base
     for (name, (task, problem)), made in zip(listed.items(), name_tasks(list(listed)), strict=True):

@@ -84,17 +84,12 @@ def _read_merged(search: Search) -> Claim | None:
 
 def _find_stated_base(search: Search) -> Finding | None:
     """Return the base that the user or else the merged repo names; ask the user if that name refers to nothing."""
-    said, listed = search.draft.base, list[str]()
+    if search.draft.base:
+        return Finding("base", search.draft.base, FROM_USER)
+    listed: list[str] = []
     for claim in search.claims:
         # slerp starts at one of its two models, and some cards call that one the base
         if claim.base and not any(same_repo(name, claim.base) for name in listed):
-            if said:
-                if not search.means(claim.base, said):
-                    named = find(claim.base, search.repo) or quoted(claim.base)
-                    search.notes.append(
-                        f"{claim.source} names {named} as the base; {said} is taken, as {FROM_USER} says"
-                    )
-                break
             try:
                 return Finding("base", locate(claim.base, search.repo), claim.source)
             except UnusableError as error:
@@ -102,7 +97,7 @@ def _find_stated_base(search: Search) -> Finding | None:
                 search.ask(what, ("--base", "REPO"), where=claim.source)
                 return None
         listed += [] if claim.mixed else claim.experts
-    return Finding("base", said, FROM_USER) if said else None
+    return None
 
 
 def _ask_for_all(search: Search, base: Finding | None) -> None:

@@ -169,7 +169,6 @@ calibration: {examples: 7}
         repos={**SILENT, "mine/math": card(datasets="ORG/math-rows")},
         sources={"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
         draft={"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}},
-        note="further experts, which are left out: ORG/bert-math",
     ),
     Told(
         "dataset-and-config-of-the-task",
@@ -203,7 +202,6 @@ calibration: {examples: 7}
         repos=TWO,
         sources={"base": SAID},
         draft={"base": "ORG/bert-code"},
-        note=f"ORG/bert-code, the base (--base), is no expert, though {CONFIG} lists it",
     ),
     Told(
         "another-base-than-the-configs",
@@ -212,7 +210,6 @@ calibration: {examples: 7}
         repos=TWO,
         sources={"base": SAID},
         draft={"base": "mine/base"},
-        note=f"{CONFIG} names ORG/base as the base; mine/base is taken, as {SAID} says",
     ),
     Told(
         "a-base-that-a-linear-merge-lists",
