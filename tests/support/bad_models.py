@@ -202,7 +202,6 @@ WRONG_TYPES: list[tuple[dict[str, object], str]] = [
     ({"id2label": ["a", "b"]}, "cannot be used"),
     ({"id2label": {"red": "0"}}, "cannot be used"),
     ({"rope_parameters": "x"}, "cannot be used"),
-    ({"dtype": 5}, "dtype '5'"),
     ({"architectures": "BertModel"}, "architectures"),
     ({"layer_types": 5}, "cannot be used"),
     ({"num_labels": "x"}, "cannot be used"),

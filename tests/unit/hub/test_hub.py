@@ -640,24 +640,3 @@ def test_a_repo_with_no_pytorch_weights_is_refused(hub: HubServer, folder: Path)
 
 def test_transformers_never_asks_for_a_conversion() -> None:
     assert os.environ["DISABLE_SAFETENSORS_CONVERSION"] == "1"
-
-
-# The Hub of the tests itself
-
-
-@pytest.mark.survive
-def test_transformers_and_datasets_load_from_it_unpatched(hub: HubServer, tmp_path: Path) -> None:
-    from datasets.load import load_dataset
-    from transformers import AutoModel, BertConfig, BertModel
-
-    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    BertModel(config).save_pretrained(tmp_path / "bert")
-    hub.add_repo("user/bert", tmp_path / "bert")
-    assert AutoModel.from_pretrained("user/bert").config.hidden_size == 8
-    (tmp_path / "rows" / "data").mkdir(parents=True)
-    lines = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(5))
-    (tmp_path / "rows" / "data" / "train.jsonl").write_text(lines)
-    hub.add_repo("user/rows", tmp_path / "rows", kind="dataset")
-    stream = load_dataset("user/rows", split="train", streaming=True)
-    assert [row["text"] for row in stream][-1] == "row 4"
-    assert load_dataset("user/rows", split="train").num_rows == 5
