@@ -53,7 +53,7 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
             what = f"the copy of {repo.name} is incomplete: {path} is missing"
             raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
     if (missing or mark.exists()) and not is_offline_mode():
-        _verify(repo, folder, watch)
+        _verify(repo, folder)
         mark.unlink(missing_ok=True)
     return folder
 
@@ -72,32 +72,26 @@ def other_weights(repo: Repo) -> list[str]:
     return [escape(path) for path in find_second_copies(repo.files)]
 
 
-def _verify(repo: Repo, folder: Path, watch: Watch | None) -> None:
-    """Compare the cached files of a commit with the Hub's checksums, and fetch damaged ones once more. Raises HubError
-    for those that are damaged then, too."""
-
-    def find_damaged() -> list[str]:
-        with repo.explained():
-            found = HfApi().verify_repo_checksums(repo.name, repo_type=repo.kind, revision=repo.commit)
-        return [mismatch["path"] for mismatch in found.mismatches]
-
-    if not (damaged := find_damaged()):
-        return
-    _fetch_files(repo, damaged, watch, again=True)
-    if damaged := find_damaged():
-        for path in damaged:
-            (folder / path).resolve().unlink(missing_ok=True)
-        what = f"{damaged[0]} of {repo.name} arrived damaged twice: its checksum is not the one in the Hub's listing"
-        raise HubError(what, where=repo.pinned, fix="check the connection and the proxy, and run again")
+def _verify(repo: Repo, folder: Path) -> None:
+    """Compare the cached files of a commit with the Hub's checksums. Raises HubError for a damaged file, and deletes
+    it."""
+    with repo.explained():
+        found = HfApi().verify_repo_checksums(repo.name, repo_type=repo.kind, revision=repo.commit)
+    damaged = [mismatch["path"] for mismatch in found.mismatches]
+    for path in damaged:
+        (folder / path).resolve().unlink(missing_ok=True)
+    if damaged:
+        what = f"{damaged[0]} of {repo.name} arrived damaged: its checksum is not the one in the Hub's listing"
+        fix = "run again, which downloads it anew; if that does not help, check the connection and the proxy"
+        raise HubError(what, where=repo.pinned, fix=fix)
 
 
-def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None, *, again: bool = False) -> None:
-    """Download files into the cache, several at a time. `again`: replace each cached file once its download is
-    complete. Raises HubError for the first file that fails."""
+def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
+    """Download files into the cache, several at a time. Raises HubError for the first file that fails."""
     meter = Meter(repo.name, sum(repo.files[path].size for path in paths), watch)
 
     def fetch(path: str) -> None:
-        options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit, "force_download": again}
+        options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit}
         with repo.explained(path):
             with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(), **options))
 

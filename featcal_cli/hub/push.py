@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from featcal_cli.runtime.sanitise import list_some
 KEEP_ALL = "# nothing is ignored\n"
 """Replaces the repo's own .gitignore, which would silently keep files out of the commit."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-LARGE = 10_000_000
-"""Files of at least this many bytes are uploaded one by one, so that progress can be reported."""
 RIGHTS = frozenset({"repo.write", "discussion.write"})
 """The rights to commit and to open a pull request."""
 
@@ -252,21 +251,14 @@ def _create(target: Target) -> _Head:
 
 
 def _upload(target: Target, additions: Sequence[CommitOperationAdd], watch: Watch | None) -> None:
-    """Upload the LFS files that the Hub lacks: files below LARGE bytes together, others one by one."""
-    large = [[addition] for addition in additions if addition.upload_info.size >= LARGE]
-    small = [addition for addition in additions if addition.upload_info.size < LARGE]
-    total = sum(addition.upload_info.size for addition in additions)
-    sent = 0
-    for batch in (small, *large):
-
-        def preupload(batch: Sequence[CommitOperationAdd] = batch) -> None:
-            HfApi().preupload_lfs_files(
-                target.repo_id, batch, create_pr=target.create_pr, free_memory=False, gitignore_content=KEEP_ALL
-            )
-
+    """Upload the LFS files that the Hub lacks, one by one, so that progress can be reported."""
+    total, sent = sum(addition.upload_info.size for addition in additions), 0
+    for addition in additions:
+        options: dict[str, Any] = {"create_pr": target.create_pr, "free_memory": False, "gitignore_content": KEEP_ALL}
+        upload = partial(HfApi().preupload_lfs_files, target.repo_id, [addition], **options)
         # the client tries again what passes, but at the same address
-        client.with_retries(preupload, client.is_lapsed)
-        sent += sum(addition.upload_info.size for addition in batch)
+        client.with_retries(upload, client.is_lapsed)
+        sent += addition.upload_info.size
         if watch:
             watch(target.repo_id, sent, total)
 

@@ -14,7 +14,7 @@ from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError
 from featcal_cli.lineage.search import Search
 from featcal_cli.recipe.mistakes import did_you_mean
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.sanitise import enumerate_names, quoted
+from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
 
 _SEPARATORS = re.compile(r"([-_.])")
 
@@ -33,18 +33,21 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
         listed = _name_experts(search, claim, base)
         # a task that only has data means the found expert of its name
         renamed = {_match(task, listed): task for task in tasks if task not in said}
+        left_out = []
         for name, value in listed.items():
             task = renamed.get(name, name)
             if not said or task in tasks:
                 experts.setdefault(task, Finding(f"expert {task}", value, claim.source))
+            elif value not in said.values():
+                left_out.append(value)
+        if left_out:
+            search.notes.append(f"{claim.source} names further experts, which are left out: {list_some(left_out)}")
         experts = {task: experts[task] for task in (tasks if said else experts) if task in experts}
     asked = len(search.asked)
     for task in tasks if experts else ():
-        # data for what turned out to be the base are not needed
-        if task not in experts and not (base and same_name(repo_of(base.value).rpartition("/")[2], task)):
+        if task not in experts:
             named = [one for one in experts if one not in tasks]
             others = f"those left are {enumerate_names(named)}" if named else "none is left"
-            others += f"; {base.value} is the base" if base else ""
             what = f"no expert of {search.merged} is for the task {task}: {others}"
             fix = f"{did_you_mean(task, experts)}name the data by one of the tasks"
             search.ask(what, ("--expert", f"{task}=REPO"), where=claim.source if claim else FROM_USER, fix=fix)

@@ -97,21 +97,9 @@ def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
 
 
 def _read_reference(model: Any) -> str:
-    """Return a model as text, from either of mergekit's forms: text, or {model: {path, revision}, lora: {path,
-    revision}}."""
-    if isinstance(model, dict) and "model" in model:
-        lora = model.get("lora")
-        return _read_path(model["model"]) + ("" if lora is None else f"+{_read_path(lora)}")
-    return _read_path(model)
-
-
-def _read_path(path: Any) -> str:
-    revision: Any = None
-    if isinstance(path, dict):
-        path, revision = path.get("path"), path.get("revision")
-    if not isinstance(path, str) or not path.strip() or not isinstance(revision, str | None):
+    if not isinstance(model, str) or not model.strip():
         raise MalformedError("a model in it has no name")
-    return f"{path.strip()}@{revision}" if revision else path.strip()
+    return model.strip()
 
 
 def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
@@ -129,8 +117,6 @@ def read_pool(document: object, where: str) -> Claim | None:
     entries, models = pool.get("models"), dict[str, str]()
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
-        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
-            path = pool.get("base_model")
         if isinstance(name, str) and isinstance(path, str) and path.strip():
             models[name] = path.strip()
     bases = [model for name, model in models.items() if name in _POOL_BASES]

@@ -26,7 +26,6 @@ from featcal_cli.hub.client import TIMEOUT, expect_answers
 from featcal_cli.hub.download import download
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
-from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.progress import heard
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -380,41 +379,28 @@ def test_every_request_has_a_time_limit() -> None:
 # What is in the cache already, and what arrives
 
 
-@pytest.mark.parametrize("times", [1, None])
-def test_a_file_that_arrives_damaged_is_fetched_once_more(hub: HubServer, folder: Path, times: int | None) -> None:
-    name = f"user/damaged-{times}"
-    hub.add_repo(name, folder)
+def test_a_file_that_arrives_damaged_is_found_and_fetched_by_the_next_run(hub: HubServer, folder: Path) -> None:
+    hub.add_repo("user/damaged", folder)
     size = (folder / "model.safetensors").stat().st_size
-    hub.fail("large file", Fault(body=b"x" * size), times=times)
-    if times:
-        assert_equal(loaded(resolve(name)), tensors())
-        hub.requests.clear()
-        resolve(name)
-        assert not [request for request in hub.requests if "/tree/" in request.path]  # checked once
-    else:
-        assert "model.safetensors of user/damaged-None arrived damaged twice" in refusal(name)
-        hub.faults.clear()
-        assert_equal(loaded(resolve(name)), tensors())
+    hub.fail("large file", Fault(body=b"x" * size))
+    assert "model.safetensors of user/damaged arrived damaged" in refusal("user/damaged")
+    assert_equal(loaded(resolve("user/damaged")), tensors())
+    hub.requests.clear()
+    resolve("user/damaged")
+    assert not [request for request in hub.requests if "/tree/" in request.path]  # checked once
 
 
-def test_a_file_that_the_run_did_not_download_is_not_deleted(
+def test_a_file_that_nobody_checked_is_checked_by_the_next_run(
     hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add_repo("user/mine", folder)
-    repo = open_repo("user/mine")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("featcal_cli.hub.download._verify", Mock(side_effect=KeyboardInterrupt))
-        download(repo)
+        resolve("user/mine")
     file = cached_file(resolve_config("user/mine"), "model.safetensors")
-    spoilt = file.read_bytes()[:-1] + b"?"
-    file.write_bytes(spoilt)
-    hub.fail("large file", "reset", times=None)
-    with pytest.raises(HubError, match="did not arrive"):
-        download(open_repo("user/mine"))
-    assert file.read_bytes() == spoilt
-    hub.faults.clear()
-    download(open_repo("user/mine"))
-    assert file.read_bytes() == (folder / "model.safetensors").read_bytes()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert "arrived damaged" in refusal("user/mine")
+    assert_equal(loaded(resolve("user/mine")), tensors())
 
 
 def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path) -> None:

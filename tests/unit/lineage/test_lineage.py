@@ -169,6 +169,7 @@ calibration: {examples: 7}
         repos={**SILENT, "mine/math": card(datasets="ORG/math-rows")},
         sources={"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
         draft={"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}},
+        note="further experts, which are left out: ORG/bert-math",
     ),
     Told(
         "dataset-and-config-of-the-task",
@@ -262,7 +263,7 @@ REFUSED = [
     Refused(
         "data-for-an-expert-that-is-given-as-the-base",
         mergekit(TIES),
-        ("for the task code", "those left are math; ORG/bert-code is the base", "fill in REPO and type: featcal"),
+        ("for the task code", "those left are math", "fill in REPO and type: featcal"),
         repos=TWO,
         draft={"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
     ),
