@@ -6,6 +6,7 @@ steps that do not need it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +77,6 @@ def _print_json(value: object) -> None:
     publishing=options.list_keys(Output), pushing=options.PUSHING,
 )  # fmt: skip
 def calibrate(
-    context: typer.Context,
     *,
     merged: options.Merged = None,
     inputs: Mapping[str, Any],
@@ -137,7 +137,7 @@ def calibrate(
                 pushed = asdict(done.pushed) if done.pushed else None
                 _print_json({"output": str(done.output), "pushed": pushed, **done.report.to_dict()})
             elif how.evaluate or not done.was_done:
-                hint = None if quiet else results.suggest_again(context, done.output, said)
+                hint = None if quiet else f"Load it like the merged model; {done.output}/README.md shows how."
                 results.show_calibration(done.report, done.output, done.pushed, screen.seconds, hint)
             elif quiet:
                 typer.echo(verbs.ALREADY_DONE.format(done.output))
@@ -148,7 +148,7 @@ def calibrate(
             return
         if save:
             save_recipe(save, done.recipe, found.findings, overwrite=how.overwrite)
-            log.note(results.describe_saved(context, save, said))
+            log.note(f"{save} has the whole job; to run it: `featcal calibrate -r {shlex.quote(str(save))}`")
         _print_json(done.to_dict()) if json else results.show_plan(done)
         if done.stops:
             raise verbs.join_stops(done.stops)
@@ -350,13 +350,12 @@ def demo(
     """
     from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
-    from featcal_cli.recipe.reading import find_recipe
     from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.process import interruptible
 
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
-        results.show_demo(find_recipe("demo"))
+        results.show_demo()
     with recorded(screen, None) as log, interruptible(), screen.live():
         from featcal_cli.workflows.verbs import run_demo
 

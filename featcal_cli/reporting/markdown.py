@@ -57,10 +57,8 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
     measures = {column.measure for column in columns}
     lines = [write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])]
     lines.append(f"| --- |{' ---: |' * len(columns)}")
-    for number, task in enumerate(inspection.tasks):
-        lines.append(write_row([for_markdown(task), *(column.write(column.values[number]) for column in columns)]))
-    if len(inspection.tasks) > 1:
-        lines.append(write_row(["**mean**", *(column.write(column.mean) for column in columns)]))
+    rows = [*map(for_markdown, inspection.tasks), *(["**mean**"] if len(inspection.tasks) > 1 else [])]
+    lines += [write_row([name, *(column.cells[number] for column in columns)]) for number, name in enumerate(rows)]
     about = ", ".join(f"{role}: {name}" for role, name in names.items())
     about += ". Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
     if "output" in measures:

@@ -191,18 +191,6 @@ def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
     return [*rows, DriftRow("mean", before, after, sum(known) / len(known) if known else None)] if rows[1:] else rows
 
 
-@dataclass(frozen=True)
-class DriftCurve:
-    """Relative drift of one task after every block, in forward order."""
-
-    blocks: list[str]
-    before: list[float]
-    """Drift of the merged model."""
-    after: list[float]
-    """Drift of the calibrated model."""
-    base: list[float]  # empty where the base model is not measured
-
-
 ITSELF = "the expert itself"
 """Name of the source for examples that the task's expert has written itself."""
 
@@ -242,8 +230,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """Notes on choices that the user did not make, and on modules that were left unchanged."""
     sources: list[Source] = field(default_factory=list)
-    curves: dict[str, DriftCurve] = field(default_factory=dict)
-    """Drift after every block, by task."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)
     """Measurements of the merged, calibrated and base model as in inspect-drift, by task, on the same examples as
     `drift`."""

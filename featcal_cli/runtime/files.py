@@ -208,11 +208,6 @@ class Unchanged:
     def check(self) -> None:
         """Raise CheckpointError if a file has since been written to, replaced or deleted, even if its size and
         modification time are unchanged."""
-        if (error := self.find_change()) is not None:
-            raise error
-
-    def find_change(self) -> CheckpointError | None:
-        """Return the error for the first file that has changed, or None."""
         for file, before in self._stamps.items():
             try:
                 now = take_stamp(file)
@@ -225,8 +220,7 @@ class Unchanged:
                 what = "was changed or replaced during the run"
                 fix = "let nothing write to what a run reads; put the file back and run the same command again, or "
                 fix += "give --restart to begin anew with the changed one"
-            return CheckpointError(f"{file.name} of {self._owners[file]} {what}", where=str(file), fix=fix)
-        return None
+            raise CheckpointError(f"{file.name} of {self._owners[file]} {what}", where=str(file), fix=fix)
 
 
 @contextmanager

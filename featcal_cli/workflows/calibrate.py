@@ -15,7 +15,7 @@ from torch import Tensor
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
-from featcal_cli.calibration.journal import Journal, check_unfinished, name_local_files, take_fingerprint
+from featcal_cli.calibration.journal import Journal, check_unfinished, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
@@ -53,9 +53,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     processes does its part. target: the Hub repo to which the output is pushed later. Raises FeatCalError."""
     ranks, options = session.ranks, session.options
     stamps = stamp_inputs(inputs.recipe.local_paths)
-    data = Unchanged(name_local_files(session.draft))
     plan = make_plan(session, inputs, workspace.target)
-    data.check()
     recipe, origins = plan.recipe, inputs.origins
     if recipe.calibration.uses_output_metric and ranks.size > 1:
         what = "outputs are a metric in one process only"
@@ -93,8 +91,6 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
         _note_outcome(session, outcome, journal)
         check_inputs()
-        if (change := data.find_change()) is not None:
-            session.note(f"{change.what}, after its rows were read")
         if target is not None and recipe.local_paths:
             names = f"{RECIPE}, {REPORT} and {ADAPTER}" if options.as_adapter else f"{RECIPE} and {REPORT}"
             session.note(f"{names} name folders of this machine, and are pushed with these names")

@@ -111,13 +111,12 @@ def find_own_recipe(models: Sequence[str]) -> Path | None:
 
 
 def name_roles(models: Sequence[str]) -> list[str]:
-    """Return a short name for each model: as many last parts of its path or id as are needed to tell it from the
-    others. Raises RecipeError if a model is given twice."""
+    """Return a short name for each model: the last part of its path or id, or all of it where that is taken. Raises
+    RecipeError if a model is given twice."""
     roles: list[str] = []
     for model in models:
-        parts = [part for part in model.partition("@")[0].rstrip("/").split("/") if part]
-        names = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        free = [name for name in names if name not in (*roles, EXPERT, MERGED, BASE)]
+        name = model.partition("@")[0].rstrip("/")
+        free = [role for role in (name.rpartition("/")[2], name) if role not in (*roles, EXPERT, MERGED, BASE)]
         if not free:
             raise RecipeError(f"{model} is given twice", where="MODEL", fix="name every model once")
         roles.append(free[0])

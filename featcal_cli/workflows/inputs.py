@@ -3,24 +3,19 @@ torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
 from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.model_source import Origin
-from featcal_cli.hub.repo import Opener, Repo
-from featcal_cli.hub.second_copies import divide_files
-from featcal_cli.hub.weight_files import find_second_copies, weight_files
+from featcal_cli.hub.repo import Opener
 from featcal_cli.lineage.questions import FROM_USER, Finding
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
-from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError
-from featcal_cli.runtime.files import check_links, visible_files
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.session import EXPERT, Session
 
@@ -49,12 +44,11 @@ class Inputs:
         return [known.get(finding.role) for finding in self.findings]
 
 
-def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, copied: bool = False) -> Inputs:
+def find_inputs(session: Session, others: Mapping[str, str] | None = None) -> Inputs:
     """Complete the recipe from what repos state, and pin every repo to a commit. The first rank completes it for all
     ranks.
 
     others: further models by role.
-    copied: whether merged's files will be copied to an output.
     Raises OpenQuestionsError if something can be found nowhere, LineageError, HubError and DataError.
     """
     session.stage("finding models")
@@ -63,11 +57,6 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
     if not ranks.is_first:
         recipe, findings, further = ranks.broadcast((recipe, findings, further))
     origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **further}.items()}
-    if copied:
-        copies = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
-        for repo in (repo for role in copies for repo in origins[role].repos()):
-            with session.obstacles.look():
-                check_copyable(repo)
     recipe = pin(recipe, origins, session)
     if ranks.is_first:
         ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in further}))
@@ -87,22 +76,11 @@ def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
     lineage = find_lineage(session.draft, session.open_repo, note)
     for finding in lineage.findings:
         note(finding)
-    given = [finding for finding in lineage.findings if finding.source == FROM_USER]
+    given = [f"{finding.role} {finding.value}" for finding in lineage.findings if finding.source == FROM_USER]
     if given and not session.options.dry_run:
-        session.listener.note(f"given: {_list_given(given)}")
+        session.listener.note(f"given: {list_some(given, between='; ')}")
     session.note(*lineage.notes)
     return lineage.recipe, lineage.findings
-
-
-def _list_given(findings: Sequence[Finding]) -> str:
-    """List what the user gave: merged and base by name, experts and data by their tasks."""
-    texts = [f"{finding.role} {finding.value}" for finding in findings if " " not in finding.role]
-    for kind, name in (("expert", "experts"), ("data", "data")):
-        tasks = [
-            task for role, _, task in (finding.role.partition(" ") for finding in findings) if task and role == kind
-        ]
-        texts += [f"{name} of {list_some(tasks)}"] if tasks else []
-    return "; ".join(texts)
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:
@@ -152,22 +130,3 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
         from featcal_cli.evaluation.lm_eval_tasks import check_harness
 
         check_harness(known, allow_code=allow_code)
-
-
-def check_copyable(repo: Repo) -> None:
-    """Raise CheckpointError if the files of a model cannot be copied to an output: a folder has the name of a file that
-    featcal writes, a file cannot be read, or a link would bring other files of this machine into the output."""
-    for name in (CARD, REPORT, RECIPE, PICTURE):
-        if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
-            what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"
-            raise CheckpointError(what, where=repo.name, fix="give a copy of the model in which it has another name")
-    if repo.folder is None:
-        return
-    copies = find_second_copies({path: file.size for path, file in repo.files.items()})
-    with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
-        copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
-    check_links(repo.folder, skip=copies)
-    for name in visible_files(repo.folder):
-        if name not in copies and not os.access(repo.folder / name, os.R_OK):
-            what = f"{name} cannot be read by this user, and would be missing from the output"
-            raise CheckpointError(what, where=str(repo.folder), fix="make it readable, or give a copy without it")

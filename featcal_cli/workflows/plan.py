@@ -10,7 +10,6 @@ from typing import Any
 from huggingface_hub import constants
 
 from featcal_cli.calibration.journal import list_blocks
-from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
@@ -28,14 +27,13 @@ from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.gates import check_judged
-from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import choose_batch_sizes
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
-from featcal_cli.workflows.output import check_readable, check_writable
+from featcal_cli.workflows.output import check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
@@ -129,7 +127,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
-        _check_models(session, architecture, outlines, headers)
+        _check_models(session, architecture, outlines)
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
     needs = estimate(recipe, merged, architecture, examples, device, writes=target is not None)
     self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
@@ -293,16 +291,13 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
         raise RecipeError(what, where=merged.snapshot.name, fix="take stems: true out of the recipe")
 
 
-def _check_models(
-    session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
-) -> None:
+def _check_models(session: Session, architecture: Architecture, outlines: Mapping[str, Model]) -> None:
     """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ and which
     weights are not read."""
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike
             check_alignment(architecture, merged, outline)
-            check_readable(outline, architecture, headers[role])
         if outline is not merged:
             session.note(*compare_configs(merged, outline))
     session.note(*describe_unread(merged))
@@ -340,20 +335,9 @@ def _check_adapter(origins: Mapping[str, Origin], rank: int | None, largest: int
     if rank is None:
         return
     where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
-    if rank < 1:
-        raise RecipeError("the rank of an adapter is at least 1", where=where, fix="give 16, for example")
-    if "merged" not in origins:
-        what = "an adapter goes on a merged model that others can load, and this one is built only for the run"
-        raise RecipeError(what, where=where, fix=f"push the merged model and name it, {leave}")
-    merged = origins["merged"]
-    if merged.base:
-        what = "an adapter goes on a full model, and the merged model is itself an adapter on another"
-        raise RecipeError(what, where=where, fix=f"fold it into its base and save that, {leave}")
-    taken = [path for path in merged.repo.files if path.partition("/")[0] == ADAPTER]
-    if taken and REPORT not in merged.repo.files:
-        what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
-        fix = f"rename {ADAPTER} in a copy of the merged model, {leave}"
-        raise RecipeError(what, where=merged.name, fix=fix)
+    if "merged" not in origins or origins["merged"].base:
+        what = "an adapter goes on a full merged model that others can load"
+        raise RecipeError(what, where=where, fix=f"push the merged model without adapters and name it, {leave}")
     if 0 < largest < rank:
         what = f"no update has a rank above {largest}, the most that the model's matrices allow"
         raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")

@@ -101,7 +101,7 @@ def estimate(
         paused = FITTED_PASSES * wanted + (passes - fitted_too) * watched
         need = probe_batch(model, architecture, architecture.entries[task], rows.fitted[0])
         size = min(rows.batch_size, wanted)
-        state, begun = (x / need.examples * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
+        state, begun = (x * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
         tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
         floats = [x for x in tensors if x.is_floating_point()]
         unread += sum(x.nbytes for x in tensors) * (scale - 1)
@@ -115,7 +115,7 @@ def estimate(
             begun_in_files = begun * paused if begun * size >= LARGE else 0.0
             aside += large + begun_in_files
             features += (state + begun) * paused - begun_in_files
-        batch = max(batch, BATCH_COPIES * need.feature_bytes / need.examples * size)
+        batch = max(batch, BATCH_COPIES * need.feature_bytes * size)
         shown = max(shown, state * wanted)
         ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
         tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1

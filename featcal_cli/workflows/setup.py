@@ -27,6 +27,7 @@ from featcal_cli.models.alignment import check_alignment, describe_differences
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.schema import Calibration, Recipe
+from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import rooms_for_features
@@ -34,18 +35,14 @@ from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.plan import Plan, check_stems
-from featcal_cli.workflows.recipe_files import is_calibrated
 from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
 
 
-def set_up(
-    session: Session, plan: Plan, models: Models, scratch: Path | None = None, others: Iterable[Model] = ()
-) -> Setup:
-    """Combine the models and the examples, and find the blocks of merged that the examples reach. others: further
-    models that read the examples. Raises CheckpointError for a model that lacks some of the blocks or has other
-    tokens."""
+def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = None) -> Setup:
+    """Combine the models and the examples, and find the blocks of merged that the examples reach. Raises
+    CheckpointError for a model that lacks some of the blocks."""
     calibration, note, merged = plan.recipe.calibration, session.note, models.merged
     session.stage("finding blocks")
     first = {task: rows.fitted[0] for task, rows in plan.examples.items()}
@@ -61,11 +58,10 @@ def set_up(
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, merged, model)
         note(*describe_differences(merged, model, architecture))
-    token_ids = plan.token_ids.verify((models.base, *models.experts.values(), *others), merged, note)
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
-    return Setup(*parts, token_ids=token_ids)
+    return Setup(*parts, token_ids=plan.token_ids)
 
 
 @contextmanager
@@ -224,7 +220,7 @@ class Setup:
         if models.experts.keys() != recipe.tasks.keys():
             return []
         loaded = models.merged, models.base, models.experts, self.architecture
-        calibrated = merged is not None and is_calibrated(merged.repo)
+        calibrated = merged is not None and REPORT in merged.repo.files
         return describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:

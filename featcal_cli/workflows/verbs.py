@@ -160,7 +160,7 @@ def find(session: Session) -> tuple[Inputs, Target | None]:
     dry run."""
     target = None if session.options.dry_run else _look_at_hub(session, _open_workspace(session))
     with explain_losses(session.draft.local_paths):
-        return find_inputs(session, copied=True), target
+        return find_inputs(session), target
 
 
 def plan_only(session: Session, inputs: Inputs) -> Plan:
