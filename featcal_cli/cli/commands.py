@@ -134,8 +134,7 @@ def calibrate(
             done = verbs.plan_only(session, found) if how.dry_run else verbs.run(session, found, target)
         if isinstance(done, verbs.Result):
             if json:
-                pushed = asdict(done.pushed) if done.pushed else None
-                _print_json({"output": str(done.output), "pushed": pushed, **done.report.to_dict()})
+                _print_json(done.to_dict())
             elif how.evaluate or not done.was_done:
                 hint = None if quiet else f"Load it like the merged model; {done.output}/README.md shows how."
                 results.show_calibration(done.report, done.output, done.pushed, screen.seconds, hint)
@@ -360,13 +359,8 @@ def demo(
         from featcal_cli.workflows.verbs import run_demo
 
         done = run_demo(output, device, log)
-    if not json:
+    if json:
+        _print_json(done.to_dict())
+    else:
         hint = None if quiet else results.OWN_MODEL
         results.show_calibration(done.report, done.output, None, screen.seconds, hint)
-        return
-    accuracy = [
-        {"task": task, **{role: score.value for role, score in scores.scores.items()}}
-        for task, scores in done.report.accuracy.items()
-    ]
-    drift = {task: asdict(figures) for task, figures in done.report.drift.items()}
-    _print_json({"output": str(done.output), "accuracy": accuracy, "drift": drift})

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold, shorten_commits
+from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import read_start
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
-from featcal_cli.runtime.sanitise import for_terminal
+from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
 
 LONGEST_SILENCE = 8.0
 """Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""

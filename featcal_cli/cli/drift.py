@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from featcal_cli.cli.tables import LEVELS, find_level, fit, make_tables, shorten_commits
+from featcal_cli.cli.tables import LEVELS, find_level, fit, make_tables
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
     describe_lists,
@@ -23,7 +23,7 @@ from featcal_cli.reporting.verdict import (
     split_lists,
     write_verdict,
 )
-from featcal_cli.runtime.sanitise import one_line
+from featcal_cli.runtime.sanitise import one_line, shorten_commits
 
 ABOUT = {
     "drift": "after the last block, relative to the expert's feature; 0 is the expert itself",

@@ -51,7 +51,7 @@ def show_inputs(inputs: Inputs) -> None:
 def show_plan(plan: Plan) -> None:
     """Show what a job would do, and its cost."""
     needs, calibration = plan.estimate, plan.recipe.calibration
-    missing, here = (sum(getattr(transfer, key) for transfer in plan.transfers.values()) for key in ("missing", "here"))
+    missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
     calibrated = f"{plan.modules} modules in {plan.blocks} blocks; all models fit together"
     if not plan.blocks:
         calibrated = "known when it runs: the model cannot be traced without its weights"
@@ -85,9 +85,6 @@ def show_calibration(report: Report, output: Path, pushed: Pushed | None, second
     OUT.print()
     if hint:
         _hint(hint)
-    if report.has_grown:
-        headline = report.headline.removeprefix("WARNING: ")
-        _warn(f"{headline}: it is farther from the experts than the merged model")
     if report.worse:
         _warn(f"{report.judged_by} grew on {', '.join(report.worse)}: see if it should be published")
     places = [str(output), *([pushed.url] if pushed else [])]
@@ -119,14 +116,12 @@ def _show_drift(report: Report) -> None:
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
-    where = "calibration examples" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
     what = "Distance of outputs from the experts'" if report.output_distances else "Drift of the last block's features"
-    OUT.print(f"{what} on {where}; 0 is the expert:")
-    rows = [[escape(row.task) + ("*" if row.is_marked else ""), *row.cells] for row in report.judged_rows]
+    OUT.print(f"{what} {escape(report.measured_on)}; 0 is the expert:")
+    rows = [[escape(row.task), *row.cells] for row in report.judged_rows]
     OUT.print(make_table(("task", "merged", "calibrated", "change", "base")[: len(rows[-1])], rows))
     if report.fitted_tasks:
-        mark = "*: " if where == "held-out examples" else ""
-        OUT.print(f"{mark}on calibration examples, which say little for new ones")
+        OUT.print("Figures on calibration examples say little for new ones.")
 
 
 def show_evaluation(evaluation: Evaluation, seconds: float) -> None:

@@ -222,7 +222,6 @@ class LazyModels:
         self.roles = [EXPERT, MERGED, *others]
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}
-        self._towers: dict[str, PreTrainedModel] = {}
         self._scratch = ExitStack()
 
     def close(self) -> None:
@@ -268,11 +267,8 @@ class LazyModels:
         """Load the model as a two-tower model like base. Raises HubError and CheckpointError."""
         from featcal_cli.evaluation.protocols import load_tower
 
-        if role == EXPERT:
-            return load_tower(f"expert {task}", self.snapshot(role, task), self.base)
-        if role not in self._towers:
-            self._towers[role] = load_tower(role, self.snapshot(role), self.base)
-        return self._towers[role]
+        name = f"expert {task}" if role == EXPERT else role
+        return load_tower(name, self.snapshot(role, task), self.base)
 
     @property
     def base(self) -> Model:

@@ -75,9 +75,7 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
 def _name_merged(recipe: Recipe) -> str:
     """Return the merged model's name, or a description if it was built by featcal or has no public name."""
     if isinstance(recipe.merged, Merge):
-        named = {"ties": "TIES merge", "dare_ties": "DARE-TIES merge"}
-        method = recipe.merged.method
-        return f"the {named.get(method, method.replace('_', ' '))} of {len(recipe.tasks)} experts"
+        return f"a merge of {len(recipe.tasks)} experts"
     if existing_path(recipe.merged) or "+" in recipe.merged:
         return "a merged model"
     return plain(recipe.merged.partition("@")[0])

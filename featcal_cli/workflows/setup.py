@@ -35,7 +35,7 @@ from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.plan import Plan, check_stems
-from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
+from featcal_cli.workflows.resource_estimate import choose_dtype
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
 
@@ -197,14 +197,11 @@ class Setup:
     ) -> Measurement:
         """Prepare the measurement of the models by role: of drift or, if they are inspected, of everything. answering:
         the models whose logits limit the size of a batch."""
-        heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
-        # for gradients of answers heads were read anyway
-        are_answers_read = all(self.ranks.gather(heads_here or bool(self.gradients)))
         drift = Measurement(
             runners,
             limit_batches(measured, answering),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
-            outputs=OutputMeter() if are_answers_read or is_inspected else None,
+            outputs=OutputMeter() if self.gradients or is_inspected else None,  # else no head is read
         )
         if is_inspected:
             drift.split = frozenset(role for role, one in runners.items() if one.model is not self.models.base)

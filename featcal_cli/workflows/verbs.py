@@ -7,9 +7,9 @@ The steps of a job are: find its models and data (`inputs`), plan (`plan`), load
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 from featcal_cli.workflows.workspace import (
     Workspace,
     check_apart,
-    check_name,
     check_replaceable,
     default_output,
     describe_output,
@@ -58,21 +57,16 @@ class Result:
         """Whether an earlier run had done everything, so that nothing was computed or pushed."""
         return self.models is None and self.pushed is None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The content of --json: place, push and report."""
+        pushed = asdict(self.pushed) if self.pushed else None
+        return {"output": str(self.output), "pushed": pushed, **self.report.to_dict()}
+
     @property
     def merged(self) -> Model:
-        """The merged model. Raises ValueError if nothing was computed."""
-        return self._loaded.merged
-
-    @property
-    def experts(self) -> Mapping[str, Model]:
-        """The experts by task. Raises ValueError if nothing was computed."""
-        return self._loaded.experts
-
-    @property
-    def _loaded(self) -> Models:
-        if self.models is None:
-            raise ValueError("an earlier run had finished the output; no models were loaded")
-        return self.models
+        """The merged model that was used; there is none if nothing was computed."""
+        assert self.models is not None
+        return self.models.merged
 
 
 def calibrate(
@@ -202,8 +196,12 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
 
             with explain_losses(inputs.recipe.local_paths):
                 report, models = compute(session, inputs, workspace, target)
-        elif options.strict:
-            check_measured(report)
+        else:
+            if ranks.is_first:
+                with workspace.writing():
+                    workspace.drop_blocks()  # of a run that was killed when its output was already there
+            if options.strict:
+                check_measured(report)
         if options.evaluate and not report.accuracy:
             session.load_libraries()
             from featcal_cli.workflows.evaluate import evaluate_models
@@ -224,7 +222,6 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
 def _open_workspace(session: Session) -> Workspace:
     output = session.options.output
     target = Path(output) if output else default_output(session.draft.name)
-    check_name(target)
     return Workspace(target, overwrite=session.options.overwrite)
 
 

@@ -33,18 +33,6 @@ def default_output(name: str) -> Path:
     return Path(f"{Path(name.rstrip('/')).name}-featcal")
 
 
-def check_name(target: Path) -> None:
-    """Raise OutputError if the path cannot be that of a folder."""
-    try:
-        place = target.resolve()
-        for name in (place.name, f".{place.name}.featcal"):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                place.with_name(name or "folder").lstat()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
-        what = f"this cannot be a folder: {name_reason(error)}"
-        raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
-
-
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
     """Raise OutputError if the output would replace one of `sources` or the current folder, or lie inside one of
     `sources`. Links and other names of the same folders are resolved."""
@@ -154,10 +142,17 @@ class Workspace:
     merged model is deleted completely by the next run."""
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        """Raises OutputError if the path cannot be that of a folder."""
         self.target = target
         self._overwrite = overwrite
-        resolved = target.resolve()
-        self.folder = resolved.parent / f".{resolved.name}.featcal"
+        try:
+            resolved = target.resolve()
+            self.folder = resolved.parent / f".{resolved.name}.featcal"
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self.folder.lstat()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+            what = f"this cannot be a folder: {name_reason(error)}"
+            raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
         self.journal = self.folder / "journal"
         """Folder of finished blocks."""
         self.built = self.folder / "output"
@@ -166,9 +161,6 @@ class Workspace:
         """Folder in which the merged model is built, if featcal builds it."""
         self._replaced = self.folder / "replaced"
         """Place of the older output while the new one replaces it."""
-        self._publishing = self.folder / "publishing"
-        """Empty file that exists while the output is moved to its place; if a run is killed after the move, it shows
-        that the finished blocks are no longer needed."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -184,7 +176,6 @@ class Workspace:
                     shutil.rmtree(self._replaced, ignore_errors=True)
                 elif self._replaced.exists():
                     self._replaced.replace(self.target.resolve())
-                self._settle_blocks()
             try:
                 yield
             finally:
@@ -211,13 +202,11 @@ class Workspace:
             check_replaceable(self.target, overwrite=self._overwrite)
             if self.target.exists():
                 self.target.resolve().replace(self._replaced)
-            self._publishing.touch()
-            flush(self.folder)
             self.built.replace(self.target.resolve())
             flush(self.folder)
             flush(self.folder.parent)
         with suppress(OSError):
-            self._settle_blocks()
+            self.drop_blocks()
             shutil.rmtree(self._replaced)
 
     def rewrite(self, contents: Mapping[str, str]) -> None:
@@ -240,18 +229,14 @@ class Workspace:
                 fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
             ) from None
 
-    def _settle_blocks(self) -> None:
-        """Delete the finished blocks if their output has been moved to its place; otherwise keep them. Raises
-        OSError."""
-        if self._publishing.exists() and not self.built.exists():
-            drop_journal(self.journal)
-        self._publishing.unlink(missing_ok=True)
+    def drop_blocks(self) -> None:
+        """Delete the finished blocks, whose output is at its place. Raises OSError."""
+        drop_journal(self.journal)
 
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and folders that this run created and left empty; never files that are not
         featcal's."""
         with suppress(OSError):  # the disk may be for reading only by now
-            self._settle_blocks()
             for folder in (self.built, self._merged):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in (REPORT, CARD):  # of one that was being rewritten

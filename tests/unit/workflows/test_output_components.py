@@ -143,16 +143,6 @@ def test_a_repo_in_layout_of_sentence_transformers_names_the_folder_of_its_model
     assert "0_Transformer/ has one" in refused.value.what and "give its folder 0_Transformer" in refused.value.fix
 
 
-@pytest.mark.parametrize("name", ["README.md", "featcal.yaml", "featcal_report.json", "drift.png"])
-def test_a_folder_with_a_name_of_ours_is_refused_before_anything_is_computed(
-    saved: Saved, tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "merged" / "README.md").unlink(missing_ok=True)
-    write(tmp_path / "merged", f"{name}/inside.txt")
-    with pytest.raises(FeatCalError, match=f"{name} is the name of a file that featcal writes, and a folder here"):
-        dry_run(saved.recipe(), output=tmp_path / "out")
-
-
 @pytest.mark.parametrize("path", ["adapter", "adapter/adapter_model.safetensors"])
 def test_what_lies_where_an_adapter_is_to_be_written_is_never_written_over(
     saved: Saved, tmp_path: Path, path: str
