@@ -356,9 +356,10 @@ def demo(
     if not (quiet or json):
         results.show_demo()
     with recorded(screen, None) as log, interruptible(), screen.live():
-        from featcal_cli.workflows.verbs import run_demo
+        from featcal_cli.workflows.verbs import calibrate as run
 
-        done = run_demo(output, device, log)
+        place = output or Path("featcal-demo")
+        done = run("demo", output=place, overwrite=True, evaluate=True, device=device, listener=log)
     if json:
         _print_json(done.to_dict())
     else:

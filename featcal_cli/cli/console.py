@@ -26,8 +26,9 @@ LONGEST_SILENCE = 8.0
 """Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
-MOST_LINES = 3
-"""The most lines of text in an error message that says what is wrong."""
+MOST_LINES, FITTED = 3, 40
+"""The most lines of the text in an error message that says what is wrong, and the most columns that a word of it, such
+as a path, takes where it would need as many."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -194,9 +195,11 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     listed: Sequence[str] = ()
     if isinstance(error, SeveralErrors):
         what, listed = f"{error.summary}:", error.lines
-    elif not isinstance(error, OpenQuestionsError):
+    if len(fold(what, ERR.width, f"{head} ")) >= MOST_LINES:
+        what = " ".join(fit(word, FITTED) for word in for_terminal(what).split(" "))
+    if not isinstance(error, OpenQuestionsError):
         what = fit(shorten_commits(for_terminal(what)), MOST_LINES * ERR.width)
-        where = fit(for_terminal(where), ERR.width - len("  in: "))
+    where = fit(for_terminal(where), ERR.width - len("  in: "))
     _print_part(head, what, "bold red")
     for line in listed:
         for part in fold(shorten_commits(line), ERR.width, "    - "):

@@ -255,6 +255,10 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
         if place in taken and option != "--output" and not (option == "--save" and taken[place].startswith("--recipe")):
             what = f"{option} would write over what is given as {quoted(taken[place])}"
             raise OutputError(what, where=where, fix=f"give {option} another path")
+        inside = [name for other, name in taken.items() if other in place.parents]
+        if inside and option != "--output":
+            what = f"{option} would write into {quoted(inside[0])}"
+            raise OutputError(what, where=where, fix=f"give {option} another path")
         taken.setdefault(place, where)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
+from rich.console import Console
 
 from featcal_cli.cli.console import ERR, OUT
 from featcal_cli.cli.tables import escape, fold, make_list, make_table, write_count
@@ -86,10 +87,14 @@ def show_calibration(report: Report, output: Path, pushed: Pushed | None, second
     if hint:
         _hint(hint)
     if report.worse:
-        _warn(f"{report.judged_by} grew on {', '.join(report.worse)}: see if it should be published")
+        _print(
+            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: see if it should be published",
+            ERR,
+            "bold red",
+        )
     places = [str(output), *([pushed.url] if pushed else [])]
     gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
-    _conclude(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}")
+    _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
 
 
 def _describe_drift(report: Report) -> str:
@@ -130,7 +135,7 @@ def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
     OUT.print()
     roles, tasks = len(average_tasks(evaluation.tasks)), len(evaluation.tasks)
     counted = f"{roles} models were measured on {tasks} task{'s' if tasks > 1 else ''}"
-    _conclude(f"{counted} in {tell_seconds(seconds)}")
+    _print(f"{counted} in {tell_seconds(seconds)}.")
 
 
 def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
@@ -221,19 +226,11 @@ def show_findings(findings: Sequence[Finding]) -> None:
     OUT.print(f"\n{verdicts.get(problems, f'{problems} things would stop a run.')}")
 
 
-def _conclude(sentence: str) -> None:
-    """Print the sentence that ends a run."""
-    for line in fold(f"{sentence}.", OUT.width, rest=""):
-        OUT.print(escape(line), soft_wrap=True)
-
-
-def _warn(text: str) -> None:
-    first, *rest = fold(text, ERR.width, "warning: ")
-    ERR.print(f"[bold red]warning:[/bold red]{escape(first.removeprefix('warning:'))}", soft_wrap=True)
-    for line in rest:
-        ERR.print(escape(line), soft_wrap=True)
+def _print(text: str, console: Console = OUT, style: str = "none") -> None:
+    """Print a text that is wrapped at words."""
+    for line in fold(text, console.width, rest=""):
+        console.print(f"[{style}]{escape(line)}[/]", soft_wrap=True)
 
 
 def _hint(text: str) -> None:
-    for line in fold(text, ERR.width, rest=""):
-        ERR.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
+    _print(text, ERR, "dim")

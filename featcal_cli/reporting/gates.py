@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from featcal_cli.reporting.report import VISIBLE, Inspection, Report, TaskInspection
 from featcal_cli.reporting.verdict import find_vanished
 from featcal_cli.runtime.errors import GateError, RecipeError
-
-if TYPE_CHECKING:  # it imports torch
-    from featcal_cli.data.examples import TaskExamples
 
 
 def check_gate(inspection: Inspection, limit: float) -> None:
@@ -70,18 +66,9 @@ def _find_excess(task: TaskInspection) -> float:
     return judged - model if isfinite(model) else -inf
 
 
-def check_judged(examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError for --strict if a task has no held-out examples to judge its drift on."""
-    _check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
-
-
-def check_measured(report: Report) -> None:
-    """Raise RecipeError for --strict if a finished calibration has a task without held-out examples."""
-    _check_held_out({task: int(report.settings["examples"][task]) for task in report.fitted_tasks})
-
-
-def _check_held_out(fitted: Mapping[str, int]) -> None:
-    """Raise RecipeError unless `fitted`, the number of fitted rows of every task without held-out rows, is empty."""
+def check_held_out(fitted: Mapping[str, int]) -> None:
+    """Raise RecipeError for --strict unless `fitted`, the number of fitted rows of every task without held-out rows, is
+    empty."""
     for task, rows in fitted.items():
         fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
         raise RecipeError(

@@ -200,10 +200,15 @@ def _stamp(file: Path) -> str:
 class Unchanged:
     """Remembers the state of files that a run uses, to notice later changes to them."""
 
-    def __init__(self, files: Mapping[Path, str]) -> None:
-        """Remember the state of `files`, each given with its model or task, such as `expert mnist`."""
-        self._owners = dict(files)
-        self._stamps = {file: take_stamp(file) for file in files}
+    def __init__(self) -> None:
+        self._owners: dict[Path, str] = {}
+        self._stamps: dict[Path, tuple[int, ...]] = {}
+
+    def watch(self, files: Mapping[Path, str]) -> None:
+        """Remember the state of `files` that are not watched yet, each given with its model, such as `expert mnist`."""
+        new = {file: owner for file, owner in files.items() if file not in self._owners}
+        self._owners |= new
+        self._stamps |= {file: take_stamp(file) for file in new}
 
     def check(self) -> None:
         """Raise CheckpointError if a file has since been written to, replaced or deleted, even if its size and

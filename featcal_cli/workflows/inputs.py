@@ -4,18 +4,22 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
 from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.model_source import Origin
-from featcal_cli.hub.repo import Opener
+from featcal_cli.hub.repo import Opener, Repo
+from featcal_cli.hub.second_copies import divide_files
+from featcal_cli.hub.weight_files import find_second_copies, weight_files
 from featcal_cli.lineage.questions import FROM_USER, Finding
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import FeatCalError, RecipeError
+from featcal_cli.runtime.files import check_links
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.session import EXPERT, Session
 
@@ -44,11 +48,12 @@ class Inputs:
         return [known.get(finding.role) for finding in self.findings]
 
 
-def find_inputs(session: Session, others: Mapping[str, str] | None = None) -> Inputs:
+def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, copied: bool = False) -> Inputs:
     """Complete the recipe from what repos state, and pin every repo to a commit. The first rank completes it for all
     ranks.
 
     others: further models by role.
+    copied: whether merged's files will be copied to an output.
     Raises OpenQuestionsError if something can be found nowhere, LineageError, HubError and DataError.
     """
     session.stage("finding models")
@@ -57,6 +62,11 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None) -> In
     if not ranks.is_first:
         recipe, findings, further = ranks.broadcast((recipe, findings, further))
     origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **further}.items()}
+    if copied:
+        copies = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
+        for repo in (repo for role in copies for repo in origins[role].repos()):
+            with session.obstacles.look():
+                check_copyable(repo)
     recipe = pin(recipe, origins, session)
     if ranks.is_first:
         ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in further}))
@@ -130,3 +140,12 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
         from featcal_cli.evaluation.lm_eval_tasks import check_harness
 
         check_harness(known, allow_code=allow_code)
+
+
+def check_copyable(repo: Repo) -> None:
+    """Raise CheckpointError if a link in a model's folder would bring other files of this machine into an output."""
+    if repo.folder is not None:
+        copies = find_second_copies({path: file.size for path, file in repo.files.items()})
+        with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
+            copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
+        check_links(repo.folder, skip=copies)

@@ -56,7 +56,7 @@ def inspect_drift(
     compare: a second model to inspect.
     plot (.png or .svg), html and markdown (.md): files to write; nothing else is written.
     max_drift: the limit of a gate, which the markdown file reports; to stop a program above it, call
-    `verdict.check_gate`.
+    `gates.check_gate`.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     wanted = ((plot, PICTURES), (html, PAGES), (markdown, TEXTS))

@@ -4,7 +4,7 @@ before it is published. A merged model that featcal builds is written here too."
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
@@ -53,29 +53,31 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mappi
     """Convert `parameters`, named by module path, to the tensors in the model's files, by their names and in their
     dtypes. Raises CheckpointError if the files have no tensor of the same shape for a parameter."""
     tensors = {}
-    prefix = f"{model.module.base_model_prefix}."
-    tied: dict[int, list[str]] = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        tied.setdefault(id(parameter), []).append(name)
-    names_of = {name: [name, *(n for n in names if n != name)] for names in tied.values() for name in names}
-    # a fused parameter comes in the parts that the files have
-    for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
-        # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
-        # parameters it mostly has one.
-        candidates = (n for own in names_of.get(name, [name]) for n in (own, own.removeprefix(prefix), prefix + own))
-        stored = next((n for n in candidates if n in entries), None)
+    for name, tensor, stored in _match_names(model, parameters, entries):
         if stored is None or entries[stored].shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"the files have no place for the parameter {name} {list(tensor.shape)}",
                 where=model.snapshot.name,
                 fix="please report this checkpoint; its tensor names are not understood",
             )
-        if entries[stored].dtype not in DTYPES:
-            what = f"{stored} is held as {entries[stored].dtype}"
-            what += "; only float64, float32, float16 and bfloat16 can be calibrated"
-            raise CheckpointError(what, where=model.snapshot.name, fix=UNPACKED)
+        _check_dtype(model, stored, entries[stored].dtype)
         tensors[stored] = tensor.to(DTYPES[entries[stored].dtype])
     return tensors
+
+
+def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
+    """Raise CheckpointError if the files hold a parameter of a block in a dtype that only packed weights have. The
+    model may be without values. entries: the files' tensors by name; nothing is checked if they are not known."""
+    blocks = [path for block in architecture.blocks if (path := model.own_path(block.name)) is not None]
+    inside = {
+        f"{block}.{name}": value
+        for block in blocks
+        for name, value in model.module.get_submodule(block).named_parameters()
+        if value.is_floating_point()
+    }
+    for _, _, stored in _match_names(model, inside, entries or {}):
+        if entries and stored is not None:
+            _check_dtype(model, stored, entries[stored].dtype)
 
 
 def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
@@ -89,6 +91,30 @@ def check_writable(merged: Model, architecture: Architecture, entries: Mapping[s
             for path, parameter in held_parameters(merged.module.get_submodule(block.name), module)
         }
         names_on_disk(merged, solved, entries)
+
+
+def _check_dtype(model: Model, name: str, dtype: str) -> None:
+    """Raise CheckpointError if a tensor's dtype is not one that can be calibrated."""
+    if dtype not in DTYPES:
+        what = f"{model.role} holds {name} as {dtype}; only float64, float32, float16 and bfloat16 can be calibrated"
+        raise CheckpointError(what, where=model.snapshot.name, fix=UNPACKED)
+
+
+def _match_names(
+    model: Model, parameters: Mapping[str, Tensor], stored: Collection[str]
+) -> Iterator[tuple[str, Tensor, str | None]]:
+    """Yield every parameter in the form that the files have (a fused one in parts), with the name of its tensor in the
+    files, or None if they have none."""
+    prefix = f"{model.module.base_model_prefix}."
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    names_of = {name: [name, *(n for n in names if n != name)] for names in tied.values() for name in names}
+    for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
+        # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
+        # parameters it mostly has one.
+        candidates = (n for own in names_of.get(name, [name]) for n in (own, own.removeprefix(prefix), prefix + own))
+        yield name, tensor, next((n for n in candidates if n in stored), None)
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:

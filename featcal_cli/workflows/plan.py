@@ -27,7 +27,7 @@ from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.reporting.gates import check_judged
+from featcal_cli.reporting.gates import check_held_out
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
@@ -35,7 +35,7 @@ from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import choose_batch_sizes
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
-from featcal_cli.workflows.output import check_writable
+from featcal_cli.workflows.output import check_readable, check_writable
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
@@ -120,7 +120,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
-        _check_models(session, architecture, outlines)
+        _check_models(session, architecture, outlines, headers)
     transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
     needs = estimate(recipe, merged, architecture, examples, device, writes=target is not None)
     self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
@@ -136,7 +136,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
                 check_evaluable(session, recipe, allow_code=options.allow_code)
         with look():
             if options.strict:
-                check_judged(examples)
+                check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
     with look():
         _check_disk(needs, transfers, target if session.ranks.is_first else None)
 
@@ -284,13 +284,16 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
         raise RecipeError(what, where=merged.snapshot.name, fix="take stems: true out of the recipe")
 
 
-def _check_models(session: Session, architecture: Architecture, outlines: Mapping[str, Model]) -> None:
+def _check_models(
+    session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
+) -> None:
     """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ and which
     weights are not read."""
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike
             check_alignment(architecture, merged, outline)
+            check_readable(outline, architecture, headers[role])
         if outline is not merged:
             session.note(*compare_configs(merged, outline))
     session.note(*describe_unread(merged))

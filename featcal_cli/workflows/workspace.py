@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,7 +82,7 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
     """
     try:
         report = Report.from_json((target / REPORT).read_text(encoding="utf-8"))
-        known, asked = dict(report.recipe), dict(report.settings["asked"])
+        known, asked = deepcopy(report.recipe), dict(report.settings["asked"])
         wanted: dict[str, Any] = json.loads(without_tokens(recipe.model_dump_json(exclude_none=True)))
         # the numbers that a run has chosen may be given when it is typed again
         chosen = known["calibration"].items()
@@ -206,7 +207,7 @@ class Workspace:
             flush(self.folder)
             flush(self.folder.parent)
         with suppress(OSError):
-            self.drop_blocks()
+            drop_journal(self.journal)
             shutil.rmtree(self._replaced)
 
     def rewrite(self, contents: Mapping[str, str]) -> None:
@@ -228,10 +229,6 @@ class Workspace:
                 where=str(self.target),
                 fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
             ) from None
-
-    def drop_blocks(self) -> None:
-        """Delete the finished blocks, whose output is at its place. Raises OSError."""
-        drop_journal(self.journal)
 
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and folders that this run created and left empty; never files that are not
