@@ -26,9 +26,9 @@ LONGEST_SILENCE = 8.0
 """Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
-MOST_LINES, FITTED = 3, 40
-"""The most lines of the text in an error message that says what is wrong, and the most columns that a word of it, such
-as a path, takes where it would need as many."""
+MOST_LINES, FITTED = 6, 40
+"""The lines of an error message from which words that say what is wrong, such as paths, take at most FITTED columns;
+half of them is the most that this part takes."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -195,17 +195,18 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     listed: Sequence[str] = ()
     if isinstance(error, SeveralErrors):
         what, listed = f"{error.summary}:", error.lines
-    if len(fold(what, ERR.width, f"{head} ")) >= MOST_LINES:
+    fix = error.fix.removesuffix(f" {error.command}") if error.command else error.fix
+    if len([*fold(what, ERR.width, f"{head} "), *fold(fix, ERR.width, "  fix: ")]) >= MOST_LINES:
         what = " ".join(fit(word, FITTED) for word in for_terminal(what).split(" "))
     if not isinstance(error, OpenQuestionsError):
-        what = fit(shorten_commits(for_terminal(what)), MOST_LINES * ERR.width)
+        what = fit(shorten_commits(for_terminal(what)), MOST_LINES * ERR.width // 2)
     where = fit(for_terminal(where), ERR.width - len("  in: "))
     _print_part(head, what, "bold red")
     for line in listed:
         for part in fold(shorten_commits(line), ERR.width, "    - "):
             ERR.print(escape(part), soft_wrap=True)
     _print_part("  in:", where)
-    _print_part("  fix:", error.fix.removesuffix(f" {error.command}") if error.command else error.fix)
+    _print_part("  fix:", fix)
     if command:
         ERR.print(f"    {for_terminal(command)}", soft_wrap=True, markup=False)
 
