@@ -6,6 +6,7 @@ steps that do not need it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +77,6 @@ def _print_json(value: object) -> None:
     publishing=options.list_keys(Output), pushing=options.PUSHING,
 )  # fmt: skip
 def calibrate(
-    context: typer.Context,
     *,
     merged: options.Merged = None,
     inputs: Mapping[str, Any],
@@ -134,10 +134,9 @@ def calibrate(
             done = verbs.plan_only(session, found) if how.dry_run else verbs.run(session, found, target)
         if isinstance(done, verbs.Result):
             if json:
-                pushed = asdict(done.pushed) if done.pushed else None
-                _print_json({"output": str(done.output), "pushed": pushed, **done.report.to_dict()})
+                _print_json(done.to_dict())
             elif how.evaluate or not done.was_done:
-                hint = None if quiet else results.suggest_again(context, done.output, said)
+                hint = None if quiet else f"Load it like the merged model; {done.output}/README.md shows how."
                 results.show_calibration(done.report, done.output, done.pushed, screen.seconds, hint)
             elif quiet:
                 typer.echo(verbs.ALREADY_DONE.format(done.output))
@@ -148,7 +147,7 @@ def calibrate(
             return
         if save:
             save_recipe(save, done.recipe, found.findings, overwrite=how.overwrite)
-            log.note(results.describe_saved(context, save, said))
+            log.note(f"{save} has the whole job; to run it: `featcal calibrate -r {shlex.quote(str(save))}`")
         _print_json(done.to_dict()) if json else results.show_plan(done)
         if done.stops:
             raise verbs.join_stops(done.stops)
@@ -350,24 +349,19 @@ def demo(
     """
     from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
-    from featcal_cli.recipe.reading import find_recipe
     from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.process import interruptible
 
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
-        results.show_demo(find_recipe("demo"))
+        results.show_demo()
     with recorded(screen, None) as log, interruptible(), screen.live():
-        from featcal_cli.workflows.verbs import run_demo
+        from featcal_cli.workflows.verbs import calibrate as run
 
-        done = run_demo(output, device, log)
-    if not json:
+        place = output or Path("featcal-demo")
+        done = run("demo", output=place, overwrite=True, evaluate=True, device=device, listener=log)
+    if json:
+        _print_json(done.to_dict())
+    else:
         hint = None if quiet else results.OWN_MODEL
         results.show_calibration(done.report, done.output, None, screen.seconds, hint)
-        return
-    accuracy = [
-        {"task": task, **{role: score.value for role, score in scores.scores.items()}}
-        for task, scores in done.report.accuracy.items()
-    ]
-    drift = {task: asdict(figures) for task, figures in done.report.drift.items()}
-    _print_json({"output": str(done.output), "accuracy": accuracy, "drift": drift})

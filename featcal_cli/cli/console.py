@@ -7,34 +7,28 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from math import isfinite
 
-from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold, shorten_commits
+from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
-from featcal_cli.runtime.process import peak_resident_bytes, read_start
+from featcal_cli.runtime.process import read_start
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
-from featcal_cli.runtime.sanitise import for_terminal
+from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
 
-ROOMY = 100
-"""Width of the terminal, in columns, from which the bar also shows memory use and longer names."""
 LONGEST_SILENCE = 8.0
 """Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
-MOST_LINES = 6
-"""The most lines of an error message."""
-LONGEST_WORD, FITTED = 60, 40
-"""Words of an error message, such as paths, that are wider than LONGEST_WORD columns are cut in the middle to FITTED
-columns if the message would otherwise be too long."""
+MOST_LINES, FITTED = 6, 40
+"""The lines of an error message from which words that say what is wrong, such as paths, take at most FITTED columns;
+half of them is the most that this part takes."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -64,19 +58,17 @@ class Screen(Listener):
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
             TextColumn(
                 "{task.fields[at]}",
-                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20 if ERR.width < ROOMY else 40),
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20),
             ),
             _Clock(self._began),
         ]
-        if ERR.width >= ROOMY:
-            columns.append(TextColumn("{task.fields[memory]}", table_column=Column(no_wrap=True)))
         shown = not quiet and ERR.is_interactive
         self._bar = _Bar(*columns, console=ERR, expand=True, transient=True, disable=not shown)
         self._doing = ""
         """First word of the current stage's description, with which the bar begins."""
         self._drifts: dict[str, list[tuple[float, float]]] = {}
         """Drift of the merged and of the calibrated model after every block so far, by task."""
-        self._task = self._bar.add_task("starting", total=None, at="", memory="")
+        self._task = self._bar.add_task("starting", total=None, at="")
 
     @property
     def seconds(self) -> float:
@@ -125,7 +117,7 @@ class Screen(Listener):
         self._doing = text.partition(" ")[0]
         self._drifts.clear()
         self._bar.below = None
-        self._bar.reset(self._task, description=escape(text), total=None, at="", memory="")
+        self._bar.reset(self._task, description=escape(text), total=None, at="")
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -148,7 +140,6 @@ class Screen(Listener):
             total=step.blocks,
             completed=step.finished,
             at=escape(step.task or step.module),
-            memory=f"{peak_resident_bytes() / 2**30:.1f} GiB memory",
         )
         for task, pair in step.drifts.items():
             self._drifts.setdefault(task, []).append(pair)
@@ -194,63 +185,36 @@ def _write_clock(seconds: float) -> str:
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """Print an error in at most MOST_LINES lines: what is wrong, where, and how to fix it. `who` names the process,
-    where there are several. A command at the end of the fix is printed on lines of its own, to be copied, and never
-    cut; nor are several questions or errors in one message."""
-    fix, command = _split_command(error)
-    what, where = shorten_commits(error.what), shorten_commits(error.where)
-    heads = (f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", "  in:", "  fix:")
-    parts = [fold(text, ERR.width, f"{head} ") for head, text in zip(heads, (what, where, fix), strict=True)]
+    """Print an error: what is wrong, where, and how to fix it. `who` names the process, where there are several. A long
+    text is cut in the middle, as it mostly quotes somebody else's; never a list, a fix, or the command at its end,
+    which has a line of its own, to be copied."""
+    head, what, where = f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", error.what, error.where
+    command = error.command
+    if isinstance(error, OpenQuestionsError) and command:
+        command = " ".join(error.parts(sys.argv[1:]))
+    listed: Sequence[str] = ()
     if isinstance(error, SeveralErrors):
-        rest = (fold(shorten_commits(line), ERR.width, "    - ") for line in error.lines)
-        parts[0] = [*fold(f"{error.summary}:", ERR.width, f"{heads[0]} "), *chain.from_iterable(rest)]
-    room = MOST_LINES - bool(command)
-    is_cut = not isinstance(error, OpenQuestionsError | SeveralErrors)
-    if _count_lines(*parts) > room and is_cut:
-        parts[1] = [fit(f"{heads[1]} {for_terminal(where)}", ERR.width)]
-    if _count_lines(*parts) > room and not isinstance(error, SeveralErrors):
-        what = " ".join(fit(word, FITTED) if cell_len(word) > LONGEST_WORD else word for word in what.split(" "))
-        parts[0] = fold(what, ERR.width, f"{heads[0]} ")
-    if _count_lines(*parts) > room and is_cut:
-        parts[0] = _cut(parts[0], max(MOST_LINES // 2, room - _count_lines(*parts[1:])))
-        parts[2] = _cut(parts[2], room - _count_lines(*parts[:2]))
-    for head, text, lines in zip(heads, (what, where, fix), parts, strict=True):
-        if text:
-            _print_part(head, lines, "bold red" if head == heads[0] else "dim")
-    for line in command:
-        ERR.print(f"    {for_terminal(line)}", soft_wrap=True, markup=False)
+        what, listed = f"{error.summary}:", error.lines
+    fix = error.fix.removesuffix(f" {error.command}") if error.command else error.fix
+    if len([*fold(what, ERR.width, f"{head} "), *fold(fix, ERR.width, "  fix: ")]) >= MOST_LINES:
+        what = " ".join(fit(word, FITTED) for word in for_terminal(what).split(" "))
+    if not isinstance(error, OpenQuestionsError):
+        what = fit(shorten_commits(for_terminal(what)), MOST_LINES * ERR.width // 2)
+    where = fit(for_terminal(where), ERR.width - len("  in: "))
+    _print_part(head, what, "bold red")
+    for line in listed:
+        for part in fold(shorten_commits(line), ERR.width, "    - "):
+            ERR.print(escape(part), soft_wrap=True)
+    _print_part("  in:", where)
+    _print_part("  fix:", fix)
+    if command:
+        ERR.print(f"    {for_terminal(command)}", soft_wrap=True, markup=False)
 
 
-def _split_command(error: FeatCalError) -> tuple[str, list[str]]:
-    """Return an error's fix without the command at its end, and the lines of that command, if there is one."""
-    if isinstance(error, OpenQuestionsError) and error.command:
-        parts = error.parts(sys.argv[1:])
-        if not ERR.is_terminal or cell_len(" ".join(parts)) + 4 <= ERR.width:
-            parts = [" ".join(parts)]
-        # a long one takes a line for each option, so that no word is broken
-        lines = [f"{'  ' if number else ''}{part} \\" for number, part in enumerate(parts)]
-        return error.fix.removesuffix(f" {error.command}"), [*lines[:-1], lines[-1].removesuffix(" \\")]
-    if error.command:
-        return error.fix.removesuffix(f" {error.command}"), [error.command]
-    return error.fix, []
-
-
-def _count_lines(*parts: Sequence[str]) -> int:
-    """Count these lines as the terminal wraps them."""
-    return sum(-(-cell_len(line) // ERR.width) for lines in parts for line in lines)
-
-
-def _cut(lines: list[str], room: int) -> list[str]:
-    """Keep as many lines as fit into `room`, but at least one; … marks a cut."""
-    kept = list(lines)
-    while len(kept) > 1 and _count_lines(kept) > room:
-        kept.pop()
-    return kept if len(kept) == len(lines) else [*kept[:-1], f"{kept[-1][: ERR.width - 2]} …"]
-
-
-def _print_part(head: str, lines: Sequence[str], style: str = "dim") -> None:
-    """Print one part of an error message, with its head in `style`."""
-    first, *rest = lines
-    ERR.print(f"[{style}]{escape(head)}[/]{escape(first.removeprefix(head))}", soft_wrap=True)
-    for line in rest:
-        ERR.print(escape(line), soft_wrap=True)
+def _print_part(head: str, text: str, style: str = "dim") -> None:
+    """Print one part of an error message, if there is any, with its head in `style`."""
+    if text:
+        first, *rest = fold(shorten_commits(text), ERR.width, f"{head} ")
+        ERR.print(f"[{style}]{escape(head)}[/]{escape(first.removeprefix(head))}", soft_wrap=True)
+        for line in rest:
+            ERR.print(escape(line), soft_wrap=True)

@@ -11,10 +11,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from featcal_cli.cli.tables import LEVELS, find_level, fit, make_tables, shorten_commits
+from featcal_cli.cli.tables import LEVELS, find_level, fit, make_tables
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
-    Column,
     describe_lists,
     follow_drift,
     list_columns,
@@ -24,7 +23,7 @@ from featcal_cli.reporting.verdict import (
     split_lists,
     write_verdict,
 )
-from featcal_cli.runtime.sanitise import one_line
+from featcal_cli.runtime.sanitise import one_line, shorten_commits
 
 ABOUT = {
     "drift": "after the last block, relative to the expert's feature; 0 is the expert itself",
@@ -34,9 +33,6 @@ ABOUT = {
 """The meaning of each column of the table, by its head."""
 LONGEST_PATH = 400
 """The most characters of a path that are shown."""
-COLOURS = ("#1f78b4", "#4a87a8", "#6f8f95", "#8f917c", "#a98d5f", "#bd8344", "#cb7326", "#d55e00")
-"""Colours of the bars' levels, from blue to orange: colour-blind readers can tell them apart, on dark and light
-backgrounds."""
 ROLE = 6
 """Width of a role's name, in columns."""
 UNREACHED, UNKNOWN = "·", "?"
@@ -56,7 +52,7 @@ def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, 
         out.print(Text.assemble((f"{role:<7}", "bold"), name), soft_wrap=True)
     columns = list_columns(inspection)
     rows = [*tasks.values(), *(["mean"] if len(tasks) > 1 else [])]
-    shown = [(f"{column.measure}\n{column.role}", _write_figures(column, columns)[: len(rows)]) for column in columns]
+    shown = [(f"{column.measure}\n{column.role}", column.cells) for column in columns]
     for table in make_tables(rows, shown, out.width):
         out.print()
         out.print(table)
@@ -66,21 +62,6 @@ def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, 
     files = [f"{one_line(str(file), LONGEST_PATH)} ({option})" for option, file in (written or {}).items() if file]
     if files:
         out.print(Text(f"\nwritten: {', '.join(files)}"), soft_wrap=True)
-
-
-def _write_figures(column: Column, columns: Sequence[Column]) -> list[Text]:
-    """Return a column's values and their mean as text. The best of several models is bold; a difference is red where it
-    is positive (worse), else green."""
-    rivals = [[*other.values, other.mean] for other in columns if other.measure == column.measure]
-    cells = []
-    for value, *others in zip([*column.values, column.mean], *rivals, strict=True):
-        known = [other for other in others if other is not None]
-        best = max(known, default=None) if column.kind == "share" else min(known, default=None)
-        style = "bold" if len(known) > 1 and value is not None and value == best else ""
-        if column.kind == "difference":
-            style = "red" if (value or 0) > 0 else "green"
-        cells.append(Text(column.write(value), style))
-    return cells
 
 
 def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:
@@ -104,20 +85,17 @@ def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -
     out.print(f"\nDrift after every block, 0 {LEVELS[0]} to {high:.3g} {LEVELS[-1]}{grouped}:")
     for (task, role), bar in bars.items():
         name = tasks[task] if role == roles[0] else ""
-        line = Text(name + " " * (width - cell_len(name)), no_wrap=True)
-        line.append(f"{role:<{ROLE}}", "dim" if role == "base" else "")
-        for number, part in enumerate(bar):
-            line.append(" " if number else "")
-            for value in part:
-                if value is None or not isfinite(value):
-                    line.append(*((UNREACHED, "dim") if value is None else (UNKNOWN, "red")))
-                    continue
-                level = find_level(value, high)
-                line.append(LEVELS[level], COLOURS[level])
-        out.print(line)
-    out.print(Text(" " * (width + ROLE) + _draw_ruler(lists, size), "dim", no_wrap=True))
+        line = name + " " * (width - cell_len(name)) + f"{role:<{ROLE}}"
+        line += " ".join("".join(_draw(value, high) for value in part) for part in bar)
+        out.print(Text(line, no_wrap=True))
     unreached = f"; {UNREACHED} not reached" if None in values else ""
     out.print(Text(f"blocks: {describe_lists(order)}{unreached}", "dim"))
+
+
+def _draw(value: float | None, high: float) -> str:
+    if value is None:
+        return UNREACHED
+    return LEVELS[find_level(value, high)] if isfinite(value) else UNKNOWN
 
 
 def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size: int) -> list[list[float | None]]:
@@ -126,16 +104,3 @@ def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size:
     rest = iter(values)
     parts = [list(islice(rest, len(names))) for names in lists]
     return [[mean_known(part[at : at + size]) for at in range(0, len(part), size)] for part in parts]
-
-
-def _draw_ruler(lists: Sequence[Sequence[str]], size: int) -> str:
-    """Return the line below the bars: the numbers of every list's first and last block, where there is room."""
-    parts = []
-    for names in lists:
-        room = -(-len(names) // size)
-        first, last = (name.rpartition(".")[2] for name in (names[0], names[-1]))
-        text = first if len(first) <= room else ""
-        if len(first) + len(last) <= room:
-            text = f"{first}{last:>{room - len(first)}}"
-        parts.append(f"{text:<{room}}")
-    return " ".join(parts)

@@ -240,35 +240,26 @@ def check_finite(option: str, value: float | None) -> None:
 
 
 def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe: str | None) -> None:
-    """Raise OutputError if a file to be written (by option in `written`) is a folder, or would overwrite or lie inside
-    another input or output of the command."""
+    """Raise OutputError if a file to be written (by option in `written`) is a folder, or another input or output of the
+    command."""
     taken = {} if draft is None else {_resolve(path): str(path) for path in draft.local_paths}
     if recipe:
         taken[_resolve(Path(recipe))] = f"--recipe {recipe}"
     for option, file in written.items():
-        if file is None or _is_device(place := _resolve(file)):
+        if file is None:
             continue
-        fix = f"give {option} another path"
+        place, where = _resolve(file), f"{option} {file}"
         if option not in ("--output", "--save") and place.is_dir():
-            raise OutputError("this is a folder", where=f"{option} {file}", fix="give the path of a file")
-        if option == "--output":  # what it may replace is looked at elsewhere
-            taken.setdefault(place, f"{option} {file}")
-            continue
-        if place in taken and not (option == "--save" and taken[place].startswith("--recipe")):
+            raise OutputError("this is a folder", where=where, fix="give the path of a file")
+        # what --output may replace is looked at elsewhere, and a recipe may be saved over itself
+        if place in taken and option != "--output" and not (option == "--save" and taken[place].startswith("--recipe")):
             what = f"{option} would write over what is given as {quoted(taken[place])}"
-            raise OutputError(what, where=f"{option} {file}", fix=fix)
+            raise OutputError(what, where=where, fix=f"give {option} another path")
         inside = [name for other, name in taken.items() if other in place.parents]
-        if inside:
-            raise OutputError(f"{option} would write into {quoted(inside[0])}", where=f"{option} {file}", fix=fix)
-        taken[place] = f"{option} {file}"
-
-
-def _is_device(path: Path) -> bool:
-    """Return whether the path is a device or pipe such as /dev/stderr, where writing overwrites no file."""
-    try:
-        return path.exists() and not path.is_file() and not path.is_dir()
-    except OSError:
-        return False
+        if inside and option != "--output":
+            what = f"{option} would write into {quoted(inside[0])}"
+            raise OutputError(what, where=where, fix=f"give {option} another path")
+        taken.setdefault(place, where)
 
 
 def _resolve(path: Path) -> Path:

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
-from rich.syntax import Syntax
+from rich.console import Console
 
 from featcal_cli.cli.console import ERR, OUT
-from featcal_cli.cli.tables import escape, fold, make_list, make_table, shorten_commits, write_count
+from featcal_cli.cli.tables import escape, fold, make_list, make_table, write_count
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Evaluation, Score, TaskScores, average_tasks
 from featcal_cli.lineage.questions import FROM_USER
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
-from featcal_cli.reporting.report import CARD, RECIPE, DriftRow, Report
+from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_change, tell_seconds
 from featcal_cli.runtime.sanitise import for_terminal
 
 if TYPE_CHECKING:
-    from typer import Context
-
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.workflows.doctor import Finding
     from featcal_cli.workflows.inputs import Inputs
     from featcal_cli.workflows.plan import Plan
 
-PLACING = "recipe", "output", "overwrite", "restart", "create_pr", "overwrite_repo", "push_anyway"
-"""Options of calibrate for its recipe, output and push, which the suggested command for repeating a job leaves out."""
-RECIPE_LINES = 5
-"""Number of lines of the demo's recipe that are shown."""
-OWN_MODEL = "", "featcal calibrate USER/MERGED --dry-run   # next: a model of your own"
-"""Hint after the demo: an empty text, and the command to try next."""
+OWN_MODEL = "Next, a model of your own: featcal calibrate USER/MERGED --dry-run"
+"""Hint after the demo."""
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "problem": "[red]✗[/]"}
 """Signs for the states of doctor's findings."""
 
@@ -60,7 +52,7 @@ def show_inputs(inputs: Inputs) -> None:
 def show_plan(plan: Plan) -> None:
     """Show what a job would do, and its cost."""
     needs, calibration = plan.estimate, plan.recipe.calibration
-    missing, here = (sum(getattr(transfer, key) for transfer in plan.transfers.values()) for key in ("missing", "here"))
+    missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
     calibrated = f"{plan.modules} modules in {plan.blocks} blocks; all models fit together"
     if not plan.blocks:
         calibrated = "known when it runs: the model cannot be traced without its weights"
@@ -85,56 +77,24 @@ def show_plan(plan: Plan) -> None:
     _hint(downloaded.strip() if plan.stops else f"{downloaded}Leave out --dry-run to start.")
 
 
-def show_calibration(
-    report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: tuple[str, str] | None
-) -> None:
-    """Show the result of a calibration, its output folder, and its duration. hint: what to do next, and the command for
-    it."""
+def show_calibration(report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: str | None) -> None:
+    """Show the result of a calibration, its output folder, and its duration. hint: what to do next."""
     _show_drift(report)
     if report.accuracy:
         OUT.print()
-        _show_scores(report.accuracy, {}, limited=False)
+        _show_scores(report.accuracy, limited=False)
     OUT.print()
     if hint:
-        text, command = hint
-        if text:
-            _hint(text)
-        _hint_command(command)
-    if report.has_grown:
-        headline = report.headline.removeprefix("WARNING: ")
-        _warn(f"{headline}: it is farther from the experts than the merged model")
+        _hint(hint)
     if report.worse:
-        _warn(f"{report.judged_by} grew on {', '.join(report.worse)}: see if it should be published")
+        _print(
+            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: see if it should be published",
+            ERR,
+            "bold red",
+        )
     places = [str(output), *([pushed.url] if pushed else [])]
     gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
-    _conclude(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}")
-
-
-def retype(context: Context, *words: str, leave_out: Container[str]) -> str:
-    """Return this command with `words` as its arguments, and with all options that were typed except those in
-    `leave_out`."""
-    line = ["featcal", str(context.info_name), *words]
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if name not in leave_out and source is not None and source.name == "COMMANDLINE":
-            value = context.params[name]
-            line += [max(parameter.opts, key=len), *([] if value is True else [str(value)])]
-    return shlex.join(line)
-
-
-def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
-    """Return a note with the command that runs a saved dry run; it omits the options in `said`, whose values the file
-    has."""
-    again = retype(context, "-r", str(file), leave_out={*said, "recipe", "dry_run", "save"})
-    return f"{file} has the whole job; to run it: {again}"
-
-
-def suggest_again(context: Context, output: Path, said: Iterable[str]) -> tuple[str, str]:
-    """Return a hint with the command that repeats a calibration; it omits the options in `said`, whose values the
-    output's recipe has."""
-    text = f"Load it like the merged model; {output}/{CARD} shows how. The same job again:"
-    return text, retype(context, "-r", str(output / RECIPE), "-o", "NEW", leave_out={*said, *PLACING})
+    _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
 
 
 def _describe_drift(report: Report) -> str:
@@ -161,49 +121,26 @@ def _show_drift(report: Report) -> None:
     if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
-    where = "calibration examples" if len(report.fitted_tasks) == len(report.drift) else "held-out examples"
     what = "Distance of outputs from the experts'" if report.output_distances else "Drift of the last block's features"
-    OUT.print(f"{what} on {where}; 0 is the expert:")
-    rows = [[escape(row.task) + ("*" if row.is_marked else ""), *_write_cells(row)] for row in report.judged_rows]
+    OUT.print(f"{what} {escape(report.measured_on)}; 0 is the expert:")
+    rows = [[escape(row.task), *row.cells] for row in report.judged_rows]
     OUT.print(make_table(("task", "merged", "calibrated", "change", "base")[: len(rows[-1])], rows))
     if report.fitted_tasks:
-        mark = "*: " if where == "held-out examples" else ""
-        OUT.print(f"{mark}on calibration examples, which say little for new ones")
-
-
-def _write_cells(row: DriftRow) -> list[str]:
-    """Return the cells of a row: drifts, the smallest in bold, and the change from merged to calibrated in colour."""
-    before, after, change, *base = row.cells
-    values = [value for value in (row.before, row.after, row.base) if value is not None]
-    shown = [
-        f"[bold]{cell}[/]" if value == min(values) else cell
-        for cell, value in zip((before, after, *base), values, strict=True)
-    ]
-    if change.startswith(("-", "+", "new")):
-        change = f"[{'green' if change[0] == '-' else 'red'}]{change}[/]"
-    return [*shown[:2], change, *shown[2:]]
+        OUT.print("Figures on calibration examples say little for new ones.")
 
 
 def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
-    """Show the table of scores, and a sentence on which model is best."""
-    _show_scores(evaluation.tasks, evaluation.names, limited=evaluation.limit is not None)
+    """Show the table of scores, and how long they took."""
+    _show_scores(evaluation.tasks, limited=evaluation.limit is not None)
     OUT.print()
-    means = average_tasks(evaluation.tasks)
-    others = {role: means[role].value for role in means if role not in (EXPERT, MERGED)}
-    count = f"{len(evaluation.tasks)} task{'s' if len(evaluation.tasks) > 1 else ''}"
-    if not others or MERGED not in means:
-        _conclude(f"{len(means)} models were measured on {count} in {tell_seconds(seconds)}")
-        return
-    best = max(others, key=lambda role: others[role])
-    gain = f"{100 * (others[best] - means[MERGED].value):.1f}"
-    side = f"{gain.removeprefix('-')} points {'below' if gain[0] == '-' else 'above'}"
-    side = "as good as" if gain in ("0.0", "-0.0") else side
-    _conclude(f"{best} is {side} merged on {count}, measured in {tell_seconds(seconds)}")
+    roles, tasks = len(average_tasks(evaluation.tasks)), len(evaluation.tasks)
+    counted = f"{roles} models were measured on {tasks} task{'s' if tasks > 1 else ''}"
+    _print(f"{counted} in {tell_seconds(seconds)}.")
 
 
-def _show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, limited: bool) -> None:
-    """Print the scores of every model on every task, in percent, below a line that explains the table. names: each
-    model's name, by role; limited: whether only a random part of the examples was used."""
+def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
+    """Print the scores of every model on every task, in percent, below a line that explains the table. limited: whether
+    only a random part of the examples was used."""
     means = average_tasks(tasks)
     others = [role for role in means if role not in (EXPERT, MERGED)]
     used = [METRICS.get(scored.metric) for scored in tasks.values()]
@@ -220,24 +157,13 @@ def _show_scores(tasks: Mapping[str, TaskScores], names: Mapping[str, str], *, l
     which = "randomly chosen " if limited else ""
     what = "Scores" if None in used else title
     OUT.print(f"{what} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
-    # long names stand below the table, where it would be too wide with them
-    is_long = sum(max(len(role), 10) + 2 for role in means) + max(map(len, tasks)) + 8 > OUT.width
-    letters = dict(zip(others, ascii_uppercase, strict=False)) if is_long else {}
-    heads = [letters.get(role, role) for role in means] + (["gain"] if len(others) == 1 else [])
-    OUT.print(make_table(["task", *map(escape, heads)], rows, overflow="fold"))
-    for role, letter in letters.items():
-        OUT.print(f"{letter}: {escape(shorten_commits(names.get(role, role)))}", soft_wrap=True)
+    heads = ["task", *map(escape, means), *(["gain"] if len(others) == 1 else [])]
+    OUT.print(make_table(heads, rows, overflow="fold"))
 
 
 def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Return a row of scores: the best one other than the expert's is bold; with one model besides expert and merged,
-    its gain over merged comes last."""
-    best = max((scores[role].value for role in roles if role != EXPERT), default=None)
-    cells = [name]
-    for role in roles:
-        score = scores[role]
-        text = f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}"
-        cells.append(f"[bold]{text}[/]" if role != EXPERT and score.value == best and others else text)
+    """Return a row of scores; with one model besides expert and merged, its gain over merged comes last."""
+    cells = [name, *(scores[role].percent for role in roles)]
     if len(others) == 1 and MERGED in scores:
         gain = f"{100 * (scores[others[0]].value - scores[MERGED].value):+.1f}"
         cells.append("0.0" if gain in ("+0.0", "-0.0") else gain)
@@ -269,24 +195,16 @@ def show_recipes(files: Sequence[Path]) -> None:
     purposes = {file.stem: describe_recipe(file) for file in files} | {"": ""} | COMPANIONS
     OUT.print(make_list([f"[bold]{escape(name)}[/bold]", escape(purpose)] for name, purpose in purposes.items()))
     ERR.print()
-    _hint("Print one, or calibrate with it:")
-    _hint_command("featcal recipes NAME")
-    _hint_command("featcal calibrate -r NAME")
+    _hint("Print one with `featcal recipes NAME`, or calibrate with it: `featcal calibrate -r NAME`.")
 
 
-def show_demo(recipe: Path) -> None:
-    """Print what the demo does, and the first lines of its recipe."""
-    about = (
+def show_demo() -> None:
+    """Print what the demo does."""
+    _hint(
         "Five experts were fine-tuned from one small vision transformer, each for another question about handwritten "
-        "digits, and merged by task arithmetic. The demo calibrates the merged model. Its recipe begins:"
+        "digits, and merged by task arithmetic. The demo calibrates the merged model; `featcal recipes demo` shows its "
+        "recipe."
     )
-    for line in fold(about, ERR.width, rest=""):
-        ERR.print(line)
-    lines = (line.partition(" #")[0].rstrip() for line in recipe.read_text(encoding="utf-8").splitlines())
-    first = [line for line in lines if line and not line.startswith("#")][:RECIPE_LINES]
-    ERR.print(Syntax("\n".join(f"  {line}" for line in first), "yaml", background_color="default"))
-    _hint("The rest of it:")
-    _hint_command("featcal recipes demo")
     ERR.print()
 
 
@@ -308,24 +226,11 @@ def show_findings(findings: Sequence[Finding]) -> None:
     OUT.print(f"\n{verdicts.get(problems, f'{problems} things would stop a run.')}")
 
 
-def _conclude(sentence: str) -> None:
-    """Print the sentence that ends a run."""
-    for line in fold(f"{sentence}.", OUT.width, rest=""):
-        OUT.print(escape(line), soft_wrap=True)
-
-
-def _warn(text: str) -> None:
-    first, *rest = fold(text, ERR.width, "warning: ")
-    ERR.print(f"[bold red]warning:[/bold red]{escape(first.removeprefix('warning:'))}", soft_wrap=True)
-    for line in rest:
-        ERR.print(escape(line), soft_wrap=True)
+def _print(text: str, console: Console = OUT, style: str = "none") -> None:
+    """Print a text that is wrapped at words."""
+    for line in fold(text, console.width, rest=""):
+        console.print(f"[{style}]{escape(line)}[/]", soft_wrap=True)
 
 
 def _hint(text: str) -> None:
-    for line in fold(text, ERR.width, rest=""):
-        ERR.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
-
-
-def _hint_command(command: str) -> None:
-    """Print a command on one line that is never wrapped, so that it can be copied."""
-    ERR.print(f"  {escape(command)}", soft_wrap=True)
+    _print(text, ERR, "dim")

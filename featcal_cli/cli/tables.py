@@ -20,7 +20,6 @@ NARROWEST = 60
 itself."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
-_COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 _QUOTED = re.compile(r"`[^`]*`")
 _BLANK = "\0"
 """Placeholder for a space at which a line must not be broken."""
@@ -30,11 +29,6 @@ Cell = str | Text
 def escape(text: str) -> str:
     """Escape `text`, so that the terminal shows it and interprets no markup or control sequences in it."""
     return escape_markup(for_terminal(text))
-
-
-def shorten_commits(text: str) -> str:
-    """Shorten every commit in `text` to seven digits; only for text that nobody has to type again."""
-    return _COMMIT.sub(r"@\1", text)
 
 
 def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str]:

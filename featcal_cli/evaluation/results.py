@@ -41,6 +41,11 @@ class Score:
     """Standard deviation of the score over the bootstrap draws."""
     examples: int
 
+    @property
+    def percent(self) -> str:
+        """The value in percent with half its interval, as text."""
+        return f"{100 * self.value:.1f} ±{50 * (self.high - self.low):.1f}"
+
 
 def score(metric: Metric, predictions: Sequence[Any], labels: Sequence[Any]) -> Score:
     """Compute the metric of one model's predictions, with its interval."""

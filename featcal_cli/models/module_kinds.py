@@ -145,10 +145,6 @@ class FunctionalLinear(NamedTuple):
     """Whether weight and bias belong to a Linear that is never called; otherwise they lie in parameters of another
     module."""
 
-    def with_prefix(self, prefix: str) -> FunctionalLinear:
-        """Return a copy with a prefix before all paths."""
-        return self._rename(lambda path: prefix + path)
-
     def without_prefix(self, prefix: str) -> FunctionalLinear:
         """Return a copy with a prefix removed from all paths."""
         return self._rename(lambda path: path.removeprefix(prefix))

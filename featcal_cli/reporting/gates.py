@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from featcal_cli.reporting.report import VISIBLE, Inspection, Report, TaskInspection
 from featcal_cli.reporting.verdict import find_vanished
 from featcal_cli.runtime.errors import GateError, RecipeError
-
-if TYPE_CHECKING:  # it imports torch
-    from featcal_cli.data.examples import TaskExamples
 
 
 def check_gate(inspection: Inspection, limit: float) -> None:
@@ -28,35 +23,29 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
     how much farther the second model's outputs are from the expert's than the first model's; without outputs, features
     are compared. An excess below VISIBLE does not count; a drift that is not finite exceeds every limit.
     """
-    excesses = {name: _follow_excess(task) for name, task in inspection.tasks.items()}
-    outputs = {name: task.outputs_farther for name, task in inspection.tasks.items() if isfinite(excesses[name][-1])}
-    lasts = {name: excess[-1] if (far := outputs.get(name)) is None else far for name, excess in excesses.items()}
-    over = [name for name, last in lasts.items() if last - limit >= VISIBLE]
+    names = inspection.short_names
+    name, model = names.get("other", names["model"]), names["model"]
+    excesses = {task: _find_excess(found) for task, found in inspection.tasks.items()}
+    over = {task: excess for task, excess in excesses.items() if excess - limit >= VISIBLE}
     if not over:
         return None
-    task = max(over, key=lambda name: lasts[name])
-    excess = excesses[task]
-    names, blocks = inspection.short_names, [block.name for block in inspection.tasks[task].models["model"].blocks]
-    name = names.get("other", names["model"])
-    steps = [now - before for before, now in pairwise(excess)]
-    number = max(excess.index(inf) - 1, 0) if inf in excess else max(range(len(steps)), key=steps.__getitem__)
-    where, steepest = f"task {task}: after {blocks[-1]}", blocks[number]
-    if outputs.get(task) is not None:
-        what = f"outputs of {name} on {task} are farther from the expert's than those of {names['model']} by "
-        what += f"{lasts[task]:.3f}, which is over --max-drift {limit:g}"
-        where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
-    elif isfinite(excess[-1]):
-        by = f"by {excess[-1]:.3f}" + (f" more than {names['model']}" if "other" in names else "")
-        what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
-        where += f"; the block that adds most is {steepest}"
-        fix = "calibrate the model, merge with a smaller scale, or allow more drift"
-    elif task in find_vanished(inspection):
+    task = max(over, key=over.__getitem__)
+    found = inspection.tasks[task]
+    where = f"task {task}: after {found.models['model'].blocks[-1].name}"
+    if task in find_vanished(inspection):
         what = f"the features of the expert of {task} are all zero: {name} is infinitely far from it"
         fix = "use another checkpoint of this expert"
-    else:
-        what = f"the features of {name} on {task} are no finite numbers, which is over every --max-drift"
-        where += f"; the first such block is {steepest}"
+    elif not isfinite(over[task]):
+        what = f"features or outputs of {name} on {task} are no finite numbers, which is over every --max-drift"
         fix = "give --dtype float32, or use another checkpoint"
+    elif found.outputs_farther is not None:
+        what = f"outputs of {name} on {task} are farther from the expert's than those of {model} by "
+        what += f"{over[task]:.3f}, which is over --max-drift {limit:g}"
+        where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
+    else:
+        by = f"by {over[task]:.3f}" + (f" more than {model}" if "other" in names else "")
+        what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
+        fix = "calibrate the model, merge with a smaller scale, or allow more drift"
     return GateError(what + _count_others("so it is", len(over) - 1), where=where, fix=fix)
 
 
@@ -64,33 +53,22 @@ def _count_others(what: str, count: int) -> str:
     return f" (and {what} on {count} other task{'s' if count > 1 else ''})" if count else ""
 
 
-def _follow_excess(task: TaskInspection) -> list[float]:
-    """Return the drift that the limit applies to (with two models, their difference) before the first block and after
-    each block; infinite where the model's drift is not finite."""
-    limits, drifts = (
-        [drift.stem.relative, *(block.drift.relative for block in drift.blocks)]
-        for drift in (task.models["model"], task.models.get("other", task.models["model"]))
-    )
+def _find_excess(task: TaskInspection) -> float:
+    """Return the figure of a task that the limit applies to; infinite where the drift of the model that is judged is
+    not finite."""
+    model, judged = task.models["model"].last.relative, task.models.get("other", task.models["model"]).last.relative
+    if not isfinite(judged):
+        return inf
     if "other" not in task.models:
-        limits = [0.0] * len(drifts)
-    return [
-        inf if not isfinite(drift) else drift - limit if isfinite(limit) else -inf
-        for drift, limit in zip(drifts, limits, strict=True)
-    ]
+        return judged
+    if task.outputs_farther is not None:
+        return task.outputs_farther
+    return judged - model if isfinite(model) else -inf
 
 
-def check_judged(examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError for --strict if a task has no held-out examples to judge its drift on."""
-    _check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
-
-
-def check_measured(report: Report) -> None:
-    """Raise RecipeError for --strict if a finished calibration has a task without held-out examples."""
-    _check_held_out({task: int(report.settings["examples"][task]) for task in report.fitted_tasks})
-
-
-def _check_held_out(fitted: Mapping[str, int]) -> None:
-    """Raise RecipeError unless `fitted`, the number of fitted rows of every task without held-out rows, is empty."""
+def check_held_out(fitted: Mapping[str, int]) -> None:
+    """Raise RecipeError for --strict unless `fitted`, the number of fitted rows of every task without held-out rows, is
+    empty."""
     for task, rows in fitted.items():
         fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
         raise RecipeError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 
 from featcal_cli.reporting.report import DriftRow, Inspection
 from featcal_cli.reporting.verdict import list_columns, list_roles, write_verdict
 from featcal_cli.runtime.errors import GateError
-from featcal_cli.runtime.sanitise import enumerate_names, for_html, for_markdown, without_folders
+from featcal_cli.runtime.sanitise import enumerate_names, for_html, for_markdown, shorten_commits, without_folders
 
 NAMED_TASKS = 3
 """The most tasks that a note on all of them lists by name; with more, it says "all N tasks"."""
@@ -42,7 +41,6 @@ def label_roles(inspection: Inspection) -> dict[str, str]:
 
 
 LONGEST_TEXT = 400
-COMMIT = re.compile(r"@([0-9a-f]{7})[0-9a-f]{33}\b")
 
 
 def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
@@ -57,10 +55,8 @@ def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> 
     measures = {column.measure for column in columns}
     lines = [write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])]
     lines.append(f"| --- |{' ---: |' * len(columns)}")
-    for number, task in enumerate(inspection.tasks):
-        lines.append(write_row([for_markdown(task), *(column.write(column.values[number]) for column in columns)]))
-    if len(inspection.tasks) > 1:
-        lines.append(write_row(["**mean**", *(column.write(column.mean) for column in columns)]))
+    rows = [*map(for_markdown, inspection.tasks), *(["**mean**"] if len(inspection.tasks) > 1 else [])]
+    lines += [write_row([name, *(column.cells[number] for column in columns)]) for number, name in enumerate(rows)]
     about = ", ".join(f"{role}: {name}" for role, name in names.items())
     about += ". Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
     if "output" in measures:
@@ -76,7 +72,7 @@ def write_row(cells: Iterable[str]) -> str:
 
 def _show(text: str) -> str:
     """Return a name as Markdown for other readers: paths without folders, and commits with seven digits."""
-    return for_markdown(COMMIT.sub(r"@\1", without_folders(text)), LONGEST_TEXT)
+    return for_markdown(shorten_commits(without_folders(text)), LONGEST_TEXT)
 
 
 def write_drift_cells(row: DriftRow) -> list[str]:

@@ -15,11 +15,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_kinds, write_share
-from featcal_cli.evaluation.results import CALIBRATED, MERGED, average_tasks
+from featcal_cli.evaluation.results import CALIBRATED, average_tasks
 from featcal_cli.hub.model_source import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.markdown import join_notes, write_drift_cells
-from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, OutputDrift, Report, Source
+from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, Report, Source
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_seconds
 from featcal_cli.runtime.sanitise import for_markdown, one_line, without_folders, without_tokens
@@ -41,8 +41,6 @@ TASK_TYPES = {
 """The Hub's task type for each evaluation protocol; other protocols use the model's pipeline tag."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
 """Variable names for these classes in the card's example code; all others are called processor."""
-FEATURES = ("feature-extraction", "image-feature-extraction")
-"""Pipeline tags of the Hub for models without a head."""
 LISTED = 12
 """The most lines of a list that are shown."""
 
@@ -57,7 +55,7 @@ def write_card(
     processor_class: str | None = None,
     pipeline_tag: str | None = None,
 ) -> str:
-    """Return the text of README.md, which shows drift.png if the report has curves.
+    """Return the text of README.md, which shows drift.png.
 
     name: name of the output folder; target: the Hub id that the output is pushed to, if any; merged_readme: the merged
     model's own card, whose metadata are used; model_class and processor_class: names of the transformers classes that
@@ -67,11 +65,36 @@ def write_card(
     data = _write_metadata(report, merged_data, target, pipeline_tag)
     if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
-    loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
     merged = next(iter(_find_sources(report, "merged")), None)
-    at_hub = f"{HUB}/{merged.name}/blob/{merged.commit}/{CARD}" if merged and _on_hub(merged) else MERGED_CARD
-    merged_card = at_hub if merged and merged_readme else None
-    text = _render_body(report, name, target, merged_card, loading, model_class, data.license_name or data.license)
+    on_hub = merged is not None and _on_hub(merged)
+    merged_card = f"{HUB}/{merged.name}/blob/{merged.commit}/{CARD}" if merged and on_hub else MERGED_CARD
+    rows = report.judged_rows[: len(report.drift)]
+    context = {
+        **_describe_sources(report, data.license),
+        **_describe_modules(report),
+        "report": report,
+        "name": name,
+        "target": target,
+        "output": target or name,
+        "merged_card": merged_card if merged and merged_readme else None,
+        "merged_name": merged and (merged.name if on_hub else Path(merged.name).name),
+        "merged_commit": merged.commit if merged and on_hub else None,
+        "loaders": [kind if kind.isidentifier() else "AutoModel" for kind in (model_class, processor_class) if kind],
+        "variables": VARIABLES,
+        "means": average_tasks(report.accuracy) if report.accuracy else {},
+        "other_metrics": _show_names(_list_other_metrics(report)),
+        "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
+        "notes": [_show_message(note, report) for note in join_notes(report.notes, report.drift)],
+        "any_local": not all(_on_hub(source) or source.name == ITSELF for source in report.sources),
+        "mark": MARK,
+        "listed": LISTED,
+        "picture": PICTURE,
+        "recipe_file": RECIPE,
+        "report_file": REPORT,
+        "adapter_folder": ADAPTER,
+    }
+    text = _make_environment(report).from_string(TEMPLATE.read_text(encoding="utf-8")).render(context)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
     metadata = data.to_dict()  # type: ignore[no-untyped-call]
     return without_tokens(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
 
@@ -85,18 +108,12 @@ def copy_merged_card(report: Report, readme: str | None) -> dict[str, bytes]:
 
 
 def read_license(readme: str | None) -> str | None:
-    """Return the licence that a card names, as "other: NAME" for one with a name of its own; None where it is
-    unclear."""
-    data = _read_metadata(readme or "")
-    name = data.get("license")
+    """Return the Hub's name of the licence that a card names; None where it has a name of its own, or it is unclear."""
+    name = _read_metadata(readme or "").get("license")
     if isinstance(name, list) and len(name) == 1:
         name = name[0]
-    if not isinstance(name, str) or not LICENSE.fullmatch(name) or name == "unknown":
-        return None
-    if name != "other":
-        return name
-    own = data.get("license_name")
-    return f"other: {one_line(own)}" if isinstance(own, str) and one_line(own) else None
+    known = isinstance(name, str) and LICENSE.fullmatch(name) and name not in ("other", "unknown")
+    return str(name) if known else None
 
 
 def _read_metadata(text: str) -> dict[str, Any]:
@@ -113,10 +130,7 @@ def _write_metadata(
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
     pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
     licenses = {source.license for source in _find_sources(report, *MODELS)}
-    license_, _, license_name = ((licenses.pop() if len(licenses) == 1 else None) or "").partition(": ")
-    agree = LICENSE.fullmatch(license_) and license_name == one_line(license_name)
-    link = merged.get("license_link")
-    known = agree and license_name and isinstance(link, str) and re.fullmatch(r"https?://\S+|LICENSE(\.\w+)?", link)
+    agreed = (licenses.pop() if len(licenses) == 1 else None) or ""
     return ModelCardData(
         base_model=models or None,
         base_model_relation="merge" if models else None,
@@ -125,9 +139,7 @@ def _write_metadata(
         library_name="transformers",
         pipeline_tag=next(iter(pipelines), None),
         tags=_unique(["featcal", "merge", *_texts(merged.get("tags"))]),
-        license=license_ if agree else None,
-        license_name=(agree and license_name) or None,
-        license_link=link if known else None,
+        license=agreed if LICENSE.fullmatch(agreed) else None,
     )
 
 
@@ -169,39 +181,6 @@ def _on_hub(source: Source) -> bool:
     return source.commit is not None and is_hub_id(source.name)
 
 
-def _render_body(
-    report: Report, name: str, target: str | None, merged_card: str | None, loading: str, model: str, agreed: str | None
-) -> str:
-    """Return the card's text below the metadata. merged_card: address or file of the merged model's own card, if it has
-    one; loading: code that loads the output; model: a class of transformers; agreed: the licence of all models, None
-    where they differ."""
-    rows = report.judged_rows[: len(report.drift)]
-    context = {
-        **_describe_sources(report, agreed),
-        **_describe_modules(report),
-        "report": report,
-        "title": (target or name).rpartition("/")[2],
-        "merged_card": merged_card,
-        "loading": loading,
-        "adapter_code": _write_adapter_code(report, target or name, model),
-        "means": average_tasks(report.accuracy) if report.accuracy else {},
-        "other_metrics": _show_names(_list_other_metrics(report)),
-        "choices": list(_list_choices(report)),
-        "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
-        "notes": [_show_message(note, report) for note in join_notes(report.notes, report.drift)],
-        "commands": _write_commands(name, target),
-        "any_local": not all(_on_hub(source) or source.name == ITSELF for source in report.sources),
-        "mark": MARK,
-        "listed": LISTED,
-        "picture": PICTURE,
-        "recipe_file": RECIPE,
-        "report_file": REPORT,
-        "adapter_folder": ADAPTER,
-    }
-    text = _make_environment(report).from_string(TEMPLATE.read_text(encoding="utf-8")).render(context)
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
-
-
 def _make_environment(report: Report) -> Environment:
     """Make the template's Jinja environment, which escapes every value that is not marked as Markdown."""
 
@@ -214,8 +193,9 @@ def _make_environment(report: Report) -> Environment:
         "markdown": Markup,
         "message": lambda text: _show_message(text, report),
         "names": _show_names,
+        "python": lambda text: Markup(json.dumps(one_line(text), ensure_ascii=False)),
+        "sh": lambda text: Markup(shlex.quote(one_line(text))),
         "drift_cells": write_drift_cells,
-        "percent": lambda score: f"{100 * score.value:.1f} ±{100 * (score.high - score.low) / 2:.1f}",
         "share": write_share,
         "size": tell_bytes,
         "seconds": tell_seconds,
@@ -228,24 +208,17 @@ def _show_names(names: Iterable[str]) -> Markup:
 
 
 def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
-    """Return template variables on models and datasets, each listed once with all its roles, and on their licences."""
-    sources: dict[tuple[str, str | None], list[Source]] = {}
-    for source in report.sources:
-        sources.setdefault((source.name, source.commit), []).append(source)
-    rows = []
-    for same in sources.values():
-        first = same[0]
-        found_in = "; ".join(_show_message(place, report) for place in _unique(source.found_in for source in same))
-        commit = f"`{first.commit[:7]}`" if first.commit and _on_hub(first) else "local"
-        rows.append(
-            {
-                "link": _link(first),
-                "roles": [source.role for source in same],
-                "commit": Markup("none" if first.name == ITSELF else commit),
-                "license": first.license or "not named",
-                "found_in": Markup(f" {found_in} |"),
-            }
-        )
+    """Return template variables on models and datasets, and on their licences."""
+    rows = [
+        {
+            "link": _link(source),
+            "role": source.role,
+            "commit": Markup("none" if source.name == ITSELF else _show_commit(source)),
+            "license": source.license or "not named",
+            "found_in": _show_message(source.found_in, report),
+        }
+        for source in report.sources
+    ]
     models = _find_sources(report, *MODELS)
     silent = sum(source.license is None for source in models)
     licenses = _show_names(_unique(source.license for source in models if source.license))
@@ -256,7 +229,6 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
     counts = report.settings["examples"].values()
     return {
         "sources": rows,
-        "places": _unique(source.found_in for source in report.sources),
         "merged": next(map(_link, _find_sources(report, "merged")), built),
         "examples": f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}",
         "self_written": [
@@ -295,53 +267,8 @@ def _list_other_metrics(report: Report) -> Iterator[str]:
             yield f"{task}: 100 · {METRICS[scores.metric].title}"
 
 
-def _list_choices(report: Report) -> Iterator[tuple[str, OutputDrift, OutputDrift]]:
-    """Yield each task on which the expert's own head makes a choice, with the outputs of the merged and the calibrated
-    model."""
-    for task, measured in report.measures.items():
-        before, after = (model.output if (model := measured.models.get(r)) else None for r in (MERGED, CALIBRATED))
-        if before and after and before.agreement is not None and after.agreement is not None:
-            yield task, before, after
-
-
-def _write_commands(name: str, target: str | None) -> str:
-    """Return the commands that reproduce the output."""
-    download = f"hf download {shlex.quote(one_line(target))} {RECIPE} --local-dir .\n" if target else ""
-    return f"{download}featcal calibrate -r {RECIPE} -o {shlex.quote(one_line(name) + '-again')}"
-
-
-def _write_adapter_code(report: Report, output: str, model: str) -> str:
-    """Return the code that loads the adapter onto the merged model; empty if the run built that model itself."""
-    merged = next(iter(_find_sources(report, "merged")), None)
-    if merged is None:
-        return ""
-    model = model if model.isidentifier() else "AutoModel"
-    name = merged.name if _on_hub(merged) else Path(merged.name).name
-    revision = f', revision="{merged.commit}"' if _on_hub(merged) else ""
-    where, place = (json.dumps(one_line(text), ensure_ascii=False) for text in (name, output))
-    return f"""from peft import PeftModel
-from transformers import {model}
-
-merged = {model}.from_pretrained({where}{revision}, dtype="auto")
-model = PeftModel.from_pretrained(merged, {place}, subfolder="{ADAPTER}")"""
-
-
-def _write_loading(place: str, purpose: str | None, model: str, processor: str | None) -> str:
-    """Return the code that loads the output with these classes of transformers and, where possible, as a pipeline."""
-    where = json.dumps(one_line(place), ensure_ascii=False)
-    names = [name if name.isidentifier() else "AutoModel" for name in (model, processor) if name]
-    ready = processor is not None and purpose is not None and names[0].startswith("Auto")
-    if purpose in FEATURES and names[0] != "AutoModel":
-        ready = False  # that pipeline would leave the head out
-    lines = [
-        f"from transformers import {', '.join([*names, *(['pipeline'] if ready else [])])}",
-        "",
-        f'model = {names[0]}.from_pretrained({where}, dtype="auto")',
-    ]
-    lines += [f"{VARIABLES.get(name, 'processor')} = {name}.from_pretrained({where})" for name in names[1:]]
-    if ready:
-        lines += ["", f"pipe = pipeline({json.dumps(purpose)}, model={where})  # or all in one"]
-    return "\n".join(lines)
+def _show_commit(source: Source) -> str:
+    return f"`{source.commit[:7]}`" if source.commit and _on_hub(source) else "local"
 
 
 def _link(source: Source) -> Markup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -16,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from featcal_cli.calibration.results import AdapterReport, BlockReport
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
-from featcal_cli.runtime.sanitise import list_some, without_tokens
+from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_tokens
 from featcal_cli.runtime.structured_text import write_json
 
 SCHEMA = 1
@@ -140,7 +139,7 @@ class Inspection:
     @property
     def short_names(self) -> dict[str, str]:
         """The `names`, with commits shortened to seven digits."""
-        return {role: re.sub("(?<=@[0-9a-f]{7})[0-9a-f]{33}$", "", name) for role, name in self.names.items()}
+        return {role: shorten_commits(name) for role, name in self.names.items()}
 
     def to_json(self) -> str:
         return write_json(asdict(self), indent=2) + "\n"
@@ -173,8 +172,6 @@ class DriftRow:
     before: float
     after: float
     base: float | None
-    is_marked: bool = False
-    """Whether this task is measured on calibration examples while other tasks are not."""
 
     @property
     def cells(self) -> list[str]:
@@ -189,18 +186,6 @@ def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
     before, after = (sum(getattr(row, name) for row in rows) / len(rows) for name in ("before", "after"))
     known = [row.base for row in rows if row.base is not None]
     return [*rows, DriftRow("mean", before, after, sum(known) / len(known) if known else None)] if rows[1:] else rows
-
-
-@dataclass(frozen=True)
-class DriftCurve:
-    """Relative drift of one task after every block, in forward order."""
-
-    blocks: list[str]
-    before: list[float]
-    """Drift of the merged model."""
-    after: list[float]
-    """Drift of the calibrated model."""
-    base: list[float]  # empty where the base model is not measured
 
 
 ITSELF = "the expert itself"
@@ -242,8 +227,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """Notes on choices that the user did not make, and on modules that were left unchanged."""
     sources: list[Source] = field(default_factory=list)
-    curves: dict[str, DriftCurve] = field(default_factory=dict)
-    """Drift after every block, by task."""
     measures: dict[str, TaskInspection] = field(default_factory=dict)
     """Measurements of the merged, calibrated and base model as in inspect-drift, by task, on the same examples as
     `drift`."""
@@ -277,11 +260,7 @@ class Report:
     @property
     def drift_rows(self) -> list[DriftRow]:
         """Rows of the table of drift: one per task and, if there are several, their mean last."""
-        mixed = len(self.fitted_tasks) < len(self.drift)
-        return _add_mean(
-            DriftRow(task, drift.before, drift.after, drift.base, mixed and not drift.held_out)
-            for task, drift in self.drift.items()
-        )
+        return _add_mean(DriftRow(task, drift.before, drift.after, drift.base) for task, drift in self.drift.items())
 
     @property
     def output_distances(self) -> dict[str, tuple[float, float]]:

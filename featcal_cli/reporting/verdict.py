@@ -78,6 +78,11 @@ class Column:
     def mean(self) -> float | None:
         return mean_known(self.values)
 
+    @property
+    def cells(self) -> list[str]:
+        """The values as text and, if there are several, their mean."""
+        return [self.write(value) for value in [*self.values, *([self.mean] if len(self.values) > 1 else [])]]
+
     def write(self, value: float | None) -> str:
         """Write a value as text: a share in percent, all others with three digits, None as a dash."""
         if value is None:
@@ -115,15 +120,6 @@ def list_columns(inspection: Inspection) -> list[Column]:
         of_outputs += [Column("output", role, distances), Column("agree", role, agreements, "share")]
     of_outputs.sort(key=lambda column: column.measure == "agree")
     return columns + [column for column in of_outputs if column.mean is not None]
-
-
-def find_growth(drift: ModelDrift) -> tuple[str, float] | None:
-    """Return the block at which drift grows by the largest factor, and that factor; None where it grows at no block.
-    The first block of each list is left out, as no block comes before it."""
-    first = {names[0] for names in split_lists([block.name for block in drift.blocks])}
-    growth = {block.name: block.drift.amplification or 0.0 for block in drift.blocks if block.name not in first}
-    steepest = max(growth, key=growth.__getitem__, default="")
-    return (steepest, growth[steepest]) if growth.get(steepest, 0.0) > 1 else None
 
 
 # Sentences

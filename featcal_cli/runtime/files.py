@@ -200,19 +200,19 @@ def _stamp(file: Path) -> str:
 class Unchanged:
     """Remembers the state of files that a run uses, to notice later changes to them."""
 
-    def __init__(self, files: Mapping[Path, str]) -> None:
-        """Remember the state of `files`, each given with its model or task, such as `expert mnist`."""
-        self._owners = dict(files)
-        self._stamps = {file: take_stamp(file) for file in files}
+    def __init__(self) -> None:
+        self._owners: dict[Path, str] = {}
+        self._stamps: dict[Path, tuple[int, ...]] = {}
+
+    def watch(self, files: Mapping[Path, str]) -> None:
+        """Remember the state of `files` that are not watched yet, each given with its model, such as `expert mnist`."""
+        new = {file: owner for file, owner in files.items() if file not in self._owners}
+        self._owners |= new
+        self._stamps |= {file: take_stamp(file) for file in new}
 
     def check(self) -> None:
         """Raise CheckpointError if a file has since been written to, replaced or deleted, even if its size and
         modification time are unchanged."""
-        if (error := self.find_change()) is not None:
-            raise error
-
-    def find_change(self) -> CheckpointError | None:
-        """Return the error for the first file that has changed, or None."""
         for file, before in self._stamps.items():
             try:
                 now = take_stamp(file)
@@ -225,8 +225,7 @@ class Unchanged:
                 what = "was changed or replaced during the run"
                 fix = "let nothing write to what a run reads; put the file back and run the same command again, or "
                 fix += "give --restart to begin anew with the changed one"
-            return CheckpointError(f"{file.name} of {self._owners[file]} {what}", where=str(file), fix=fix)
-        return None
+            raise CheckpointError(f"{file.name} of {self._owners[file]} {what}", where=str(file), fix=fix)
 
 
 @contextmanager

@@ -111,6 +111,11 @@ def for_sharing(text: str) -> str:
     return without_folders(without_tokens(text))
 
 
+def shorten_commits(text: str) -> str:
+    """Shorten every commit in the text to seven digits; only for text that nobody has to type again."""
+    return re.sub(r"@([0-9a-f]{7})[0-9a-f]{33}\b", r"@\1", text)
+
+
 def one_line(text: str, longest: int = LONGEST_NAME) -> str:
     """Return the text on one line, cut to `longest` characters, without tokens and without control, direction and other
     invisible characters."""

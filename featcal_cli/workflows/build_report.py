@@ -19,7 +19,6 @@ from featcal_cli.reporting.model_card import read_license
 from featcal_cli.reporting.report import (
     ITSELF,
     BlockDrift,
-    DriftCurve,
     ModelDrift,
     OutputDrift,
     PlaceDrift,
@@ -81,7 +80,6 @@ def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[st
         cost=add_up_cost(session, job),
         notes=list(session.notes),
         sources=list(_describe_sources(plan)),
-        curves={task: read_curve(job, task) for task in plan.examples},
         measures=describe_tasks(job, {task: rows.measured_count for task, rows in plan.examples.items()}),
     )
 
@@ -135,17 +133,6 @@ def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
     before, after = (job.drift.meter.read(last, task, role) for role in ("merged", CALIBRATED))
     base = job.drift.meter.read(last, task, "base").relative if "base" in job.drift.runners else None
     return TaskDrift(before.relative, after.relative, base, before.cosine, after.cosine, held_out)
-
-
-def read_curve(job: Job, task: str) -> DriftCurve:
-    """Return a task's relative drift after every block that its examples reach in a calibration."""
-    meter = job.drift.meter
-    blocks = [block.name for block in job.architecture.blocks if meter.read(block.name, task, "merged").tokens]
-    before, after, base = (
-        [meter.read(block, task, role).relative for block in blocks if role in job.drift.runners]
-        for role in ("merged", CALIBRATED, "base")
-    )
-    return DriftCurve(blocks, before, after, base)
 
 
 def _describe_model(job: Job, task: str, role: str) -> ModelDrift:

@@ -112,24 +112,12 @@ def _examine_cache(name: str, folder: Path, variable: str, command: str) -> Iter
         yield Finding(name, "problem", text, f"set {variable} to a folder that can be written")
         return
     free = shutil.disk_usage(place).free
-    text = f"{folder}: {tell_bytes(_measure(folder))} used, {tell_bytes(free)} free"
+    text = f"{folder}: {tell_bytes(free)} free"
     if free < SMALLEST_DISK:
         fix = f"set {variable} to a folder on another disk, or free some space{', for example with' if command else ''}"
         yield Finding(name, "problem", text, fix, command)
     else:
         yield Finding(name, "ok", text)
-
-
-def _measure(folder: Path) -> int:
-    """Add up the bytes of a folder's files; links, of which the Hub's cache has many, count as nearly nothing."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(path) / name).lstat().st_size
-            except OSError:  # gone meanwhile
-                continue
-    return total
 
 
 def _examine_hub() -> Iterator[Finding]:

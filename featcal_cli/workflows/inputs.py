@@ -87,22 +87,11 @@ def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
     lineage = find_lineage(session.draft, session.open_repo, note)
     for finding in lineage.findings:
         note(finding)
-    given = [finding for finding in lineage.findings if finding.source == FROM_USER]
+    given = [f"{finding.role} {finding.value}" for finding in lineage.findings if finding.source == FROM_USER]
     if given and not session.options.dry_run:
-        session.listener.note(f"given: {_list_given(given)}")
+        session.listener.note(f"given: {list_some(given, between='; ')}")
     session.note(*lineage.notes)
     return lineage.recipe, lineage.findings
-
-
-def _list_given(findings: Sequence[Finding]) -> str:
-    """List what the user gave: merged and base by name, experts and data by their tasks."""
-    texts = [f"{finding.role} {finding.value}" for finding in findings if " " not in finding.role]
-    for kind, name in (("expert", "experts"), ("data", "data")):
-        tasks = [
-            task for role, _, task in (finding.role.partition(" ") for finding in findings) if task and role == kind
-        ]
-        texts += [f"{name} of {list_some(tasks)}"] if tasks else []
-    return "; ".join(texts)
 
 
 def name_models(recipe: Recipe) -> dict[str, str]:

@@ -3,7 +3,7 @@ calibrated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,11 @@ from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.reporting.report import Inspection
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.inputs import Inputs, find_inputs
+from featcal_cli.workflows.recipe_files import check_file
 from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
@@ -55,13 +56,13 @@ def inspect_drift(
     compare: a second model to inspect.
     plot (.png or .svg), html and markdown (.md): files to write; nothing else is written.
     max_drift: the limit of a gate, which the markdown file reports; to stop a program above it, call
-    `verdict.check_gate`.
+    `gates.check_gate`.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     wanted = ((plot, PICTURES), (html, PAGES), (markdown, TEXTS))
     for file, kinds in wanted:
         if file:
-            _check_file(Path(file), kinds)
+            check_file(Path(file), kinds, str(file))
     draft = as_draft(recipe)
     said = draft.calibration.model_fields_set
     defaults = {name: value for name, value in (("examples", EXAMPLES), ("seed", SEED)) if name not in said}
@@ -105,7 +106,7 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if OTHER in snapshots else None
-    setup = set_up(session, plan, models, others=[other] if other else [])
+    setup = set_up(session, plan, models)
     session.note(*setup.describe_merge(plan.recipe, plan.origins[MERGED]))
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)
@@ -136,12 +137,3 @@ def _describe(plan: Plan, session: Session, job: Job) -> Inspection:
         environment=describe_environment(session.device),
         cost={name: figure for name, figure in cost.items() if isinstance(figure, float | int)},
     )
-
-
-def _check_file(file: Path, kinds: Sequence[str]) -> None:
-    if file.suffix not in kinds:
-        raise OutputError(
-            f"{file.name} is no {' or '.join(kinds)}", where=str(file), fix=f"name it {file.stem}{kinds[0]}"
-        )
-    if not file.resolve().parent.is_dir():
-        raise OutputError(f"there is no folder {file.parent}", where=str(file), fix="create it, or choose another")

@@ -39,7 +39,7 @@ def fetch_models(session: Session, plan: Plan, tasks: Collection[str] | None = N
     for role, origin in plan.origins.items():
         if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
             continue
-        session.stage(f"downloading {origin.name}" if plan.transfers[role].missing else "loading models")
+        session.stage(f"downloading {origin.name}" if plan.transfers[role]["missing"] else "loading models")
         snapshots[role] = session.fetch(origin)
     return snapshots
 

@@ -27,7 +27,7 @@ from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.reporting.gates import check_judged
+from featcal_cli.reporting.gates import check_held_out
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
@@ -49,23 +49,14 @@ Headers = Mapping[str, Entry] | None
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Sizes of one model's files, by where the files are."""
-
-    missing: int
-    """Bytes that must be downloaded."""
-    here: int
-    """Bytes that are in the cache or in a local folder already."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """A job that is checked and ready to start."""
 
     inputs: Inputs
     recipe: Recipe
     """The recipe from the inputs; after a run, it also holds the hyperparameters that were chosen."""
-    transfers: Mapping[str, Transfer]
+    transfers: Mapping[str, dict[str, int]]
+    """Bytes of each model's files, by role: "missing" are those to download, "here" those that are on this machine."""
     examples: Mapping[str, TaskExamples]
     token_ids: TokenIds
     model_class: str
@@ -89,7 +80,7 @@ class Plan:
         return {
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
             "findings": [asdict(finding) for finding in self.inputs.findings],
-            "transfers": {role: asdict(transfer) for role, transfer in self.transfers.items()},
+            "transfers": dict(self.transfers),
             **{name: getattr(self, name) for name in names},
             "estimate": asdict(self.estimate),
             "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],
@@ -145,7 +136,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
                 check_evaluable(session, recipe, allow_code=options.allow_code)
         with look():
             if options.strict:
-                check_judged(examples)
+                check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
     with look():
         _check_disk(needs, transfers, target if session.ranks.is_first else None)
 
@@ -308,20 +299,19 @@ def _check_models(
     session.note(*describe_unread(merged))
 
 
-def _count_transfer(origin: Origin) -> Transfer:
+def _count_transfer(origin: Origin) -> dict[str, int]:
     """Count the bytes of a model's files; those of an adapter include its base's."""
     repo = origin.repo
     missing = set() if repo.folder else set(missing_files(repo))
-    sizes = {True: 0, False: 0}
+    sizes = _count_transfer(origin.base) if origin.base else {"missing": 0, "here": 0}
     for path in chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo)):
-        sizes[path in missing] += repo.files[path].size
-    below = _count_transfer(origin.base) if origin.base else Transfer(0, 0)
-    return Transfer(sizes[True] + below.missing, sizes[False] + below.here)
+        sizes["missing" if path in missing else "here"] += repo.files[path].size
+    return sizes
 
 
-def _check_disk(needs: Estimate, transfers: Mapping[str, Transfer], target: Path | None) -> None:
+def _check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], target: Path | None) -> None:
     """Raise OutputError if the output or the downloads would not fit on the disk."""
-    downloads = sum(transfer.missing for transfer in transfers.values())
+    downloads = sum(transfer["missing"] for transfer in transfers.values())
     places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
     if target is not None:
         there = sum(file.stat().st_size for file in list_blocks(Workspace(target).journal))  # of an interrupted run
@@ -340,20 +330,13 @@ def _check_adapter(origins: Mapping[str, Origin], rank: int | None, largest: int
     if rank is None:
         return
     where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
-    if rank < 1:
-        raise RecipeError("the rank of an adapter is at least 1", where=where, fix="give 16, for example")
-    if "merged" not in origins:
-        what = "an adapter goes on a merged model that others can load, and this one is built only for the run"
-        raise RecipeError(what, where=where, fix=f"push the merged model and name it, {leave}")
-    merged = origins["merged"]
-    if merged.base:
-        what = "an adapter goes on a full model, and the merged model is itself an adapter on another"
-        raise RecipeError(what, where=where, fix=f"fold it into its base and save that, {leave}")
-    taken = [path for path in merged.repo.files if path.partition("/")[0] == ADAPTER]
-    if taken and REPORT not in merged.repo.files:
+    if "merged" not in origins or origins["merged"].base:
+        what = "an adapter goes on a full merged model that others can load"
+        raise RecipeError(what, where=where, fix=f"push the merged model without adapters and name it, {leave}")
+    taken = [path for path in origins["merged"].repo.files if path.partition("/")[0] == ADAPTER]
+    if taken and REPORT not in origins["merged"].repo.files:
         what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
-        fix = f"rename {ADAPTER} in a copy of the merged model, {leave}"
-        raise RecipeError(what, where=merged.name, fix=fix)
+        raise RecipeError(what, where=where, fix=f"rename {ADAPTER} in a copy of the merged model, {leave}")
     if 0 < largest < rank:
         what = f"no update has a rank above {largest}, the most that the model's matrices allow"
         raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")

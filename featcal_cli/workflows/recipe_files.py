@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from featcal_cli import __version__
-from featcal_cli.hub.repo import Repo
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.recipe.schema import Merge, Recipe
-from featcal_cli.reporting.report import RECIPE, REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import plain, without_tokens
-from featcal_cli.runtime.structured_text import dump_yaml, split_front_matter
-
-_DID = "the job that calibrated"
+from featcal_cli.runtime.structured_text import dump_yaml
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -25,7 +21,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
     The same recipe always gives the same text: it holds no date, and its comments hold no local path.
     """
-    made = f"# Written by featcal {__version__}: {_DID} {_name_merged(recipe)},"
+    made = f"# Written by featcal {__version__}: the job that calibrated {_name_merged(recipe)},"
     again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
     return without_tokens(f"{made}\n{again}\n{_dump(recipe)}")
 
@@ -48,31 +44,24 @@ def check_save(file: Path, *, overwrite: bool, dry_run: bool = True) -> None:
     if not dry_run:
         fix = "add --dry-run; a run itself leaves its recipe in the output folder, as featcal.yaml"
         raise RecipeError("--save works only with --dry-run", where=where, fix=fix)
-    if file.suffix not in (".yaml", ".yml"):
-        raise RecipeError(f"{file.name} is no .yaml file", where=where, fix=f"name it {file.stem}.yaml")
+    check_file(file, (".yaml", ".yml"), where)
+    if file.is_symlink() or file.exists():
+        if not file.is_file():
+            raise OutputError("this is there, and is no file", where=where, fix="choose another --save")
+        if not overwrite:
+            raise OutputError("the file exists", where=where, fix="give --overwrite, or another --save")
+
+
+def check_file(file: Path, kinds: Sequence[str], where: str) -> None:
+    """Raise OutputError if a file that the user names has none of these endings, or would lie in no folder."""
+    if file.suffix not in kinds:
+        raise OutputError(f"{file.name} is no {' or '.join(kinds)}", where=where, fix=f"name it {file.stem}{kinds[0]}")
     try:
-        if file.is_symlink() or file.exists():
-            if not file.is_file():
-                raise OutputError("this is there, and is no file", where=where, fix="choose another --save")
-            if not overwrite:
-                raise OutputError("the file exists", where=where, fix="give --overwrite, or another --save")
-        if not file.resolve().parent.is_dir():
-            raise OutputError(f"there is no folder {file.parent}", where=where, fix="create it, or choose another")
-    except (OSError, ValueError) as error:
-        raise OutputError(f"this cannot be a file: {error}", where=where[:80], fix="choose another --save") from None
-
-
-def is_calibrated(repo: Repo) -> bool:
-    """Return whether featcal calibrated the model in this repo or folder, judged by the other files there. Raises
-    HubError."""
-    if REPORT in repo.files:
-        return True
-    metadata, _, _ = split_front_matter(repo.read_card())
-    tags = (metadata or {}).get("tags")
-    first, _, _ = (repo.read_text(RECIPE) or "").partition("\n")
-    return (isinstance(tags, list) and "featcal" in tags) or (
-        first.startswith("# Written by featcal") and _DID in first
-    )
+        is_placed = file.resolve().parent.is_dir()
+    except (OSError, ValueError):
+        is_placed = False
+    if not is_placed:
+        raise OutputError(f"there is no folder {file.parent}", where=where[:80], fix="create it, or choose another")
 
 
 def _dump(recipe: Recipe, *, output: bool = False) -> str:
@@ -86,9 +75,7 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
 def _name_merged(recipe: Recipe) -> str:
     """Return the merged model's name, or a description if it was built by featcal or has no public name."""
     if isinstance(recipe.merged, Merge):
-        named = {"ties": "TIES merge", "dare_ties": "DARE-TIES merge"}
-        method = recipe.merged.method
-        return f"the {named.get(method, method.replace('_', ' '))} of {len(recipe.tasks)} experts"
+        return f"a merge of {len(recipe.tasks)} experts"
     if existing_path(recipe.merged) or "+" in recipe.merged:
         return "a merged model"
     return plain(recipe.merged.partition("@")[0])

@@ -28,8 +28,8 @@ from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
 """Forward passes that are paused for one example: expert and student if it is fitted; merged and base as well if drift
-is measured on it, plus one run of the expert's head for each of these four models, if heads are small; expert, student
-and merged if updates are checked on it."""
+is measured on it, plus one run of the expert's head for each of these four models, if errors are measured at outputs;
+expert, student and merged if updates are checked on it."""
 BLOCKS_ON_DEVICE, BLOCKS_ON_HOST, BLOCKS_WRITTEN, STEMS = 6, 2, 5, 3
 """Blocks whose weights are in memory at once. A device holds those of merged, base and an expert, and the next block of
 each; a CPU only those in use. While a block is written, more copies exist, one of them as the file's bytes. STEMS is
@@ -46,8 +46,6 @@ SQUARES, SQUARES_SOLVED = 2.0, 3
 and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory."""
 HEAP_GAPS = 2 * LARGEST_REUSED
 """Bytes that the heap keeps without using them: a freed piece of the largest size, and gaps between features."""
-HEAD_SHARE = 0.05
-"""Largest size of a head that counts as small, as a share of the expert's stem and blocks."""
 SMALL_FILES = 2**18
 """Bytes of the report, model card, picture and other small files, including what the disk uses beyond their size."""
 
@@ -89,7 +87,7 @@ def estimate(
     guarded = writes and calibration.must_not_get_worse
     # 1. features
     unread = features = filed = aside = batch = shown = logits = 0.0
-    passes = DRIFT_PASSES + HEAD_PASSES * has_small_head(merged, architecture) + CHECK_PASSES * guarded
+    passes = DRIFT_PASSES + HEAD_PASSES * calibration.uses_output_metric + CHECK_PASSES * guarded
     for task, rows in examples.items():
         # fewer than asked for where the source has no more; beyond what is read, a run reads the rest
         wanted = rows.fitted_count if rows.is_whole else calibration.examples
@@ -101,7 +99,7 @@ def estimate(
         paused = FITTED_PASSES * wanted + (passes - fitted_too) * watched
         need = probe_batch(model, architecture, architecture.entries[task], rows.fitted[0])
         size = min(rows.batch_size, wanted)
-        state, begun = (x / need.examples * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
+        state, begun = (x * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
         tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
         floats = [x for x in tensors if x.is_floating_point()]
         unread += sum(x.nbytes for x in tensors) * (scale - 1)
@@ -115,7 +113,7 @@ def estimate(
             begun_in_files = begun * paused if begun * size >= LARGE else 0.0
             aside += large + begun_in_files
             features += (state + begun) * paused - begun_in_files
-        batch = max(batch, BATCH_COPIES * need.feature_bytes / need.examples * size)
+        batch = max(batch, BATCH_COPIES * need.feature_bytes * size)
         shown = max(shown, state * wanted)
         ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
         tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
@@ -159,21 +157,6 @@ def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
     """Choose the dtype in which models run."""
     wanted = str(model.dtype) if calibration.dtype == "auto" else calibration.dtype
     return torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
-
-
-def has_small_head(model: Model, architecture: Architecture) -> bool:
-    """Return whether everything that runs after a model's blocks is small compared with the weights that are read
-    anyway. Only then does a calibration read the head, to measure the effect of drift on outputs."""
-    inside = set(map(id, model.parameters.values()))
-    own = [value for value in model.module.parameters() if id(value) not in inside] if model.body else []
-    stem = set(map(id, model.parameters_of(architecture.reached)))  # a head that is tied to it is read anyway
-    head = {id(x): x for x in (*model.parameters_of(architecture.head), *own) if id(x) not in stem}
-    return bool(sum(value.nbytes for value in head.values()) <= HEAD_SHARE * read_bytes(model, architecture))
-
-
-def read_bytes(model: Model, architecture: Architecture) -> int:
-    """Return the bytes of this model's parameters that a calibration reads."""
-    return sum(value.nbytes for value in model.parameters_of(architecture.reached))
 
 
 def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) -> tuple[int, int, int, int]:

@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -147,7 +146,8 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
     model: Any = load_model(f"{EXPERT}{task}", snapshot, find_class(snapshot)).module
     fix = f"name examples: --data {task}=SOURCE"
     try:
-        rows = Writer(model.to(device), reader).write(count, seed, partial(_tell, session, task, count))
+        writer = Writer(model.to(device), reader)
+        rows = writer.write(count, seed, lambda done: session.stage(f"writing examples of {task}: {done} of {count}"))
     except FeatCalError:
         raise
     except Exception as error:  # what it is like, or its tokenizer, may make any part of transformers raise anything
@@ -161,10 +161,6 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
     del model
     release_memory(device)
     return rows
-
-
-def _tell(session: Session, task: str, count: int, done: int) -> None:
-    session.stage(f"writing examples of {task}: {done} of {count}")
 
 
 def _read_kept(file: Path) -> list[Row]:
@@ -200,9 +196,10 @@ class Writer:
         `tell` is called with the number of rows so far. Raises DataError if the expert writes too few."""
         rows: dict[str, Row] = {}
         seeds = Random(seed)
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
         write = self._write_texts if (turn := self._find_turn()) is None else lambda seed: self._converse(*turn, seed)
         for _ in range(PASSES * -(-count // AT_ONCE)):
-            with torch.random.fork_rng(devices=self._devices), torch.inference_mode(), quiet_transformers():
+            with torch.random.fork_rng(devices=devices), torch.inference_mode(), quiet_transformers():
                 for row in write(seeds.getrandbits(63)):
                     rows.setdefault(json.dumps(row), row)
             tell(min(len(rows), count))
@@ -213,10 +210,6 @@ class Writer:
         raise DataError(
             what, where=self.reader.target.where, fix=f"name examples: --data {task}=SOURCE, or fewer with -n"
         )
-
-    @property
-    def _devices(self) -> list[torch.device]:
-        return [self.model.device] if self.model.device.type == "cuda" else []
 
     def _write_texts(self, seed: int) -> Iterator[Row]:
         """Yield texts that start from the tokenizer's begin or end token; if it has neither, from random tokens."""

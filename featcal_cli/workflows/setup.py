@@ -27,6 +27,7 @@ from featcal_cli.models.alignment import check_alignment, describe_differences
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.schema import Calibration, Recipe
+from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import rooms_for_features
@@ -34,18 +35,14 @@ from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.plan import Plan, check_stems
-from featcal_cli.workflows.recipe_files import is_calibrated
-from featcal_cli.workflows.resource_estimate import choose_dtype, has_small_head
+from featcal_cli.workflows.resource_estimate import choose_dtype
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
 
 
-def set_up(
-    session: Session, plan: Plan, models: Models, scratch: Path | None = None, others: Iterable[Model] = ()
-) -> Setup:
-    """Combine the models and the examples, and find the blocks of merged that the examples reach. others: further
-    models that read the examples. Raises CheckpointError for a model that lacks some of the blocks or has other
-    tokens."""
+def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = None) -> Setup:
+    """Combine the models and the examples, and find the blocks of merged that the examples reach. Raises
+    CheckpointError for a model that lacks some of the blocks."""
     calibration, note, merged = plan.recipe.calibration, session.note, models.merged
     session.stage("finding blocks")
     first = {task: rows.fitted[0] for task, rows in plan.examples.items()}
@@ -61,11 +58,10 @@ def set_up(
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, merged, model)
         note(*describe_differences(merged, model, architecture))
-    token_ids = plan.token_ids.verify((models.base, *models.experts.values(), *others), merged, note)
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
-    return Setup(*parts, token_ids=token_ids)
+    return Setup(*parts, token_ids=plan.token_ids)
 
 
 @contextmanager
@@ -201,14 +197,11 @@ class Setup:
     ) -> Measurement:
         """Prepare the measurement of the models by role: of drift or, if they are inspected, of everything. answering:
         the models whose logits limit the size of a batch."""
-        heads_here = all(has_small_head(expert, self.architecture) for expert in self.models.experts.values())
-        # for gradients of answers heads were read anyway
-        are_answers_read = all(self.ranks.gather(heads_here or bool(self.gradients)))
         drift = Measurement(
             runners,
             limit_batches(measured, answering),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
-            outputs=OutputMeter() if are_answers_read or is_inspected else None,
+            outputs=OutputMeter() if self.gradients or is_inspected else None,  # else no head is read
         )
         if is_inspected:
             drift.split = frozenset(role for role, one in runners.items() if one.model is not self.models.base)
@@ -224,7 +217,7 @@ class Setup:
         if models.experts.keys() != recipe.tasks.keys():
             return []
         loaded = models.merged, models.base, models.experts, self.architecture
-        calibrated = merged is not None and is_calibrated(merged.repo)
+        calibrated = merged is not None and REPORT in merged.repo.files
         return describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:

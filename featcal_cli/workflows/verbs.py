@@ -7,28 +7,26 @@ The steps of a job are: find its models and data (`inputs`), plan (`plan`), load
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.calibration.results import ADAPTER
+from featcal_cli.calibration.journal import drop_journal
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
-from featcal_cli.reporting.gates import check_measured
+from featcal_cli.reporting.gates import check_held_out
 from featcal_cli.reporting.report import REPORT, Report
-from featcal_cli.runtime.errors import FeatCalError, RecipeError, join_errors
+from featcal_cli.runtime.errors import FeatCalError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
-from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.inputs import Inputs, find_inputs
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 from featcal_cli.workflows.workspace import (
     Workspace,
     check_apart,
-    check_name,
     check_replaceable,
     default_output,
     describe_output,
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from featcal_cli.workflows.plan import Plan
 
 ALREADY_DONE = "already done: {} was finished by an earlier run; nothing is computed again"
-DEMO_OUTPUT = Path("featcal-demo")
 
 
 @dataclass(frozen=True)
@@ -58,21 +55,16 @@ class Result:
         """Whether an earlier run had done everything, so that nothing was computed or pushed."""
         return self.models is None and self.pushed is None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The content of --json: place, push and report."""
+        pushed = asdict(self.pushed) if self.pushed else None
+        return {"output": str(self.output), "pushed": pushed, **self.report.to_dict()}
+
     @property
     def merged(self) -> Model:
-        """The merged model. Raises ValueError if nothing was computed."""
-        return self._loaded.merged
-
-    @property
-    def experts(self) -> Mapping[str, Model]:
-        """The experts by task. Raises ValueError if nothing was computed."""
-        return self._loaded.experts
-
-    @property
-    def _loaded(self) -> Models:
-        if self.models is None:
-            raise ValueError("an earlier run had finished the output; no models were loaded")
-        return self.models
+        """The merged model that was used; there is none if nothing was computed."""
+        assert self.models is not None
+        return self.models.merged
 
 
 def calibrate(
@@ -140,15 +132,6 @@ def dry_run(
     return plan
 
 
-def run_demo(output: Path | None, device: str, listener: Listener) -> Result:
-    """Calibrate with the demo's recipe, and evaluate on test images that calibration never saw. Raises RecipeError if
-    there are several processes."""
-    if read_launch().size > 1:
-        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
-    place = output or DEMO_OUTPUT
-    return calibrate("demo", output=place, overwrite=True, evaluate=True, device=device, listener=listener)
-
-
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
     """Join the errors that would stop a run into one error."""
     fix = "see to all of it, then leave out --dry-run"
@@ -165,7 +148,7 @@ def find(session: Session) -> tuple[Inputs, Target | None]:
 
 def plan_only(session: Session, inputs: Inputs) -> Plan:
     """Return the plan of a run and the errors that would stop it. Raises FeatCalError if no plan can be made."""
-    options, found = session.options, session.obstacles.found
+    found = session.obstacles.found
     workspace = _open_workspace(session)
     finished = _look_at_output(session, inputs, workspace)
     _look_at_hub(session, workspace)
@@ -177,9 +160,6 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
         plan = make_plan(session, inputs, workspace.target)
     except FeatCalError as error:
         raise join_stops([*found, error]) from error
-    if options.as_adapter and not any("--as-adapter" in error.where for error in found):
-        what = f"an adapter of rank {options.as_adapter} will be in {workspace.target}/{ADAPTER}, beside the model"
-        session.note(what)
     if session.ranks.is_first and finished is None:
         with session.obstacles.look():
             check_holdable(workspace.folder, workspace.target)
@@ -202,14 +182,17 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
 
             with explain_losses(inputs.recipe.local_paths):
                 report, models = compute(session, inputs, workspace, target)
-        elif options.strict:
-            check_measured(report)
+        else:
+            if ranks.is_first:
+                drop_journal(workspace.journal)  # of a run that was killed when its output was already there
+            if options.strict:
+                check_held_out({task: report.settings["examples"][task] for task in report.fitted_tasks})
         if options.evaluate and not report.accuracy:
             session.load_libraries()
             from featcal_cli.workflows.evaluate import evaluate_models
 
             others = {CALIBRATED: str(workspace.target)}
-            measured = evaluate_models(session, inputs.recipe, others, allow_code=options.allow_code)
+            measured = evaluate_models(session, inputs, others, allow_code=options.allow_code)
             report = replace(report, accuracy=dict(measured.tasks))
         pushed = None
         if ranks.is_first:
@@ -224,7 +207,6 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
 def _open_workspace(session: Session) -> Workspace:
     output = session.options.output
     target = Path(output) if output else default_output(session.draft.name)
-    check_name(target)
     return Workspace(target, overwrite=session.options.overwrite)
 
 

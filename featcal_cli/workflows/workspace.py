@@ -4,9 +4,11 @@ next run."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,24 +25,13 @@ from featcal_cli.runtime.sanitise import list_some, without_tokens
 
 MOST_STAMPS = 2_000
 """The most files whose stamps a report lists one by one."""
+COMMIT = re.compile(r"@[0-9a-f]{40}\b")
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
 
 def default_output(name: str) -> Path:
     """Return the default output folder, `./NAME-featcal`, for a merged repo or folder."""
     return Path(f"{Path(name.rstrip('/')).name}-featcal")
-
-
-def check_name(target: Path) -> None:
-    """Raise OutputError if the path cannot be that of a folder."""
-    try:
-        place = target.resolve()
-        for name in (place.name, f".{place.name}.featcal"):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                place.with_name(name or "folder").lstat()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
-        what = f"this cannot be a folder: {name_reason(error)}"
-        raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
 
 
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
@@ -70,26 +61,18 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
         raise OutputError("the output folder exists", where=where, fix="give --overwrite, or another --output")
     if target.is_dir() and not any(target.iterdir()):
         return
-    ours, others = _split_files(target)
-    if not ours:
-        what = f"the folder is not one that featcal made (it has no {REPORT} with its files); it is not replaced"
-        raise OutputError(what, where=where, fix=elsewhere)
-    if others:
-        what = f"the folder holds files that featcal did not write, and is not replaced: {list_some(others)}"
-        raise OutputError(what, where=where, fix=f"move them elsewhere, or {elsewhere}")
-
-
-def _split_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Split the files and links in an output, by their paths in it, into featcal's and all others. featcal's are those
-    that its report lists, and files that operating systems leave there; the report is the last of them."""
     try:
-        listed = json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"]
+        listed = json.loads((target / REPORT).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, LookupError, TypeError):
         listed = []
-    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    names = sorted((path.relative_to(folder).as_posix() for path in files), key=lambda name: (name == REPORT, name))
-    ours = [name for name in names if name in listed or (listed and Path(name).name in LEFT_BY_SYSTEMS)]
-    return ours, [name for name in names if name not in ours]
+    if not listed:
+        what = f"the folder is not one that featcal made (it has no {REPORT} with its files); it is not replaced"
+        raise OutputError(what, where=where, fix=elsewhere)
+    files = [path for path in sorted(target.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    names = [path.relative_to(target).as_posix() for path in files if path.name not in LEFT_BY_SYSTEMS]
+    if others := [name for name in names if name not in listed]:
+        what = f"the folder holds files that featcal did not write, and is not replaced: {list_some(others)}"
+        raise OutputError(what, where=where, fix=f"move them elsewhere, or {elsewhere}")
 
 
 def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: Draft) -> Report | None:
@@ -99,18 +82,18 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
     """
     try:
         report = Report.from_json((target / REPORT).read_text(encoding="utf-8"))
-        known, asked = dict(report.recipe), dict(report.settings["asked"])
+        known, asked = deepcopy(report.recipe), dict(report.settings["asked"])
         wanted: dict[str, Any] = json.loads(without_tokens(recipe.model_dump_json(exclude_none=True)))
         # the numbers that a run has chosen may be given when it is typed again
         chosen = known["calibration"].items()
         asked |= {key: value for key, value in chosen if wanted["calibration"].get(key) == value}
         known["calibration"] = asked
-        _take_over_commits(known, wanted, draft)
+        for job in (known, wanted):
+            _drop_commits(job, draft)
+            job.pop("output", None)  # it may be pushed to another place than was planned
         stamps: dict[str, str] = report.settings["inputs"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    for job in (known, wanted):  # it may be pushed to another place than was planned
-        job.pop("output", None)
     clauses = describe_differences({"recipe": known}, {"recipe": wanted})
     now = stamp_inputs(recipe.local_paths)
     # a file that has come since, perhaps to be evaluated on, changes nothing of what was computed
@@ -135,26 +118,17 @@ def stamp_inputs(paths: Iterable[Path]) -> dict[str, str]:
     return {f"{len(stamps)} files": sha256(repr(sorted(stamps.items())).encode()).hexdigest()}
 
 
-def _take_over_commits(known: Mapping[str, Any], wanted: dict[str, Any], draft: Draft) -> None:
-    """Let `wanted` have the commits that an output was made with, for base, experts and datasets whose revision nobody
-    typed: that such a repo has moved on is no reason to compute again, or to push nothing."""
+def _drop_commits(job: dict[str, Any], draft: Draft) -> None:
+    """Leave out of a job, before it is compared, the commits of base, experts and datasets whose revision nobody typed:
+    that such a repo has moved on is no reason to compute again, or to push nothing."""
     if not (draft.base and "@" in draft.base):
-        wanted["base"] = _same_repo(known["base"], wanted["base"])
-    for name, task in wanted["tasks"].items():
-        typed, before = draft.tasks.get(name), known["tasks"].get(name)
-        if before is None:
-            continue
+        job["base"] = COMMIT.sub("", job["base"])
+    for name, task in job["tasks"].items():
+        typed = draft.tasks.get(name)
         if not (typed and typed.expert and "@" in typed.expert):
-            task["expert"] = _same_repo(before["expert"], task["expert"])
-        is_free = not (typed and typed.data and typed.data.revision) and "revision" in before["data"]
-        if is_free and before["data"].get("dataset") == task["data"].get("dataset"):
-            task["data"]["revision"] = before["data"]["revision"]
-
-
-def _same_repo(known: str, wanted: str) -> str:
-    """Return `known` where both are the same repos at whichever commits, else `wanted`."""
-    repos = [[part.partition("@")[0] for part in name.split("+")] for name in (known, wanted)]
-    return known if repos[0] == repos[1] else wanted
+            task["expert"] = COMMIT.sub("", task["expert"])
+        if not (typed and typed.data and typed.data.revision):
+            task["data"].pop("revision", None)
 
 
 def describe_output(report: Report, name: str, repo_id: str | None, merged_card: str | None) -> dict[str, str]:
@@ -169,10 +143,17 @@ class Workspace:
     merged model is deleted completely by the next run."""
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        """Raises OutputError if the path cannot be that of a folder."""
         self.target = target
         self._overwrite = overwrite
-        resolved = target.resolve()
-        self.folder = resolved.parent / f".{resolved.name}.featcal"
+        try:
+            resolved = target.resolve()
+            self.folder = resolved.parent / f".{resolved.name}.featcal"
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self.folder.lstat()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+            what = f"this cannot be a folder: {name_reason(error)}"
+            raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
         self.journal = self.folder / "journal"
         """Folder of finished blocks."""
         self.built = self.folder / "output"
@@ -181,9 +162,6 @@ class Workspace:
         """Folder in which the merged model is built, if featcal builds it."""
         self._replaced = self.folder / "replaced"
         """Place of the older output while the new one replaces it."""
-        self._publishing = self.folder / "publishing"
-        """Empty file that exists while the output is moved to its place; if a run is killed after the move, it shows
-        that the finished blocks are no longer needed."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -196,10 +174,9 @@ class Workspace:
         with hold(self.folder, self.target):
             with self.writing():  # puts right what a run that was killed in the middle of `publish` left
                 if self.target.exists():
-                    self._remove_replaced()
+                    shutil.rmtree(self._replaced, ignore_errors=True)
                 elif self._replaced.exists():
                     self._replaced.replace(self.target.resolve())
-                self._settle_blocks()
             try:
                 yield
             finally:
@@ -226,14 +203,12 @@ class Workspace:
             check_replaceable(self.target, overwrite=self._overwrite)
             if self.target.exists():
                 self.target.resolve().replace(self._replaced)
-            self._publishing.touch()
-            flush(self.folder)
             self.built.replace(self.target.resolve())
             flush(self.folder)
             flush(self.folder.parent)
         with suppress(OSError):
-            self._settle_blocks()
-            self._remove_replaced()
+            drop_journal(self.journal)
+            shutil.rmtree(self._replaced)
 
     def rewrite(self, contents: Mapping[str, str]) -> None:
         """Rewrite files of the finished output; each file is complete at any time. Raises OutputError."""
@@ -255,28 +230,10 @@ class Workspace:
                 fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
             ) from None
 
-    def _settle_blocks(self) -> None:
-        """Delete the finished blocks if their output has been moved to its place; otherwise keep them. Raises
-        OSError."""
-        if self._publishing.exists() and not self.built.exists():
-            drop_journal(self.journal)
-        self._publishing.unlink(missing_ok=True)
-
-    def _remove_replaced(self) -> None:
-        """Delete the output that was replaced, except for files in it that are not featcal's. Raises OSError."""
-        ours, _ = _split_files(self._replaced)
-        for name in ours:
-            (self._replaced / name).unlink(missing_ok=True)
-        folders = [path for path in self._replaced.rglob("*") if path.is_dir() and not path.is_symlink()]
-        for folder in (*sorted(folders, reverse=True), self._replaced):
-            with suppress(OSError):  # something is left in it
-                folder.rmdir()
-
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and folders that this run created and left empty; never files that are not
         featcal's."""
         with suppress(OSError):  # the disk may be for reading only by now
-            self._settle_blocks()
             for folder in (self.built, self._merged):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in (REPORT, CARD):  # of one that was being rewritten

@@ -67,8 +67,8 @@ def said(inspection: Inspection) -> str:
     """The summary of the page as plain text."""
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', write_page(inspection))
     page = json.loads(data)
-    parts = (page["headline"], *(paragraph["parts"] for paragraph in page["summary"]))
-    return "\n".join("".join(part if isinstance(part, str) else part[0] for part in line) for line in parts)
+    text = "\n".join((page["headline"], *(sentence for _, sentence in page["summary"])))
+    return text.replace("\u2068", "").replace("\u2069", "")
 
 
 def test_the_page_is_one_small_file_that_names_no_other() -> None:
@@ -83,20 +83,15 @@ def test_the_page_is_one_small_file_that_names_no_other() -> None:
 
 def test_the_summary_says_where_the_merge_is_worse_than_the_base_and_what_helps() -> None:
     text = said(make_inspection())
-    assert text.splitlines()[0] == "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged"
+    assert text.splitlines()[0] == "How far user/mended is from its experts"
+    assert "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged" in text
     assert "user/merged is farther from the expert than the base model on" in text
     assert f"{SCRIPT} (by 0.300)" in text
     assert "a smaller merging scale" in text.lower()
-    assert (
-        f"farthest from its expert on {SCRIPT} (drift 0.90); there it grows most in encoder.layers.2, 4.00 times"
-        in text
-    )
     assert "user/mended is farther from the expert than user/merged on" in text
     alone = said(make_inspection(compare=False))
     assert "user/mended" not in alone
-    assert (
-        alone.splitlines()[0] == "Outputs of user/merged are 17 % nearer to the experts' than those of the base model"
-    )
+    assert "Outputs of user/merged are 17 % nearer to the experts' than those of the base model" in alone
 
 
 def test_notes_that_say_the_same_of_several_tasks_are_one() -> None:

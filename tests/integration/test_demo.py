@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoModelForImageClassification
 
 from featcal_cli.cli.console import OUT
 from featcal_cli.cli.results import OWN_MODEL, show_calibration
-from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Score, TaskScores
+from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED
 from featcal_cli.reporting.report import REPORT, Report
 
 ROLES = (EXPERT, MERGED, CALIBRATED)
@@ -27,25 +26,20 @@ def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     shown = json.loads(run.stdout)
-    rows = shown["accuracy"]
+    rows = {
+        task: {role: found["value"] for role, found in scored["scores"].items()}
+        for task, scored in shown["accuracy"].items()
+    }
     assert len(rows) >= 5
-    assert all(row["expert"] >= 0.9 for row in rows)
-    expert, merged, calibrated = (
-        sum(row[key] for row in rows) / len(rows) for key in ("expert", "merged", "calibrated")
-    )
+    assert all(row["expert"] >= 0.9 for row in rows.values())
+    expert, merged, calibrated = (sum(row[role] for row in rows.values()) / len(rows) for role in ROLES)
     assert calibrated - merged >= (expert - merged) / 4
-    assert all(row["calibrated"] >= row["merged"] - 0.01 for row in rows)
+    assert all(row["calibrated"] >= row["merged"] - 0.01 for row in rows.values())
     assert all(drift["held_out"] and drift["after"] < drift["before"] for drift in shown["drift"].values())
     AutoModelForImageClassification.from_pretrained(tmp_path / "featcal-demo")
-    scores = {
-        row["task"]: TaskScores(
-            "heads", "accuracy", "data", "test", {role: Score(row[role], 0.8, 1.0, 0.05, 500) for role in ROLES}
-        )
-        for row in rows
-    }
     report = Report.from_json((tmp_path / "featcal-demo" / REPORT).read_text())
     monkeypatch.setattr(OUT, "width", 80)
-    show_calibration(replace(report, accuracy=scores), Path("featcal-demo"), None, 10.0, OWN_MODEL)
+    show_calibration(report, Path("featcal-demo"), None, 10.0, OWN_MODEL)
     shown = capsys.readouterr()
     assert len((shown.err + shown.out).splitlines()) + 1 <= 24  # and a blank one above them
 

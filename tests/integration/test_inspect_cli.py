@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     assert [found.name for found in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-def test_too_much_drift_ends_with_3_and_names_task_and_block(demo: Demo, compared: Any, capsys: Capture) -> None:
+def test_too_much_drift_ends_with_3_and_names_the_task(demo: Demo, compared: Any, capsys: Capture) -> None:
     last = {name: read_drifts(task, "model")[-1] for name, task in compared["tasks"].items()}
     worst = max(last, key=lambda task: last[task])
     run = inspect(capsys, demo.merged, demo.recipe, max_drift=last[worst] - 0.001)
@@ -198,7 +198,7 @@ def test_too_much_drift_ends_with_3_and_names_task_and_block(demo: Demo, compare
     assert "Drift after every block" in run.stdout, "everything is shown all the same"
     shown = " ".join(run.stderr.split())
     assert f"expert of {worst} by {last[worst]:.3f}, which is over" in shown and "other task" not in shown
-    assert f"task {worst}: after vit.layers.2; the block that adds most is vit.layers." in shown
+    assert f"task {worst}: after vit.layers.2" in shown
     assert inspect(capsys, demo.merged, demo.recipe, max_drift=last[worst] + 0.001).code == 0
 
 
@@ -231,10 +231,10 @@ def test_a_comparison_looks_at_answers_and_at_features_where_there_are_none() ->
     assert judge(inf, far) is not None
 
 
-def test_the_gate_names_the_block_that_adds_most() -> None:
+def test_the_gate_names_the_worst_task_and_counts_the_others() -> None:
     inspection = make_inspection(["fine", "bad"], 4, levels={"model": 0.2})
     check_gate(inspection, 0.3)
-    with pytest.raises(GateError, match=r"expert of bad by 0\.900.*\n.*adds most is encoder\.layers\.3"):
+    with pytest.raises(GateError, match=r"expert of bad by 0\.900.*\n.*task bad: after encoder\.layers\.3"):
         check_gate(set_last(inspection, "bad", "model", 0.9), 0.3)
     with pytest.raises(GateError, match=r"on 1 other task\)"):
         check_gate(inspection, 0.1)
@@ -247,6 +247,6 @@ def test_drift_that_is_no_finite_number_is_over_every_limit(broken: float) -> No
     both = set_last(worse, "bad", "model", broken)
     alone = set_last(make_inspection(["fine", "bad"], 4), "bad", "model", broken)
     for over, name in ((worse, "user/other"), (both, ""), (alone, "")):
-        with pytest.raises(GateError, match=rf"{name} on bad are no finite numbers.*\n.*first such block.*layers\.3"):
+        with pytest.raises(GateError, match=rf"{name} on bad are no finite numbers"):
             check_gate(over, 1e9)
     check_gate(set_last(inspection, "bad", "model", broken), 0.0)

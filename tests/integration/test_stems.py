@@ -74,7 +74,7 @@ def test_the_guard_checks_the_update_of_a_stem_as_well(tmp_path: Path) -> None:
     (module,) = report.blocks[0].modules
     assert (report.blocks[0].name, module.name) == ("embeddings", "patch_embeddings.projection")
     assert module.step is not None
-    assert all(curve.blocks[0] == "embeddings" for curve in report.curves.values())
+    assert all(task.models["calibrated"].blocks[0].name == "embeddings" for task in report.measures.values())
 
 
 def test_a_model_without_stems_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

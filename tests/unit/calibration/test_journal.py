@@ -234,26 +234,6 @@ def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_
 
 
 @pytest.mark.survive
-@pytest.mark.parametrize(("stage", "what"), [("reading examples", "refused"), ("calibrating", "said")])
-def test_data_that_changes_while_it_is_read_is_refused_and_later_said(tmp_path: Path, stage: str, what: str) -> None:
-    saved = save_family(tmp_path, BERT)
-
-    class Writer(Watcher):
-        def stage(self, text: str) -> None:
-            super().stage(text)
-            if text == stage:
-                swap_weights(tmp_path / "red.safetensors", "replaced")
-
-    writer = Writer()
-    if what == "refused":
-        with pytest.raises(CheckpointError, match="of the data of red was changed or replaced during the run"):
-            calibrate(saved.recipe(), output=tmp_path / "out", listener=writer)
-    else:
-        calibrate(saved.recipe(), output=tmp_path / "out", listener=writer)
-        assert "the data of red was changed or replaced during the run, after its rows were read" in writer.notes
-
-
-@pytest.mark.survive
 @pytest.mark.parametrize("stage", ["finding models", "reading examples", "loading models", "calibrating", "writing"])
 @pytest.mark.parametrize("name", ["merged", "red", "base"])
 def test_a_model_that_vanishes_at_any_moment_is_one_message(tmp_path: Path, stage: str, name: str) -> None:

@@ -17,7 +17,6 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime import hardware
-from featcal_cli.workflows.resource_estimate import read_bytes
 from featcal_cli.workflows.verbs import calibrate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -35,7 +34,8 @@ def test_nothing_outside_of_stems_and_blocks_is_read_or_decides_the_weights(tmp_
     saved = save_family(tmp_path / "saved", BY_NAME[name])
     prepared = prepare(saved)
     plain = calibrate(saved.recipe(), output=tmp_path / "plain")
-    needed = sum(read_bytes(expert, prepared.architecture) for expert in prepared.models.experts.values())
+    reached = prepared.architecture.reached
+    needed = sum(x.nbytes for expert in prepared.models.experts.values() for x in expert.parameters_of(reached))
     assert 0 < plain.report.cost["expert_bytes_read"] <= 1.05 * needed  # heads are small
     spared = 0
     for task, expert in prepared.models.experts.items():

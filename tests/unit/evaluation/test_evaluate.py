@@ -450,7 +450,7 @@ def test_what_cannot_be_meant_is_refused(t5: Path, how: dict[str, Any], message:
 
 
 def test_models_are_called_by_as_much_of_their_names_as_tells_them_apart() -> None:
-    assert name_roles(["user/one@abc", "/tmp/other/one/", "user/merged"]) == ["one", "other/one", "user/merged"]
+    assert name_roles(["user/one@abc", "/tmp/other/one/", "user/merged"]) == ["one", "/tmp/other/one", "user/merged"]
     with pytest.raises(RecipeError, match="given twice"):
         name_roles(["one", "one"])
 

@@ -10,42 +10,41 @@ from math import nan
 from typing import Any
 
 import pytest
-from inspections import make_inspection, set_last
+from inspections import make_inspection, make_model, set_last
 from PIL import Image
 from test_model_card import make_report
 
 from featcal_cli.reporting.drift_plots import plot_drift, plot_inspection
-from featcal_cli.reporting.report import DriftCurve, Report
+from featcal_cli.reporting.report import Report, TaskInspection
 
 NAMES = ["$a_{$", "x\n## y", "名前 <b>", "long " * 50]
 
 
-def make_curves(tasks: list[str], blocks: int) -> Report:
+def make_measured(tasks: list[str], blocks: int) -> Report:
     """Drift that grows with depth; every second task passes through another list of blocks."""
-    curves = {}
+    measures = {}
     for number, task in enumerate(tasks):
         names = [f"{'encoder' if number % 2 else 'decoder'}.layers.{block}" for block in range(blocks)]
-        rising = [(block + 1 + number) / (blocks + number) for block in range(blocks)]
-        curves[task] = DriftCurve(names, rising, [0.6 * value for value in rising], [1.5 * value for value in rising])
-    return replace(make_report(), curves=curves)
+        levels = {"merged": 1.0 + number / 100, "calibrated": 0.6, "base": 1.5}
+        models = {role: make_model(level, names) for role, level in levels.items()}
+        measures[task] = TaskInspection(8, models)
+    return replace(make_report(), measures=measures)
 
 
 def make_compared(tasks: list[str], blocks: int) -> Any:
     return make_inspection(tasks, blocks, compare=True)
 
 
-@pytest.mark.parametrize(
-    ("plot", "make", "largest"), [(plot_drift, make_curves, 2000), (plot_inspection, make_compared, 1500)]
-)
+@pytest.mark.parametrize(("plot", "make"), [(plot_drift, make_measured), (plot_inspection, make_compared)])
 @pytest.mark.parametrize(("tasks", "blocks"), [(["one"], 1), (NAMES, 12), ([f"t{n}" for n in range(30)], 80)])
 def test_the_picture_is_a_small_png_on_an_opaque_ground(
-    plot: Callable[[Any], bytes], make: Callable[[list[str], int], Any], largest: int, tasks: list[str], blocks: int
+    plot: Callable[[Any], bytes], make: Callable[[list[str], int], Any], tasks: list[str], blocks: int
 ) -> None:
     data = plot(make(tasks, blocks))
     image = Image.open(io.BytesIO(data))
     image.load()
     assert image.format == "PNG"
-    assert 800 <= image.width <= largest and image.height <= largest
+    assert 800 <= image.width <= 2000 and image.height <= 2000
     assert "transparency" not in image.info
     assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     assert len(data) < 150_000
@@ -54,7 +53,7 @@ def test_the_picture_is_a_small_png_on_an_opaque_ground(
 @pytest.mark.parametrize(
     ("plot", "make"),
     [
-        (plot_drift, make_curves),
+        (plot_drift, make_measured),
         (plot_inspection, make_compared),
         (lambda inspection: plot_inspection(inspection, "svg"), make_compared),
     ],
@@ -71,10 +70,9 @@ def test_the_same_figures_give_the_same_picture_whatever_the_style(
     assert plot(make(["a", "c"], 4)) != first
 
 
-def test_the_maps_have_a_cell_for_every_task_their_mean_and_every_block_of_every_model() -> None:
+def test_there_is_a_chart_for_every_task_and_one_for_their_mean() -> None:
     drawn = plot_inspection(make_inspection(["a", "b", "c"], 5, compare=True), "svg").decode()
-    maps = re.findall(r'<g id="QuadMesh_\d">(.*?)</g>', drawn, re.DOTALL)
-    assert [len(re.findall("<path", cells)) for cells in maps[:3]] == [20, 20, 20]
+    assert len(re.findall(r'<g id="axes_\d+">', drawn)) == 4
     assert "<dc:date>" not in drawn
 
 
@@ -85,7 +83,7 @@ def test_other_figures_and_what_is_no_number_change_the_picture() -> None:
 
 
 def test_without_figures_there_is_no_picture() -> None:
-    with pytest.raises(ValueError, match="no tasks"):
+    with pytest.raises(ValueError, match="no drift"):
         plot_inspection(make_inspection([]))
-    with pytest.raises(ValueError, match="no curves"):
-        plot_drift(make_report(curves={}))
+    with pytest.raises(ValueError, match="no drift"):
+        plot_drift(make_report(measures={}))

@@ -22,7 +22,6 @@ from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.models.loading import find_auto_class
 from featcal_cli.reporting.model_card import MARK, MERGED_CARD, copy_merged_card, read_license, write_card
 from featcal_cli.reporting.report import (
-    DriftCurve,
     ModelDrift,
     OutputDrift,
     PlaceDrift,
@@ -149,7 +148,6 @@ def make_report(task: str = "digit", **changes: Any) -> Report:
             Source(f"data {task}", "org/data-a", COMMIT, "the card of org/expert-a", "mit"),
             Source("data letter", "/home/me/my data/letters", None, "the command line", None),
         ],
-        curves={name: DriftCurve(["layers.0", "layers.1"], [0.4, 0.8], [0.3, 0.6], [0.6, 1.2]) for name in tasks},
     )  # fmt: skip
     return replace(report, **changes)
 
@@ -200,7 +198,6 @@ def test_a_model_is_not_its_own_ancestor_and_has_the_given_pipeline_where_the_me
 
 
 MIT = "---\nlicense: mit\n---\n"
-OTHER = "---\nlicense: other\nlicense_name: {}\nlicense_link: https://example.com/{}\n---\n"
 
 
 @pytest.mark.parametrize(
@@ -214,12 +211,7 @@ OTHER = "---\nlicense: other\nlicense_name: {}\nlicense_link: https://example.co
         ("---\nlicense: 'm|<b>'\n---\n",) * 3 + ({},),
         ("---\nlicense: unknown\n---\n",) * 3 + ({},),
         ("---\n: [\n---\n",) * 3 + ({},),
-        ("---\nlicense: other\n---\n",) * 3 + ({},),
-        (OTHER.format("x-1", "x"), OTHER.format("x-1", "y"), OTHER.format("x-2", "x"), {}),
-        (
-            *(OTHER.format("x-1", "x"),) * 3,
-            {"license": "other", "license_name": "x-1", "license_link": "https://example.com/x"},
-        ),
+        ("---\nlicense: other\nlicense_name: x-1\n---\n",) * 3 + ({},),
     ],
 )
 def test_a_licence_is_carried_over_only_where_all_models_agree(
@@ -283,7 +275,8 @@ def test_growing_drift_is_said_at_the_top() -> None:
     grown = replace(report, drift=report.drift | {"letter": TaskDrift(0.5, 0.7, 1.2, 0.5, 0.4, False)})
     card = write_card(grown, name="mended")
     assert "drift grew on letter" in card[: card.index("## ")]
-    assert "| letter \\* | 0.500 | 0.700 | +40 % | 1.200 |" in card  # not held out
+    assert "| letter | 0.500 | 0.700 | +40 % | 1.200 |" in card
+    assert "on held-out rows, but on calibration examples for letter" in card
     assert "grew" not in write_card(report, name="mended")
 
 
@@ -343,7 +336,7 @@ def test_what_the_result_is_judged_by_comes_first() -> None:
     card = write_card(replace(report, measures=measures, settings={**report.settings, "metric": "output"}), name="x")
     assert "Mean distance of outputs from the experts', on held-out rows: **0.400 → 0.300** (−25 %)" in card
     outputs, _, features = card.partition("## Distance of outputs")[2].partition("## Drift from the experts")
-    assert "| **mean** | 0.400 | 0.300 | −25 % | 0.900 |" in outputs and "| digit | 50 % → 50 % |" in outputs
+    assert "| **mean** | 0.400 | 0.300 | −25 % | 0.900 |" in outputs
     assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 |" in features
     assert "Distance of outputs" not in write_card(replace(report, measures=measures), name="x")
 
@@ -365,24 +358,18 @@ def test_accuracy_has_a_table_with_intervals_where_it_was_measured() -> None:
     assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 |" in card
 
 
-def test_every_source_has_one_line_and_notes_that_say_the_same_are_one() -> None:
+def test_notes_that_say_the_same_are_one() -> None:
     report = make_report(
         notes=["digit: column text, tokenizer from its expert", "letter: column text, tokenizer from its expert", "all"]
     )
-    report.sources[3] = replace(report.sources[2], role="expert letter")
     card = write_card(report, name="mended")
-    assert card.count(f"](https://huggingface.co/org/expert-a/tree/{COMMIT}) | expert digit, expert letter |") == 1
     assert "- digit and letter: column text, tokenizer from its expert\n- all\n" in card
 
 
-def test_the_code_has_a_pipeline_where_one_can_be_made_and_calls_things_what_they_are() -> None:
+def test_the_code_calls_things_what_they_are() -> None:
     loaders = {"model_class": "AutoModelForCausalLM", "processor_class": "AutoTokenizer"}
     card = write_card(make_report(), name="mended", pipeline_tag="text-generation", **loaders)
     assert 'tokenizer = AutoTokenizer.from_pretrained("mended")' in card
-    assert 'pipe = pipeline("text-generation", model="mended")' in card
-    assert "pipeline(" not in write_card(make_report(), name="mended", pipeline_tag="text-generation")
-    loaders["model_class"] = "AutoModelForSeq2SeqLM"
-    assert "pipeline(" not in write_card(make_report(), name="mended", pipeline_tag="feature-extraction", **loaders)
 
 
 @pytest.mark.parametrize(
@@ -403,11 +390,10 @@ def test_the_commands_are_those_of_the_place() -> None:
     pushed = write_card(make_report(), name="mended", target="me/mended", model_class="AutoModelForCausalLM")
     assert 'AutoModelForCausalLM.from_pretrained("me/mended", dtype="auto")' in pushed
     assert "hf download me/mended featcal.yaml --local-dir ." in pushed
-    local = write_card(make_report(sources=[], curves={}), name="my model; rm x")
+    local = write_card(make_report(sources=[]), name="my model; rm x")
     assert "hf download" not in local
     assert "featcal calibrate -r featcal.yaml -o 'my model; rm x-again'" in local
     assert "a merge of its experts (task\\_arithmetic, scale 0.3)" in local
-    assert "drift.png" not in local
 
 
 def test_metadata_are_kept_as_the_hub_reads_them() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf, nan
 
-from inspections import change, make_inspection, make_model, set_last
+from inspections import make_inspection, set_last
 
 from featcal_cli.reporting.verdict import (
     describe_lists,
     find_farther,
-    find_growth,
     follow_drift,
     order_blocks,
     split_lists,
@@ -29,20 +28,6 @@ def test_blocks_of_tasks_that_reach_different_ones_are_in_forward_order() -> Non
         assert split_lists(order) == [VISION, LANGUAGE]
         assert describe_lists(order) == "vision.layers.0 … 1, then text.layers.0 … 2"
         assert follow_drift(inspection.tasks["text"].models["model"], order)[:2] == [None, None]
-
-
-def test_growth_is_not_looked_for_at_the_first_block_of_a_list() -> None:
-    drift = make_model(1.0, [*VISION, *LANGUAGE])
-    for first in (0, 2):
-        drift = change(drift, first, amplification=50.0)
-    assert find_growth(change(drift, 3, amplification=3.0)) == ("text.layers.1", 3.0)
-
-
-def test_an_expert_against_itself_grows_nowhere() -> None:
-    drift = make_model(1.0, LANGUAGE)
-    for number in range(3):
-        drift = change(drift, number, amplification=None)  # type: ignore[arg-type]
-    assert find_growth(drift) is None
 
 
 def test_a_task_is_farther_when_it_shows_in_three_digits_or_is_no_number() -> None:
