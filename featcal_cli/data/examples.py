@@ -21,7 +21,7 @@ from featcal_cli.data.batches import (
     take_range,
 )
 from featcal_cli.data.cells import Row
-from featcal_cli.data.columns import check_columns, find_encoded_images, find_label_column, has_caption
+from featcal_cli.data.columns import check_columns, find_column, find_media, has_caption
 from featcal_cli.data.image_text import open_dialogues, open_pairs
 from featcal_cli.data.images import open_images
 from featcal_cli.data.loading import Folders
@@ -156,7 +156,6 @@ def draw_examples(
         reader = _open_rows(data, first, Target(model, preprocessor_folders, where, text_models))
         rows = chain(first, drawn)
     usable = _read_usable(reader, rows, wanted, further, where)
-    notes += reader.remarks([*usable.fitted, *usable.further])
     if usable.is_whole:
         usable.divide(count, hold_out=hold_out)
     else:
@@ -180,7 +179,7 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples, where)
     named = data.columns.keys() - {"label"}
-    has_images = "image" in named or (not named and bool(find_encoded_images(samples)))
+    has_images = "image" in named or (not named and bool(find_media("image", samples)))
     if model.main_input_name == "pixel_values":
         return open_images(data, samples, target)
     if has_images and "pixel_values" in target.names:
@@ -242,13 +241,11 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     """Read up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
     usable = _UsableRows(is_whole=True)
     keys: set[bytes] = set()
-    fix = ""
     for number, row in enumerate(rows, 1):
         try:
             example = reader.read(row)
         except BadRowError as reason:
             usable.bad.append(f"{reason} (example {number})")
-            fix = fix or reason.fix
             continue
         _check_finite(example, f"{where.partition(': ')[0]}: example {number}")
         is_copy = example.key in keys
@@ -267,6 +264,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
         task, _, source = where.partition(": ")
+        fix = f"name the right columns with --columns {task}=ROLE:COLUMN, fix these rows, or give other data"
         raise DataError(what, where=source, fix=fix, task=task)
     return usable
 
@@ -354,5 +352,5 @@ def open_labelled(
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
     reader = _open_rows(data, first, Target(model, folders, where, text_models), labelled=True)
-    column = find_label_column(data, first[0], where)
+    column = find_column("label", data, dict.fromkeys(first[0], ()), where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

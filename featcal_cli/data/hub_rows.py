@@ -11,10 +11,9 @@ from math import ceil
 from random import Random
 from typing import Any, TypeVar
 
-from featcal_cli.data.cells import LARGEST_FILE, Row, Table
-from featcal_cli.data.hub_dataset import HubFile, HubSplit
+from featcal_cli.data.cells import Row, Table
+from featcal_cli.data.hub_dataset import HubSplit
 from featcal_cli.data.parquet import classes_in_footer, open_parquet, read_group
-from featcal_cli.runtime.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -48,16 +47,16 @@ def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
     if (parts := min(stream.num_shards, MOST_SHARDS)) > 1:  # files may hold one class each
         shards = [stream.shard(parts, number) for number in range(parts)]
         stream = datasets.interleave_datasets(shards, stopping_strategy="all_exhausted_without_replacement")
-    return _fetch_all(split, islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count))
+    return islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count)
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     """Read all rows of the split's files in order. Raises like `stream_hub_rows`."""
     if split.format != "parquet":
-        yield from _fetch_all(split, _open_stream(split))
+        yield from _open_stream(split)
         return
-    for file in split.files:
-        with split.open(file, block_size=4 * PIECE_BYTES) as stream:
+    for url in split.sizes:
+        with split.open(url, block_size=4 * PIECE_BYTES) as stream:
             opened = open_parquet(stream, pre_buffer=False)
             for number in range(opened.num_row_groups):
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
@@ -69,19 +68,16 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
     """Return the class names of a column, ordered by class number, from the features in the files or the card; None if
     neither has them. Raises like `stream_hub_rows`."""
     if split.format == "parquet":
-        with split.open(split.files[0]) as stream:
-            classes = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
+        with split.open(next(iter(split.sizes))) as stream:
+            found = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
     else:
-        classes = getattr((_open_stream(split).features or {}).get(column), "names", None)
-    if classes is not None:
-        return list(classes)
-    for noted in split.features:  # in the words of a card
-        match noted:
+        found = getattr((_open_stream(split).features or {}).get(column), "names", None)
+    features = split.info.get("features")
+    for feature in features if found is None and isinstance(features, list) else ():
+        match feature:
             case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
                 return [str(names[key]) for key in sorted(names, key=int)]
-            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
-                return list(map(str, names))
-    return None
+    return found
 
 
 def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -96,7 +92,7 @@ def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterat
 class _RowGroup:
     """One row group of a file, which is the smallest part that parquet lets one read."""
 
-    file: HubFile
+    url: str
     footer: Any
     number: int
     rows: int
@@ -131,31 +127,31 @@ def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
         if len(tables) >= number and sum(table.length for table in tables) >= count:
             break
         reached = group.count_reached(budget / number, ceil(count / number))
-        tables.append(Table(group.file.path, reached, partial(_read_rows, split, group, reached == group.rows)))
+        tables.append(Table(group.url, reached, partial(_read_rows, split, group, reached == group.rows)))
     return tables
 
 
 def _read_rows(split: HubSplit, group: _RowGroup, whole: bool, rows: Sequence[int]) -> Iterator[Row]:
     options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE_BYTES, "metadata": group.footer}
-    with split.open(group.file, cache_type="none") as stream:
-        yield from read_group(open_parquet(stream, **options), group.number, rows, whole=whole)
+    with split.open(group.url, cache_type="none") as stream:
+        yield from read_group(open_parquet(stream, **options), group.number, rows)
 
 
 def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowGroup]:
     """Return the row groups of MOST_FILES files, or of more files if these have fewer than `enough` rows."""
 
-    def read_footer(file: HubFile) -> tuple[HubFile, Any]:
-        with split.open(file, cache_type="none") as stream:
-            return file, open_parquet(stream, pre_buffer=False).metadata
+    def read_footer(url: str) -> tuple[str, Any]:
+        with split.open(url, cache_type="none") as stream:
+            return url, open_parquet(stream, pre_buffer=False).metadata
 
-    files = _weighted_order(split.files, lambda file: file.size, random)
+    urls = _weighted_order(list(split.sizes), split.sizes.__getitem__, random)
     groups: list[_RowGroup] = []
-    for start in range(0, len(files), MOST_FILES):
-        for file, footer in in_parallel(read_footer, files[start : start + MOST_FILES]):
+    for start in range(0, len(urls), MOST_FILES):
+        for url, footer in in_parallel(read_footer, urls[start : start + MOST_FILES]):
             for number in range(footer.num_row_groups):
                 group = footer.row_group(number)
                 size = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-                groups.append(_RowGroup(file, footer, number, group.num_rows, size))
+                groups.append(_RowGroup(url, footer, number, group.num_rows, size))
         if sum(group.rows for group in groups) >= enough:
             break
     return groups
@@ -179,30 +175,7 @@ def _open_stream(split: HubSplit) -> Any:
     library.config.STREAMING_READ_MAX_RETRIES = library.config.STREAMING_OPEN_MAX_RETRIES = 1
     # lists of this kind are taken as they are, where plain ones would be looked up file by file; and a builder of the
     # library's own asks nobody what the dataset is, which would send the token to other hosts than the endpoint
-    files = {name: DataFilesList([x.url for x in found], [()] * len(found)) for name, found in split.splits.items()}
-    is_tsv = split.format == "csv" and ".tsv" in split.files[0].path.lower()
-    options = {"sep": "\t"} if is_tsv else {}
+    files = {name: DataFilesList(list(urls), [()] * len(urls)) for name, urls in split.splits.items()}
+    options = {"sep": "\t"} if all(".tsv" in url.lower() for url in split.sizes) else {}
     stream = library.load_dataset(split.format, data_files=files, split=split.split, streaming=True, **options)
     return stream.decode(False) if stream.features else stream  # without features nothing would be decoded
-
-
-def _fetch_all(split: HubSplit, rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows, with the bytes of each file that a cell names put into the cell."""
-    files = {file.url: file for file in split.files}
-
-    def fetch(value: Any) -> Any:
-        """Return the cell with the bytes of the file that it names, if that file belongs to the split. A dataset must
-        not make anything else be read: no other repo, no other host, and no file on this machine."""
-        file = files.get(value["path"]) if isinstance(value, dict) and value.get("path") else None
-        if file is None or value.get("bytes"):
-            return value
-        content = b""
-        if file.size <= LARGEST_FILE:
-            with split.open(file, cache_type="none") as stream:
-                content = stream.read(file.size)
-            if len(content) != file.size:
-                what = f"{len(content):,} of the {file.size:,} bytes of {file.path} arrived"
-                raise DataError(what, where=file.url, fix="check the connection, and run again")
-        return {**value, "bytes": content}
-
-    return in_parallel(lambda row: {name: fetch(value) for name, value in row.items()}, rows)

@@ -12,10 +12,12 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
+from featcal_cli.data.batches import Batch, count_examples, take_examples
 
 ENCODER_AXIS, DECODER_AXIS = "encoder", "decoder"
 MASK = "attention_mask"
+GLOBAL_MASK = "global_attention_mask"
+"""The input of Longformer and LED that is 1 for tokens that attend to all others."""
 
 
 def is_mask(name: str, tensor: Tensor) -> bool:

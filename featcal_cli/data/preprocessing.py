@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,6 @@ from featcal_cli.data.batches import BadRowError, Batch, Example, forward_names
 from featcal_cli.data.loading import Folders, load_preprocessor
 from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary, open_tokens
 from featcal_cli.runtime.sanitise import exception_text
-
-CHECK_PROCESSOR = "check the files beside the model that say how inputs are processed (*_config.json), and the data"
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,10 @@ class Target:
         try:
             output = call()
         except Exception as error:  # what its files say may make a processor raise anything
-            raise BadRowError(f"it cannot be processed ({exception_text(error)})", CHECK_PROCESSOR) from error
+            raise BadRowError(f"it cannot be processed ({exception_text(error)})") from error
         made = {name: x for name, x in output.items() if name in self.names | {main} and isinstance(x, Tensor)}
         if main not in made:
-            raise BadRowError(f"processing makes no tensor {main} of it", CHECK_PROCESSOR)
+            raise BadRowError(f"processing makes no tensor {main} of it")
         return {name: x.float() if x.is_floating_point() else x for name, x in made.items()}
 
 
@@ -74,7 +72,3 @@ class Reader(ABC):
     @abstractmethod
     def read(self, row: Any) -> Example:
         """Turn a row into an example. Raises BadRowError."""
-
-    def remarks(self, examples: Sequence[Example]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
-        """Return notes about all the examples together. Raises DataError if the model cannot make sense of them."""
-        return ()

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
-from featcal_cli.data.loading import load_tokenizer
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.rows import read_classes
 from featcal_cli.data.vocabulary import TextModels, Vocabulary, map_ids, open_tokens, renumber
 from featcal_cli.evaluation.results import EXPERT, Score, score
@@ -150,7 +150,7 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
     predictors = {}
     for role, body in bodies.items():
         other = task.find_vocabulary(role)
-        table = None if own is None or other is None else map_ids(own, other)
+        table = None if own is None or other is None or body is None else map_ids(own, other)
         predictors[role] = _predict_with_head(expert, body, table)
     return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors)
 
@@ -169,43 +169,32 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
         )
     module = expert.module
     if body is not None:
-
-        def explain(name: str) -> CheckpointError:
-            what = f"{body.role} has no {name} that fits the head of {expert.role}"
-            return CheckpointError(what, where=body.snapshot.name, fix="evaluate models of one architecture")
-
         module = load_model(expert.role, expert.snapshot, type(module)).module
-        parameters: dict[str, Tensor] = dict(body.module.base_model.named_parameters())
-        _take_over(module.base_model, parameters | _order_embeddings(expert, body, table), explain)
+        if table is not None:  # the number of tokens may be another
+            own, other = (part.base_model.get_input_embeddings().weight for part in (module, body.module))
+            own.data = other.data
+        _take_over(module.base_model, dict(body.module.base_model.named_parameters()), body.role, body.snapshot)
 
     def predict(batch: Batch) -> list[int]:
         given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        chosen: list[int] = module(**given).logits.argmax(-1).tolist()
+        chosen: list[int] = module(**renumber(given, table)).logits.argmax(-1).tolist()
         return chosen
 
     return Predictor(module, predict)
 
 
-def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[str, Tensor]:
-    """Return the body's token embeddings, by their name in the body, in the expert's order of tokens; empty if the
-    order is equal in both."""
-    if table is None:
-        return {}
-    own, other = (model.module.base_model.get_input_embeddings().weight for model in (expert, body))
-    count = min(len(table), len(own))
-    ordered = own.data.clone()
-    ordered[:count] = other.data[table[:count].clamp(max=len(other) - 1)].to(own.dtype)
-    return {name: ordered for name, value in body.module.base_model.named_parameters() if value is other}
-
-
-def _take_over(
-    module: torch.nn.Module, source: Mapping[str, Tensor], explain: Callable[[str], CheckpointError]
-) -> None:
-    """Set all parameters of `module` to the values in `source`; `explain` makes the error for one that does not fit."""
+def _take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, snapshot: Snapshot) -> None:
+    """Set all parameters of `module` to the values in `source`, which are those of a model called `role`. Raises
+    CheckpointError for one that does not fit."""
     for name, parameter in module.named_parameters():
         if name not in source or source[name].shape != parameter.shape:
-            raise explain(name)
+            raise _explain(name, role, snapshot)
         parameter.data = source[name].data.to(parameter.dtype)
+
+
+def _explain(name: str, role: str, snapshot: Snapshot) -> CheckpointError:
+    what = f"{role} has no {name}, or one of another shape"
+    return CheckpointError(what, where=snapshot.name, fix="evaluate models of one architecture")
 
 
 # Zero-shot: the class whose name base's text tower puts nearest to the image
@@ -243,28 +232,23 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
     """Load a model in base's class, so that it processes images as base does. A full model is loaded as it is; a vision
     tower alone gets base's projection. Raises CheckpointError for a model that lacks base's image side."""
-
-    def explain(name: str) -> CheckpointError:
-        what = f"{role} does not see images as base does: {name} is missing, or of another shape"
-        return CheckpointError(what, where=snapshot.name, fix="evaluate models that were fine-tuned from base")
-
     model = load_fitting(role, snapshot, base)
     missing = [name for name in model.missing if model.part or name.startswith(IMAGE_SIDE)]
     if missing:
-        raise explain(min(missing) if model.part else missing[0])
+        raise _explain(missing[0], role, snapshot)
     if not model.part:
         return model.module
     combined = load_model(role, base.snapshot, type(base.module)).module
     prefix = f"{model.part}."
     tower = {name.removeprefix(prefix): value for name, value in model.parameters.items() if name.startswith(prefix)}
-    _take_over(combined.get_submodule(model.part), tower, lambda name: explain(prefix + name))
+    _take_over(combined.get_submodule(model.part), tower, role, snapshot)
     return combined
 
 
 def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], where: str) -> Tensor:
     """Return the direction of each class [classes, width]: the normalised text features of all prompts with the class's
     name, averaged and normalised again. Raises DataError without a tokenizer."""
-    tokenizer, _ = load_tokenizer([base.snapshot.folder, *task.folders], where)
+    tokenizer, _ = load_preprocessor("tokenizer", [base.snapshot.folder, *task.folders], where)
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
     module: Any = base.module

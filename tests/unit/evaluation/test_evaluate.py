@@ -320,26 +320,22 @@ def test_lm_eval_is_asked_for_what_it_knows_alone(tmp_path: Path, t5: Path) -> N
 @pytest.mark.parametrize(
     ("results", "metric", "value", "error"),
     [
-        ({"acc,none": 0.75, "acc_stderr,none": 0.2}, "acc", 0.75, None),  # drawn from the samples
-        ({"acc,none": 0.5, "acc_stderr,none": 0.2}, "acc", 0.5, 0.2),  # no mean of the samples
+        ({"acc,none": 0.75, "acc_stderr,none": 0.2}, "acc", 0.75, 0.2),
         ({"acc,none": 0.5, "acc_stderr,none": "N/A"}, "acc,none", 0.5, 0.0),
-        ({"acc,none": 0.75, "acc,strict": 0.5}, "acc", "lm-eval has several acc of sciq", None),
-        ({"acc,none": 0.75}, "exact_match", "lm-eval has no exact_match of sciq", None),
+        ({"acc,none": 0.75, "acc,strict": 0.5}, "acc", "lm-eval has several acc of sciq", 0.0),
+        ({"acc,none": 0.75}, "exact_match", "lm-eval has no exact_match of sciq", 0.0),
     ],
 )
 def test_a_figure_of_lm_evals_is_read_with_its_error(
-    results: dict[str, Any], metric: str, value: float | str, error: float | None
+    results: dict[str, Any], metric: str, value: float | str, error: float
 ) -> None:
-    samples = [{"acc": float(number < 3), "filter": "none"} for number in range(4)]
-    answer = {"results": {"sciq": results}, "samples": {"sciq": samples}, "n-samples": {"sciq": {"effective": 9}}}
+    answer = {"results": {"sciq": results}, "n-samples": {"sciq": {"effective": 9}}}
     if isinstance(value, str):
         with pytest.raises(RecipeError, match=value):
             _read_score(answer, "sciq", metric, "it")
         return
-    score = _read_score(answer, "sciq", metric, "it")
-    drawn = score_mean([1.0, 1.0, 1.0, 0.0])
-    spread = 1.959964 * (error or 0.0)
-    assert score == (drawn if error is None else Score(value, value - spread, value + spread, error, 9))
+    spread = 1.959964 * error
+    assert _read_score(answer, "sciq", metric, "it") == Score(value, value - spread, value + spread, error, 9)
 
 
 def test_code_that_a_model_wrote_runs_only_when_that_is_allowed(t5: Path) -> None:
