@@ -204,7 +204,6 @@ class _UsableRows:
     further: list[Example] = field(default_factory=list)
     """Examples that all differ from each other and from the fitted ones."""
     bad: list[str] = field(default_factory=list)
-    copies: int = 0
     left_out: int = 0
     """Number of rows that are neither fitted nor held out, because they equal a row on the other side."""
     is_whole: bool = False
@@ -250,7 +249,6 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
         _check_finite(example, f"{where.partition(': ')[0]}: example {number}")
         is_copy = example.key in keys
         keys.add(example.key)
-        usable.copies += is_copy
         if len(usable.fitted) < count:
             usable.fitted.append(example)
         elif is_copy:
@@ -281,9 +279,8 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     """Yield notes about bad, repeated and missing rows."""
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
-    if usable.copies:
-        more = f", so {usable.left_out} of them are left out" if usable.left_out else ""
-        yield f"{usable.copies} rows equal others; equal rows are never both fitted and held out{more}"
+    if usable.left_out:
+        yield f"{usable.left_out} rows are left out, because they equal others and would be on both sides"
     fitted = len(usable.fitted)
     if fitted < count and held_out:
         rows = fitted + held_out + usable.left_out

@@ -23,7 +23,7 @@ from featcal_cli.data.splits import (
 )
 from featcal_cli.hub.client import root_of, with_retries
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.repo import CARD, COMMIT, Opener, Repo, open_repo
+from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
@@ -113,7 +113,7 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
         raise DataError(f"{repo.name} is a folder here", where=str(data), fix=f"write path: {repo.name}")
     configs, files = _read_configs(repo), _readable_files(repo)
     name = _choose_config(configs, data) if configs else ""
-    splits = _find_splits(configs.get(name, {}), files) if configs or data.config is None else {}
+    splits = _find_splits(configs.get(name, {}), files) if configs or data.config in (None, "default") else {}
     if splits and _infer_format([path for paths in splits.values() for path in paths]) == "parquet":
         return HubSource(repo, name, splits)
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
@@ -183,17 +183,12 @@ def explaining_hub(data: Data) -> Iterator[None]:
 
 
 def _open_repo(data: Data) -> Repo:
-    from huggingface_hub import HfApi, is_offline_mode, resolve_revision
+    from huggingface_hub import HfApi
 
     name, revision = str(data.dataset), data.revision
-    if is_offline_mode():
-        what = "offline mode is on, and no rows of Hub datasets are kept on this machine"
-        raise HubError(what, where=str(data), fix="unset HF_HUB_OFFLINE, or give a file or folder as data")
     if "/" not in name:  # an old id without a user, which the Hub still knows
         name = with_retries(lambda: HfApi().dataset_info(name, revision=revision).id)
-    if not COMMIT.fullmatch(revision or ""):
-        revision = with_retries(lambda: resolve_revision(name, repo_type="dataset", revision=data.revision).resolved)
-    return Repo(name, "dataset", revision, None)
+    return open_repo(f"{name}@{revision}" if revision else name, "dataset")
 
 
 # --- what the card says ---

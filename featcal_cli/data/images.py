@@ -53,6 +53,7 @@ class ImageReader(Reader):
 def _decode(source: BytesIO | Path) -> Image.Image:
     """Return an image's first frame in RGB, turned as its EXIF data say. Raises what Pillow raises, and ValueError."""
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is lost with an image's transparency
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         image = Image.open(source, formats=FORMATS)
         if image.mode.startswith(DEEP_MODES):

@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
 from itertools import islice
@@ -102,8 +103,13 @@ def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table
     tables: list[Table] = []
     for file in files:
         with explaining(file):
-            tables += open_file(file)
+            tables += [replace(table, read=partial(_read_explained, table)) for table in open_file(file)]
     return tables
+
+
+def _read_explained(table: Table, positions: Sequence[int]) -> Iterator[Row]:
+    with explaining(table.name):
+        yield from table.read(positions)
 
 
 @contextmanager

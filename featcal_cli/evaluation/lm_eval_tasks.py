@@ -13,7 +13,7 @@ from featcal_cli.evaluation.protocols import LabelledTask, on_device
 from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
-from featcal_cli.runtime.errors import DataError, RecipeError
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some
 
@@ -100,12 +100,11 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", **INSTALL)
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
-    is_unknown = isinstance(error, KeyError) and any(name in text for name in names.split(", "))
-    if is_unknown or "not found" in text.lower():
-        what = f"lm-eval {read_version()} does not know one of {names} ({text})"
-        fix = "see their names with: lm-eval ls tasks"
-        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    return DataError(f"lm-eval refuses: {exception_text(error)}", where=f"{task}: {names}", fix="see its documentation")
+    what, fix = (
+        f"lm-eval {read_version()} refuses: {exception_text(error)}",
+        "see the names of its tasks: lm-eval ls tasks",
+    )
+    return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
 
 
 def _explain_code(name: str, task: str) -> RecipeError:

@@ -224,7 +224,7 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
     return Comparison(
         task,
         rows,
-        partial(_read_class, {name: number for number, name in enumerate(classes)}, len(classes), rows),
+        partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows),
         {role: _predict_by_texts(tower, texts) for role, tower in towers.items()},
     )
 
@@ -279,13 +279,12 @@ def _pool(features: Any) -> Tensor:
     return pooled
 
 
-def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, label: Any) -> int:
-    """Return a label as the number of one of `count` classes. Raises DataError for a class without a name."""
+def _read_number(numbers: Mapping[str, int], count: int, rows: LabelledRows, label: Any) -> int:
+    """Return a label as the number of one of `count` classes or answers. Raises DataError for one beyond them."""
     number = number_label(label, rows.column, numbers, rows.where)
     if number >= count:
-        what = f"label {number} in column {rows.column} has no name: there are {count} classes"
-        fix = "list the names of all classes, by number, as classes: under evaluate"
-        raise DataError(what, where=rows.where, fix=fix)
+        what = f"label {number} in column {rows.column} has no name and no answer: there are {count}"
+        raise DataError(what, where=rows.where, fix="list all classes or answers, by number, under evaluate")
     return number
 
 
@@ -340,9 +339,4 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
         except (ValueError, TypeError, LookupError) as error:
             what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
             raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None
-    number = number_label(label, rows.column, {}, rows.where)
-    if number >= len(answers):
-        what = f"label {number} in column {rows.column} has no answer: there are {len(answers)}"
-        fix = "list an answer for every label, by its number, as answers: under evaluate"
-        raise DataError(what, where=rows.where, fix=fix)
-    return answers[number]
+    return answers[_read_number({}, len(answers), rows, label)]

@@ -109,7 +109,7 @@ CASES: list[Case] = [
     (empty_folder, ["no images, no recordings and no data files"]),
     (file("numbers.csv", "height,weight\n" + "1,2\n" * 20), ["height", "weight"]),
     (file("empty.jsonl", ""), ["no rows"]),
-    (file("rows.jsonl", '{"text": "w2 w3"}\n' * 40 + '{"text": "w2'), ["is not JSON", "line 41"]),
+    (file("rows.jsonl", '{"text": "w2 w3"}\n' * 5 + '{"text": "w2'), ["is not JSON", "line 6"]),
     (file("rows.jsonl", '{"text": \n'), ["is not JSON", "rows.jsonl, line 1"]),
     (file("rows.jsonl", "[1, 2]\n" * 20), ["not a JSON object"]),
     (file("rows.jsonl", f'{{"text": {"[" * 100_000}\n' * 3), ["nested too deep"]),
