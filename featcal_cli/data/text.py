@@ -27,6 +27,7 @@ from featcal_cli.data.columns import (
     find_about,
 )
 from featcal_cli.data.messages import Message, answer_of, is_conversation, is_text, read_messages
+from featcal_cli.data.padding import GLOBAL_MASK
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.vocabulary import TextTokens
 from featcal_cli.recipe.schema import Data
@@ -183,6 +184,10 @@ class TextReader(Reader):
             # the model may answer from the last position, padding or not: without a mask, texts are never padded
             del encoded["attention_mask"]
         inputs = {name: torch.tensor([values]) for name, values in encoded.items() if name in self.target.names}
+        if GLOBAL_MASK in self.target.names and given.pair is None:
+            # classifiers and summarisers are trained so; of a pair, the model itself lets the question attend globally
+            inputs[GLOBAL_MASK] = torch.zeros_like(inputs["input_ids"])
+            inputs[GLOBAL_MASK][:, 0] = 1
         return Example(inputs | decoder_inputs(self.target.model, target))
 
 

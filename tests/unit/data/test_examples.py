@@ -751,13 +751,9 @@ def test_conversations_go_through_the_chat_template_without_further_special_toke
     ],
     ids=lambda row: "-".join(row),
 )
-@pytest.mark.parametrize("chat", [True, False])
-def test_question_and_answer_are_known_by_the_names_that_datasets_use(
-    at: Folder, llama: Any, row: Row, chat: bool
-) -> None:
-    at.tokenizer(chat=chat)
-    expected = "user w1 assistant w2" if chat else "[CLS] w1 w2 [SEP]"
-    assert words_of(at.load(llama, at.rows(row)).fitted) == [expected]
+def test_question_and_answer_are_known_by_the_names_that_datasets_use(at: Folder, llama: Any, row: Row) -> None:
+    at.tokenizer(chat=True)
+    assert words_of(at.load(llama, at.rows(row)).fitted) == ["user w1 assistant w2"]
 
 
 CALL = {"function": {"name": "w8", "arguments": "{}"}}
@@ -893,6 +889,14 @@ def test_an_encoder_decoder_classifier_runs_on_its_batches(at: Folder) -> None:
     [batch] = at.load(model, at.rows({"premise": "w1", "hypothesis": "w2"})).fitted
     assert words_of([batch]) == ["[CLS] w1 [SEP] w2 [SEP]"]
     assert model(**batch).logits.shape[0] == 1
+
+
+def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(at: Folder) -> None:
+    longformer = build("LongformerModel", "LongformerConfig", **TINY, max_position_embeddings=16, attention_window=4)
+    [batch] = at.load(longformer, at.rows({"text": "w1 w2 w3"}, {"text": "w4"})).fitted
+    assert batch["global_attention_mask"].tolist() == [[1, 0, 0, 0, 0]] * 2
+    [pairs] = at.load(longformer, at.rows({"question": "w1", "context": "w2 w3"})).fitted
+    assert "global_attention_mask" not in pairs
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
