@@ -41,9 +41,7 @@ def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
                 reasons.append(f"{_repo_name(folder)}: {exception_text(error)}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
-    fix = f"copy {files[0]} and the files it needs from the base model into the merged folder"
-    if reasons:
-        fix = f"put {files[0]} and the files it needs, as they were published, into a copy of one of these models"
+    fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
     raise DataError(f"no {kind} can be loaded ({tried})", where=where, fix=fix)
 
 

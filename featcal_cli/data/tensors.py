@@ -22,6 +22,7 @@ from featcal_cli.data.batches import (
 )
 from featcal_cli.data.columns import NAMES
 from featcal_cli.data.local_files import check_split_of_file, local_path
+from featcal_cli.data.padding import cut_padding
 from featcal_cli.data.preprocessing import Reader
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -44,22 +45,10 @@ class TensorReader(Reader):
         return range(count_examples(self.tensors))
 
     def read(self, row: int) -> Example:
-        """Return the example at this position: floating-point tensors become float32, and tokens that a mask excludes
-        at either end are removed."""
+        """Return the example at this position, cut to the tokens that its masks keep; floating-point tensors become
+        float32."""
         inputs = take_examples(self.tensors, [row])
-        inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
-        for mask in MASKS:
-            if mask not in inputs or inputs[mask].dim() != 2:
-                continue
-            decoder = mask.startswith("decoder_")
-            counted = inputs[mask][0].nonzero()[:, 0]
-            text = slice(int(counted[0]), int(counted[-1]) + 1)
-            shape = inputs[mask].shape
-            for name, x in inputs.items():
-                is_of_text = name.startswith("decoder_") == decoder and not name.startswith("pixel_")
-                if is_of_text and x.shape[:2] == shape:
-                    inputs[name] = x[:, text]
-        return Example(inputs)
+        return Example(cut_padding({name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}))
 
 
 def is_tensor_file(data: Data) -> bool:

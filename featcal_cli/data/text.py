@@ -190,6 +190,14 @@ class TextReader(Reader):
             inputs[GLOBAL_MASK][:, 0] = 1
         return Example(inputs | decoder_inputs(self.target.model, target))
 
+    def unknown_share(self, example: Example) -> float:
+        unknown = self.tokenizer.unk_token_id
+        return (
+            0.0
+            if unknown is None
+            else float((example.inputs["input_ids"] == self.tokens.number([unknown])[0]).float().mean())
+        )
+
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     """Open the reader for rows with text. Raises DataError when no column holds text or no folder has a tokenizer."""

@@ -18,8 +18,6 @@ from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 """Forward arguments that hold token ids."""
-MOST_UNKNOWN = 0.5
-"""Largest share of unknown tokens in a text that can be used."""
 SHOWN = 3
 """Tokens that a message shows when it quotes a text or a list of tokens."""
 
@@ -161,8 +159,7 @@ class TextTokens:
         self, texts: Sequence[str], most: int, *, add_special_tokens: bool = True, is_target: bool = False
     ) -> dict[str, list[int]]:
         """Return the ids that batches hold, and the masks, of a text or a pair, cut at `most` tokens. Raises
-        BadRowError if the tokenizer cannot read the text or does not know most of its tokens, and DataError like
-        `check`."""
+        BadRowError if the tokenizer cannot read the text, and DataError like `check`."""
         tokenizer = self.cutting.tokenizer
         given = {"text_target": texts[0]} if is_target else dict(zip(("text", "text_pair"), texts, strict=False))
         options = {"truncation": True, "max_length": most, "return_attention_mask": True}
@@ -171,9 +168,6 @@ class TextTokens:
         except Exception as error:  # what its files say may make a tokenizer raise anything
             raise BadRowError(f"the tokenizer cannot read it ({exception_text(error)})") from error
         ids = encoded["input_ids"]
-        share = ids.count(tokenizer.unk_token_id) / max(1, len(ids))
-        if share > MOST_UNKNOWN:
-            raise BadRowError(f"{share:.0%} of the tokens are {tokenizer.unk_token}")
         self.check(ids, texts, most, tokenizer.truncation_side)
         return {**encoded, "input_ids": self.number(ids)}
 
