@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from featcal_cli.data.batches import BadRowError, Example, decoder_inputs, padding_id
 from featcal_cli.data.cells import Row, decode_cell
 from featcal_cli.data.columns import NAMES, Samples, find_column
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.messages import is_text
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.text import MAX_TOKENS
-from featcal_cli.data.vocabulary import TextTokens
+from featcal_cli.data.vocabulary import TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
@@ -89,12 +90,12 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
         import soxr  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: without the C library
         raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, **INSTALL) from None
-    extractor, source = target.load("feature extractor")
+    extractor, source = load_preprocessor("feature extractor", target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
     transcript = None
     if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
         transcript = data.columns.get("response") or data.columns.get("text")
         transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
-    tokens = None if transcript is None else target.open_tokens()
+    tokens = open_tokens(target.text_models, target.folders, target.where) if transcript else None
     return AudioReader(chosen, padding_id(target.model), column, folder_of(data), extractor, target, transcript, tokens)

@@ -11,10 +11,11 @@ from featcal_cli.data.batches import BadRowError, Example, padding_id
 from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import Samples, choose_text_roles, find_about
 from featcal_cli.data.images import ImageReader, open_images
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.messages import Message
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_text
-from featcal_cli.data.vocabulary import TextTokens, renumber
+from featcal_cli.data.vocabulary import TextTokens, Vocabulary, renumber
 from featcal_cli.recipe.schema import Data
 
 MARK = "<image>"
@@ -96,13 +97,15 @@ def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
     """Open the reader for a causal model that answers about an image. Raises DataError when a column is missing, or no
     folder has a processor."""
-    processor, source = target.load("processor")
+    processor, source = load_preprocessor("processor", target.folders, target.where)
     images = open_images(data, samples, target, processor=(processor.image_processor, source))
     others = _without(samples, images.column)
     roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
     formatter = RowFormatter(roles, find_about(data, roles, others), data.template, "causal", _Turns(processor))
     chosen = f"{images.chosen}; {formatter.describe()}, processor from {source}"
-    tokens = target.tokens_of(processor, source)
+    cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
+    models = target.text_models
+    tokens = TextTokens(cutting) if models is None else models.relate(cutting, target.where)
     return DialogueReader(chosen, padding_id(target.model), images, formatter, processor, tokens, target)
 
 

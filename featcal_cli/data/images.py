@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from featcal_cli.data.batches import BadRowError, Example, decoder_inputs, padding_id
 from featcal_cli.data.cells import Row, decode_cell
 from featcal_cli.data.columns import Samples, find_column
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.recipe.schema import Data
@@ -67,6 +68,6 @@ def open_images(
     """Open the reader for rows with images. `processor` is an image processor with the name of its source; by default
     it is loaded. Raises DataError when no column holds images or no folder has an image processor."""
     column = find_column("image", data, samples, target.where)
-    images, source = processor or target.load("image processor")
+    images, source = processor or load_preprocessor("image processor", target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
     return ImageReader(chosen, padding_id(target.model), column, folder_of(data), images, target)

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import BadRowError, Batch, Example, forward_names
-from featcal_cli.data.loading import Folders, load_preprocessor
-from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary, open_tokens
+from featcal_cli.data.loading import Folders
+from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.runtime.sanitise import exception_text
 
 
@@ -32,20 +32,6 @@ class Target:
     def names(self) -> set[str]:
         """The names of the model's forward arguments."""
         return forward_names(self.model)
-
-    def load(self, kind: str) -> tuple[Any, str]:
-        """Load a preprocessor of this kind, and return it with its model's name. Raises DataError if none can be
-        loaded."""
-        return load_preprocessor(kind, self.folders, self.where)
-
-    def open_tokens(self) -> TextTokens:
-        """Open the tokenizer that cuts the task's texts into tokens. Raises DataError if none can be loaded."""
-        return open_tokens(self.text_models, self.folders, self.where)
-
-    def tokens_of(self, processor: Any, source: str) -> TextTokens:
-        """Return the tokens that a processor's tokenizer makes of texts; `source` names the origin of the processor."""
-        cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
-        return TextTokens(cutting) if self.text_models is None else self.text_models.relate(cutting, self.where)
 
     def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
         """Call a preprocessor for one example, and return the tensors that the model takes, floating-point ones as

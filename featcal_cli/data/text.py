@@ -29,7 +29,7 @@ from featcal_cli.data.columns import (
 from featcal_cli.data.messages import Message, answer_of, is_conversation, is_text, read_messages
 from featcal_cli.data.padding import GLOBAL_MASK
 from featcal_cli.data.preprocessing import Reader, Target
-from featcal_cli.data.vocabulary import TextTokens
+from featcal_cli.data.vocabulary import TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
@@ -201,7 +201,7 @@ class TextReader(Reader):
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     """Open the reader for rows with text. Raises DataError when no column holds text or no folder has a tokenizer."""
-    model, tokens = target.model, target.open_tokens()
+    model, tokens = target.model, open_tokens(target.text_models, target.folders, target.where)
     tokenizer, vocabulary = tokens.cutting.tokenizer, count_vocabulary(model)
     pad = tokenizer.pad_token_id
     if pad is None or (vocabulary is not None and tokens.number([pad])[0] >= vocabulary):

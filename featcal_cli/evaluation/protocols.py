@@ -77,8 +77,8 @@ class LabelledTask:
     batch_size: int
     limit: int | None
     """Number of examples, chosen at random; None for all examples."""
-    text_models: TextModels | None = None
-    """The models that read the task's texts, by role; None if all have one vocabulary."""
+    text_models: TextModels
+    """The models that read the task's texts, by role."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
         """Open the labelled rows as inputs for models of this architecture. Raises DataError."""
@@ -91,57 +91,56 @@ class LabelledTask:
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
         """Return the model's own vocabulary, or None if it is not known."""
-        return None if self.text_models is None else self.text_models.vocabularies.find(role)
+        return self.text_models.vocabularies.find(role)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One task's examples and the models that are compared on them."""
+def _compare(
+    task: LabelledTask,
+    rows: LabelledRows,
+    read_label: Callable[[Any], Any],
+    predictors: Mapping[str, Predictor],
+    tell: Callable[[int], None],
+) -> dict[str, Score]:
+    """Return the score of each role's predictor. read_label: function from a row's label to the correct prediction.
+    tell: called every few seconds with the number of finished examples. Raises DataError for rows that cannot be
+    used."""
+    right: list[Any] = []
+    predictions: dict[str, list[Any]] = {role: [] for role in predictors}
+    last = time.monotonic()
+    for group in _read_groups(task, rows):
+        for _, labels in group:
+            right += map(read_label, labels)
+        for role, predictor in predictors.items():
+            with on_device(predictor.module, task.device), torch.inference_mode():
+                for batch, _ in group:
+                    placed = {name: value.to(task.device) for name, value in batch.items()}
+                    predictions[role] += predictor.predict(placed)
+        if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
+            tell(len(right))
+            last = time.monotonic()
+    metric = METRICS[task.how.metric]
+    return {role: score(metric, given, right) for role, given in predictions.items()}
 
-    task: LabelledTask
-    rows: LabelledRows
-    read_label: Callable[[Any], Any]
-    """Function from a row's label to the correct prediction."""
-    predictors: Mapping[str, Predictor]
-    """The models to compare, by role."""
 
-    def score(self, tell: Callable[[int], None]) -> dict[str, Score]:
-        """Return the score of each role. `tell` is called every few seconds with the number of finished examples.
-        Raises DataError for rows that cannot be used."""
-        right: list[Any] = []
-        predictions: dict[str, list[Any]] = {role: [] for role in self.predictors}
-        last = time.monotonic()
-        for group in self._read_groups():
-            for _, labels in group:
-                right += map(self.read_label, labels)
-            for role, predictor in self.predictors.items():
-                with on_device(predictor.module, self.task.device), torch.inference_mode():
-                    for batch, _ in group:
-                        placed = {name: value.to(self.task.device) for name, value in batch.items()}
-                        predictions[role] += predictor.predict(placed)
-            if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
-                tell(len(right))
-                last = time.monotonic()
-        metric = METRICS[self.task.how.metric]
-        return {role: score(metric, given, right) for role, given in predictions.items()}
-
-    def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
-        """Yield groups of batches with their labels; a model processes a whole group each time it is on the device."""
-        most = 0 if self.task.device.type == "cpu" else GROUP_BYTES
-        group: list[tuple[Batch, list[Any]]] = []
-        for batch, labels in self.rows.batches(self.task.batch_size):
-            group.append((batch, labels))
-            if sum(value.nbytes for given, _ in group for value in given.values()) >= most:
-                yield group
-                group = []
-        if group:
+def _read_groups(task: LabelledTask, rows: LabelledRows) -> Iterator[list[tuple[Batch, list[Any]]]]:
+    """Yield groups of batches with their labels; a model processes a whole group each time it is on the device."""
+    most = 0 if task.device.type == "cpu" else GROUP_BYTES
+    group: list[tuple[Batch, list[Any]]] = []
+    for batch, labels in rows.batches(task.batch_size):
+        group.append((batch, labels))
+        if sum(value.nbytes for given, _ in group for value in given.values()) >= most:
             yield group
+            group = []
+    if group:
+        yield group
 
 
 # An expert's own head
 
 
-def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None]) -> Comparison:
+def compare_heads(
+    task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None], tell: Callable[[int], None]
+) -> dict[str, Score]:
     """Compare the expert's head on several bodies, by role; None stands for the expert's own body. Raises
     CheckpointError and DataError."""
     rows = task.open(expert.module)
@@ -152,7 +151,7 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
         other = task.find_vocabulary(role)
         table = None if own is None or other is None or body is None else map_ids(own, other)
         predictors[role] = _predict_with_head(expert, body, table)
-    return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors)
+    return _compare(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors, tell)
 
 
 def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Predictor:
@@ -200,7 +199,9 @@ def _explain(name: str, role: str, snapshot: Snapshot) -> CheckpointError:
 # Zero-shot: the class whose name base's text tower puts nearest to the image
 
 
-def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel]) -> Comparison:
+def compare_zero_shot(
+    task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel], tell: Callable[[int], None]
+) -> dict[str, Score]:
     """Compare several models' image features with the texts of `base`; `towers` come from `load_tower`, by role.
 
     Raises CheckpointError for a base without a text tower, and DataError for classes that have no names.
@@ -221,12 +222,9 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
             fix="list their names, by number, as classes: under evaluate",
         )
     texts = _embed_classes(task, base, classes, rows.where)
-    return Comparison(
-        task,
-        rows,
-        partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows),
-        {role: _predict_by_texts(tower, texts) for role, tower in towers.items()},
-    )
+    read_label = partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows)
+    predictors = {role: _predict_by_texts(tower, texts) for role, tower in towers.items()}
+    return _compare(task, rows, read_label, predictors, tell)
 
 
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
@@ -291,7 +289,9 @@ def _read_number(numbers: Mapping[str, int], count: int, rows: LabelledRows, lab
 # Generation: a text is right when it is the wanted one to the letter
 
 
-def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Comparison:
+def compare_generation(
+    task: LabelledTask, models: Mapping[str, Model], tell: Callable[[int], None]
+) -> dict[str, Score]:
     """Compare several models that generate text, by role. Raises CheckpointError for models that are not
     encoder-decoders, and DataError."""
     for model in models.values():
@@ -303,12 +303,8 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
             )
     rows = task.open(next(iter(models.values())).module)
     cutting = task.open_tokens(rows.where)
-    return Comparison(
-        task,
-        rows,
-        partial(_read_answer, task.how.answers or (), rows),
-        {role: _generate(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()},
-    )
+    predictors = {role: _generate(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()}
+    return _compare(task, rows, partial(_read_answer, task.how.answers or (), rows), predictors, tell)
 
 
 def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Predictor:

@@ -165,16 +165,20 @@ class _TaskMeasurement:
                 yield role, measure_tasks(self._open_task([role]), role, model, allow_code=self.allow_code)
         elif roles:
             opened = self._open_task(roles)
+            stage(f"evaluating {task}")
+
+            def tell(count: int) -> None:
+                stage(f"evaluating {task}: {count:,} examples")
+
             if self.how.protocol == "zero-shot":
                 towers = {role: models.tower(role, task) for role in roles}
-                comparison = protocols.compare_zero_shot(opened, models.base, towers)
+                scores = protocols.compare_zero_shot(opened, models.base, towers, tell)
             elif self.how.protocol == "generation":
-                comparison = protocols.compare_generation(opened, {role: models.model(role, task) for role in roles})
+                scores = protocols.compare_generation(opened, {role: models.model(role, task) for role in roles}, tell)
             else:
                 bodies = {role: None if role == EXPERT else models.model(role, task) for role in roles}
-                comparison = protocols.compare_heads(opened, models.model(EXPERT, task), bodies)
-            stage(f"evaluating {task}")
-            yield from comparison.score(lambda count: stage(f"evaluating {task}: {count:,} examples")).items()
+                scores = protocols.compare_heads(opened, models.model(EXPERT, task), bodies, tell)
+            yield from scores.items()
         if self.session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()
 
