@@ -26,10 +26,10 @@ MOST_SHARDS = 16
 """Maximum number of file groups whose rows are streamed in turn."""
 MOST_FILES = 32
 """Maximum number of parquet files that are opened if these hold enough rows: each costs a request, up to a MB."""
-BUDGET_SHARE, FEWEST_BYTES, MOST_BYTES = 0.25, 2**23, 2**26
-"""Share of the parquet files' bytes that one draw may read, and the minimum and maximum bytes of this budget."""
-FEWEST_GROUPS, MOST_BYTES_FOR_SPREAD = 16, 2**28
-"""Number of row groups that a draw is spread over even beyond that budget, and the maximum bytes for doing so."""
+MOST_GROUPS, MOST_BYTES = 100, 2**27
+"""Number of row groups that a draw is spread over, as long as these have no more bytes."""
+PART_BYTES = 2**23
+"""Number of bytes at the beginning of a larger row group that is drawn from, if it can be read in part."""
 PAGE_ROWS = 1024
 """Minimum number of rows that writers put into a page. A row group without more rows cannot be read in part."""
 PIECE_BYTES = 2**20
@@ -99,35 +99,24 @@ class _RowGroup:
     size: int
     """Compressed size in bytes."""
 
-    def count_reached(self, share: float, least: int) -> int:
-        """Return how many rows at the beginning of the group may be drawn from, at least `least`, if about `share`
-        bytes may be read of each group: all rows if the group is not much larger than others or cannot be read in
-        part."""
-        # groups are about equal, so that half of them are a little above their share
-        if self.size <= 2 * share or self.rows <= PAGE_ROWS:
-            return self.rows
-        return min(self.rows, max(least, int(self.rows * share / self.size)))
-
 
 def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
     """Choose row groups of a split's parquet files, or beginnings of them, from which `count` rows can be drawn that
-    are spread over the split. The choice is random but equal for equal seeds, and takes as many groups as the budget
-    allows. Raises what the readers of parquet and HfFileSystem raise."""
+    are spread over the split. The choice is random but equal for equal seeds. Raises what the readers of parquet and
+    HfFileSystem raise."""
     random = Random(seed)
     groups = _weighted_order(_list_row_groups(split, count, random), lambda group: group.rows, random)
-    if not groups:
-        return []
-    size = max(1, sum(group.size for group in groups)) / len(groups)
-    least = sum(group.size if group.rows <= PAGE_ROWS else min(group.size, 4 * PIECE_BYTES) for group in groups)
-    budget = min(MOST_BYTES, max(FEWEST_BYTES, BUDGET_SHARE * size * len(groups)))
-    spread = min(FEWEST_GROUPS, int(MOST_BYTES_FOR_SPREAD * len(groups) / max(1, least)))
-    number = min(len(groups), count, max(int(budget / size), spread, 1))
+    least = ceil(count / max(1, min(len(groups), MOST_GROUPS)))
     tables: list[Table] = []
+    rows, size = 0, 0
     for group in groups:
-        if len(tables) >= number and sum(table.length for table in tables) >= count:
+        if rows >= count and (len(tables) == MOST_GROUPS or size >= MOST_BYTES):
             break
-        reached = group.count_reached(budget / number, ceil(count / number))
+        reached = group.rows
+        if group.rows > PAGE_ROWS and group.size > PART_BYTES:
+            reached = min(group.rows, max(least, group.rows * PART_BYTES // group.size))
         tables.append(Table(group.url, reached, partial(_read_rows, split, group, reached == group.rows)))
+        rows, size = rows + reached, size + group.size * reached // group.rows
     return tables
 
 

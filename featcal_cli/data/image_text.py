@@ -69,11 +69,7 @@ class _Turns:
     question."""
 
     processor: Any
-
-    @property
-    def chat_template(self) -> str | None:
-        template: str | None = self.processor.chat_template
-        return template
+    chat_template: str | None
 
     def apply_chat_template(self, messages: Sequence[Message], *, tokenize: bool) -> str:
         asked = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -101,7 +97,9 @@ def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueRead
     images = open_images(data, samples, target, processor=(processor.image_processor, source))
     others = _without(samples, images.column)
     roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
-    formatter = RowFormatter(roles, find_about(data, roles, others), data.template, "causal", _Turns(processor))
+    formatter = RowFormatter(
+        roles, find_about(data, roles, others), data.template, "causal", _Turns(processor, processor.chat_template)
+    )
     chosen = f"{images.chosen}; {formatter.describe()}, processor from {source}"
     cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
     models = target.text_models

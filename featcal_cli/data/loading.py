@@ -33,25 +33,23 @@ def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str
     """Load a tokenizer, image processor, feature extractor or processor (for images with texts) from the first folder
     that has a usable one. Return it with the name of its model or folder. Raises DataError if none can be loaded."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
+    # torchvision's results differ from Pillow's, and the choice would depend on what is installed
+    options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
     reasons: list[str] = []
     for folder in folders:
         if any((folder / file).is_file() for file in files):
             try:
-                return _load(kind, folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
+                loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
                 reasons.append(f"{_repo_name(folder)}: {exception_text(error)}")
+                continue
+            lacking = [name for name in NEEDED.get(kind, ()) if not hasattr(loaded, name)]
+            if not lacking:
+                return loaded, folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
+            reasons.append(f"{_repo_name(folder)}: {type(loaded).__name__} has no {lacking[0]}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
     raise DataError(f"no {kind} can be loaded ({tried})", where=where, fix=fix)
-
-
-def _load(kind: str, folder: Path) -> Any:
-    # torchvision's results differ from Pillow's, and the choice would depend on what is installed
-    options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
-    loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
-    if lacking := [name for name in NEEDED.get(kind, ()) if not hasattr(loaded, name)]:
-        raise ValueError(f"{type(loaded).__name__} has no {lacking[0]}")
-    return loaded
 
 
 def _repo_name(folder: Path) -> str:
