@@ -204,7 +204,7 @@ def _read_card(repo: Repo) -> dict[str, Any]:
     return metadata or {}
 
 
-def _read_configs(repo: Repo) -> dict[str, Config]:
+def _read_configs(repo: Repo) -> Mapping[str, Config]:
     """Return the settings of each config: from the card, else from the folder layout of the Hub's parquet copies; empty
     if neither names any. Raises DataError for a card that cannot be read."""
     listed = _read_card(repo).get("configs")
