@@ -11,21 +11,21 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from featcal_cli.data.batches import OTHER_COLUMN, BadRowError, Example, count_vocabulary, decoder_inputs, padding_id
-from featcal_cli.data.cells import Row, open_cell, refuse_cell
-from featcal_cli.data.columns import NAMES, Samples, find_audio_column
+from featcal_cli.data.batches import BadRowError, Example, decoder_inputs, padding_id
+from featcal_cli.data.cells import Row, decode_cell
+from featcal_cli.data.columns import NAMES, Samples, find_column
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.messages import is_text
 from featcal_cli.data.preprocessing import Reader, Target
-from featcal_cli.data.vocabulary import TextTokens
+from featcal_cli.data.text import MAX_TOKENS
+from featcal_cli.data.vocabulary import TextTokens, open_tokens
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
 MOST_SECONDS = 30
 """Number of seconds of a recording that are read; the rest is cut off."""
-SLOWEST, FASTEST = 1_000, 400_000
-"""The lowest and highest sampling rate (samples per second) that a recording may have."""
 INSTALL = {"fix": "install what reads sound, in the clone of featcal", "command": "pip install -e '.[audio]'"}
 Wave = NDArray[numpy.float32]
 
@@ -47,16 +47,10 @@ class AudioReader(Reader):
 
     def read(self, row: Row) -> Example:
         model = self.target.model
-        wave, is_cut = self._decode(row.get(self.column))
+        wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
         extract = partial(self.extractor, [wave], sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
         inputs = self.target.preprocess(model.main_input_name, extract)
-        return Example(inputs | decoder_inputs(model, self._encode(row)), is_cut)
-
-    def remarks(self, examples: Any) -> list[str]:
-        """Say how many recordings were cut off."""
-        cut = sum(example.is_cut for example in examples)
-        beyond = f"{cut} of {len(examples)} recordings are longer than {MOST_SECONDS} s: what is beyond is cut off"
-        return [beyond] if cut else []
+        return Example(inputs | decoder_inputs(model, self._encode(row)))
 
     def _encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's transcript, in the vocabulary of the model that the examples are for, or an
@@ -65,68 +59,43 @@ class AudioReader(Reader):
             return []
         text, config = row.get(self.transcript), self.target.model.config
         if not is_text(text):
-            raise BadRowError(f"column {plain(self.transcript)} has no text", OTHER_COLUMN)
-        most = getattr(config, "max_target_positions", None)
-        ids = self.tokens.cutting.tokenizer(text, truncation=True, max_length=most)["input_ids"]
-        self.tokens.check(ids, [text], most or len(ids))
-        tokens = self.tokens.number(ids)
+            raise BadRowError(f"column {plain(self.transcript)} has no text")
+        tokens = self.tokens.encode([text], getattr(config, "max_target_positions", MAX_TOKENS))["input_ids"]
         if tokens[:1] == [config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
-        if not tokens or max(tokens) >= (count_vocabulary(self.target.model) or max(tokens) + 1):
-            raise BadRowError(f"column {plain(self.transcript)} has no text that the model knows", OTHER_COLUMN)
+        if not tokens:
+            raise BadRowError("a text has no tokens")
         return tokens
 
-    def _decode(self, value: Any) -> tuple[Wave, bool]:
-        """Return the recording as one channel at the extractor's rate, and whether it was longer than MOST_SECONDS."""
-        try:
-            rate, channels = self._read_samples(value)
-            if not (isinstance(rate, int) and SLOWEST <= rate <= FASTEST):
-                raise ValueError(f"{plain(str(rate))} samples a second are none that sound has")
-            wave = channels[: MOST_SECONDS * rate].mean(1)
-            if not len(wave) or not numpy.isfinite(wave).all():
-                raise ValueError("it is empty" if not len(wave) else "some samples are NaN or infinite")
-            import soxr
-
-            resampled: Wave = soxr.resample(wave, rate, self.extractor.sampling_rate).astype(numpy.float32)
-            return resampled, len(channels) > MOST_SECONDS * rate
-        except BadRowError:
-            raise
-        except Exception as error:  # decoders raise many kinds for what is broken
-            reason = getattr(error, "error_string", exception_text(error))  # libsndfile's own words
-            raise refuse_cell(value, self.column, "recording", reason) from error
-
-    def _read_samples(self, value: Any) -> tuple[Any, Wave]:
-        """Return the sampling rate and the samples [samples, channels]. From an encoded file, at most MOST_SECONDS and
-        one sample more are read."""
+    def _decode(self, source: BytesIO | Path) -> Wave:
+        """Return a recording as one channel at the extractor's rate. Raises what the libraries raise."""
         import soundfile
+        import soxr
 
-        if isinstance(value, dict) and value.get("array") is not None:
-            samples = numpy.asarray(value["array"], dtype=numpy.float32)
-            if samples.ndim not in (1, 2):
-                raise ValueError(f"an array of {list(samples.shape)} is no recording")
-            channels = samples[:, None] if samples.ndim == 1 else samples
-            return value.get("sampling_rate"), channels.T if channels.shape[0] < channels.shape[1] else channels
-        source = open_cell(value, self.column, self.folder, "recording")
-        with soundfile.SoundFile(BytesIO(source) if isinstance(source, bytes) else source) as file:
+        with soundfile.SoundFile(source) as file:
             rate = file.samplerate
-            return rate, file.read(MOST_SECONDS * rate + 1, dtype="float32", always_2d=True)
+            wave = file.read(MOST_SECONDS * rate, dtype="float32", always_2d=True).mean(1)
+        if not len(wave) or not numpy.isfinite(wave).all():
+            raise ValueError("it is empty" if not len(wave) else "some samples are NaN or infinite")
+        resampled: Wave = soxr.resample(wave, rate, self.extractor.sampling_rate).astype(numpy.float32)
+        return resampled
 
 
 def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
     """Open the reader for rows with recordings. Raises DataError when no column holds recordings, no folder has a
     feature extractor, or the libraries that decode sound are not installed."""
-    column = find_audio_column(data, samples, target.where)
+    column = find_column("audio", data, samples, target.where)
     try:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: without the C library
         raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, **INSTALL) from None
-    extractor, source = target.load("feature extractor")
+    extractor, source = load_preprocessor("feature extractor", target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
     transcript = None
     if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
         transcript = data.columns.get("response") or data.columns.get("text")
         transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
-    tokens = None if transcript is None else target.open_tokens()
+    tokens = open_tokens(target.text_models, target.folders, target.where) if transcript else None
     return AudioReader(chosen, padding_id(target.model), column, folder_of(data), extractor, target, transcript, tokens)

@@ -15,21 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-GLOBAL_MASK = "global_attention_mask"
-"""The input of Longformer and LED that is 1 for tokens that attend to all others."""
-OTHER_COLUMN = "name the right columns with --columns TASK=ROLE:COLUMN, or give other data"
-OTHER_ROWS = "fix or take out these rows, or give other data"
-
 Batch = dict[str, Tensor]
 """Forward arguments by name; dimension 0 of every tensor counts the examples."""
 
 
 class BadRowError(Exception):
-    """Raised for a row that cannot become an example; says why, and how to fix rows with this fault."""
-
-    def __init__(self, reason: str, fix: str = OTHER_ROWS) -> None:
-        super().__init__(reason)
-        self.fix = fix
+    """Raised for a row that cannot become an example; says why."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +28,6 @@ class Example:
     """The forward arguments made from one row, as a batch of one."""
 
     inputs: Batch
-    is_cut: bool = False
-    """Whether the row was too long, so that only a part of it was read."""
 
     @cached_property
     def key(self) -> bytes:

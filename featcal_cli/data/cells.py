@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, TypeVar
 
-from featcal_cli.data.batches import OTHER_COLUMN, BadRowError
-from featcal_cli.runtime.sanitise import plain, quoted
+from featcal_cli.data.batches import BadRowError
+from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
+Decoded = TypeVar("Decoded")
 Row = dict[str, Any]
 """A row: its values by column name."""
 
@@ -54,29 +56,25 @@ def _shorten(value: Any, levels: int) -> Any:
     return value
 
 
-def open_cell(value: Any, column: str, folder: Path | None, kind: str) -> bytes | Path:
-    """Return the encoded image or recording (`kind`) of a cell: its bytes, or the path of the file that it names in
-    `folder` (None: no files may be named). Raises BadRowError."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes) and len(value) <= LARGEST_FILE:
-        return value
-    if isinstance(value, str) and value and folder is not None:
-        file = folder / value
-        try:
-            status = file.stat()
-        except (OSError, ValueError) as error:
-            raise BadRowError(f"there is no {kind} {quoted(file.name)}") from error
-        if S_ISREG(status.st_mode) and status.st_size <= LARGEST_FILE:
-            return file
-        raise BadRowError(f"{quoted(file.name)} is no {kind}: it has {status.st_size:,} bytes, or is no plain file")
-    what = "only the name of a file" if isinstance(value, str) else type(value).__name__
-    raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if value else ""), OTHER_COLUMN)
-
-
-def refuse_cell(value: Any, column: str, kind: str, reason: str) -> BadRowError:
-    """Return the error for an image or recording (`kind`) that cannot be decoded, with the file's name if there is
-    one."""
+def decode_cell(
+    value: Any, column: str, folder: Path | None, kind: str, decode: Callable[[BytesIO | Path], Decoded]
+) -> Decoded:
+    """Decode the image or recording (`kind`) of a cell: its bytes, or the file that it names in `folder` (None: no
+    files may be named). Raises BadRowError."""
     name = value.get("path") if isinstance(value, dict) else value
+    content = (value.get("bytes") or name) if isinstance(value, dict) else value
     which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"
-    return BadRowError(f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})")
+    try:
+        if isinstance(content, bytes) and len(content) <= LARGEST_FILE:
+            return decode(BytesIO(content))
+        if isinstance(content, str) and content and folder is not None:
+            file = folder / content
+            status = file.stat()
+            if not S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
+                raise ValueError(f"it has {status.st_size:,} bytes, or is no plain file")
+            return decode(file)
+    except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
+        reason = getattr(error, "error_string", exception_text(error))  # libsndfile's own words
+        raise BadRowError(f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})") from error
+    what = "only the name of a file" if isinstance(content, str) else type(content).__name__
+    raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if content else ""))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import string
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -49,7 +48,11 @@ ABOUT = {
     "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
 }  # fmt: skip
 """Columns that may hold the text that a prompt is about, by the name of the prompt's column."""
-
+FIELD = re.compile(r"\{([^{}\[\]]+)(?:\[([^{}\[\]]+)\])?\}")
+"""A field of a template: {column}, or {column[key]} for a column of mappings. It asks for nothing but values of the
+row, because a template may come from a recipe by somebody else."""
+MEDIA = {"image": IMAGE_FILES, "audio": AUDIO_FILES}
+"""Endings of the files that columns of encoded media may name."""
 LOOKED_AT_CHARACTERS = 1000
 """Characters at the start of a text that are examined to tell natural language from ids and paths."""
 
@@ -64,28 +67,12 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
             raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
         if column not in columns:
             raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {list_some(columns)}")
-    try:
-        missing = [name for name in template_fields(data.template or "") if name not in columns]
-    except ValueError as error:
-        what = f"the template is broken: {error}"
-        raise DataError(what, where=where, fix="write e.g. {premise} {hypothesis}") from None
-    if missing:
+    fields = FIELD.findall(data.template or "")
+    if data.template is not None and not fields:
+        raise DataError("the template names no column", where=where, fix="write e.g. {premise} {hypothesis}")
+    if missing := [name for name, _ in fields if name not in columns]:
         what = f"the template names a column that there is not: {{{missing[0]}}}"
         raise DataError(what, where=where, fix=f"use: {list_some(columns)}")
-
-
-def template_fields(template: str) -> list[str]:
-    """Return the columns that a template names. Raises ValueError for a broken template, and for one that asks for more
-    than column values, because a template may come from a recipe by somebody else."""
-    names = []
-    for _, name, form, _ in string.Formatter().parse(template):
-        if re.search(r"[.\[]_", name or ""):
-            raise ValueError(f"{{{name}}} names what is no value of a column")
-        if re.search(r"[0-9]{4}|[{}]", form or ""):
-            raise ValueError(f"{{{name}:{form}}} may be of any length")
-        if name is not None:
-            names.append(name.replace("[", ".").split(".")[0])
-    return names
 
 
 def names_text(data: Data) -> bool:
@@ -113,57 +100,35 @@ def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> Dat
 # --- what names and values tell ---
 
 
-def find_image_column(data: Data, samples: Samples, where: str) -> str:
-    """Return the column of images: the one that the recipe names, else one with a usual name, else the first whose
-    values look like images. Raises DataError if there is none."""
-    return _find_column("image", "images", data, find_encoded_images(samples), samples, where)
-
-
-def find_audio_column(data: Data, samples: Samples, where: str) -> str:
-    """Return the column of recordings, chosen like the column of images. Raises DataError if there is none."""
-    return _find_column("audio", "recordings", data, _find_likely(samples, _looks_like_audio), samples, where)
-
-
-def find_label_column(data: Data, columns: Collection[str], where: str) -> str:
-    """Return the recipe's column of labels, else a column with a usual name. Raises DataError if there is none."""
-    likely = [name for name in NAMES["label"] if name in columns]
-    return _find_column("label", "labels", data, likely, columns, where)
-
-
-def find_encoded_images(samples: Samples) -> list[str]:
-    """Return the columns whose values look like encoded images or names of image files."""
-    return _find_likely(samples, _looks_like_image)
-
-
-def _find_column(role: str, what: str, data: Data, likely: Sequence[str], columns: Iterable[str], where: str) -> str:
+def find_column(role: str, data: Data, samples: Samples, where: str) -> str:
+    """Return the column of images, recordings or labels: the one that the recipe names, else one with a usual name,
+    else the first whose values look like images or recordings. Raises DataError if there is none."""
     if role in data.columns:
         return data.columns[role]
+    usual = [name for name in NAMES[role] if name in samples]
+    likely = find_media(role, samples) if role in MEDIA else usual
     if not likely:
-        raise _no_column(what, f"{role}:COLUMN", columns, where)
-    return next((name for name in NAMES[role] if name in likely), likely[0])
+        raise _no_column(f"{role}s" if role != "audio" else "recordings", f"{role}:COLUMN", samples, where)
+    return next((name for name in usual if name in likely), likely[0])
+
+
+def find_media(role: str, samples: Samples) -> list[str]:
+    """Return the columns whose values look like encoded images or recordings (`role`), or like names of such files."""
+    return _find_likely(samples, lambda value: _is_encoded(value, MEDIA[role]))
 
 
 def _find_likely(samples: Samples, test: Callable[[Any], Any]) -> list[str]:
     return [name for name, values in samples.items() if any(map(test, values))]
 
 
-def _looks_like_audio(value: Any) -> bool:
-    match value:
-        case dict():
-            return bool(value) and (value.keys() <= {"bytes", "path"} or {"array", "sampling_rate"} <= value.keys())
-        case str():
-            return value.lower().endswith(AUDIO_FILES)
-    return isinstance(value, bytes)
-
-
-def _looks_like_image(value: Any) -> bool:
+def _is_encoded(value: Any, endings: tuple[str, ...]) -> bool:
     match value:
         case dict():
             return bool(value) and value.keys() <= {"bytes", "path"}
         case [first, *_]:
-            return _looks_like_image(first)
+            return _is_encoded(first, endings)
         case str():
-            return value.lower().endswith(IMAGE_FILES)
+            return value.lower().endswith(endings)
     return isinstance(value, bytes)
 
 
@@ -208,11 +173,6 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
         return {"text": single[0]}
     if messages or talks:
         return {"messages": (messages or [names[name] for name in talks])[0]}
-    cells = ((name, value) for name, values in samples.items() for value in values if isinstance(value, dict))
-    inside = (f"{{{name}[{key}]}}" for name, value in cells for key, text in value.items() if is_text(text))
-    if inner := next(inside, None):  # as a template names it
-        what = f"no column holds text, but {inner} does; the columns are {list_some(samples)}"
-        raise DataError(what, where=where, fix=f'write in a recipe, for example, template: "{inner}"')
     raise _no_column("text", "text:COLUMN", samples, where)
 
 

@@ -21,7 +21,7 @@ from featcal_cli.data.batches import (
     take_range,
 )
 from featcal_cli.data.cells import Row
-from featcal_cli.data.columns import check_columns, find_encoded_images, find_label_column, has_caption
+from featcal_cli.data.columns import check_columns, find_column, find_media, has_caption
 from featcal_cli.data.image_text import open_dialogues, open_pairs
 from featcal_cli.data.images import open_images
 from featcal_cli.data.loading import Folders
@@ -40,6 +40,8 @@ SOUND = ("input_values", "input_features")
 """Names of the main input of models that read sound."""
 SEED = 42
 """Seed for choosing labelled rows when only some of them are evaluated."""
+MOST_UNKNOWN = 0.5
+"""Largest share of unknown tokens in a text that can be fitted."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 """Rules for sources without further rows: from FEWEST_ROWS different rows on, one in HELD_OUT_SHARE is held out, with
 at least FEWEST_IN_HALF rows in each half."""
@@ -156,7 +158,6 @@ def draw_examples(
         reader = _open_rows(data, first, Target(model, preprocessor_folders, where, text_models))
         rows = chain(first, drawn)
     usable = _read_usable(reader, rows, wanted, further, where)
-    notes += reader.remarks([*usable.fitted, *usable.further])
     if usable.is_whole:
         usable.divide(count, hold_out=hold_out)
     else:
@@ -180,7 +181,7 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples, where)
     named = data.columns.keys() - {"label"}
-    has_images = "image" in named or (not named and bool(find_encoded_images(samples)))
+    has_images = "image" in named or (not named and bool(find_media("image", samples)))
     if model.main_input_name == "pixel_values":
         return open_images(data, samples, target)
     if has_images and "pixel_values" in target.names:
@@ -205,7 +206,6 @@ class _UsableRows:
     further: list[Example] = field(default_factory=list)
     """Examples that all differ from each other and from the fitted ones."""
     bad: list[str] = field(default_factory=list)
-    copies: int = 0
     left_out: int = 0
     """Number of rows that are neither fitted nor held out, because they equal a row on the other side."""
     is_whole: bool = False
@@ -242,18 +242,17 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     """Read up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
     usable = _UsableRows(is_whole=True)
     keys: set[bytes] = set()
-    fix = ""
     for number, row in enumerate(rows, 1):
         try:
             example = reader.read(row)
+            if (share := reader.unknown_share(example)) > MOST_UNKNOWN:
+                raise BadRowError(f"{share:.0%} of its tokens are unknown to the tokenizer")
         except BadRowError as reason:
             usable.bad.append(f"{reason} (example {number})")
-            fix = fix or reason.fix
             continue
         _check_finite(example, f"{where.partition(': ')[0]}: example {number}")
         is_copy = example.key in keys
         keys.add(example.key)
-        usable.copies += is_copy
         if len(usable.fitted) < count:
             usable.fitted.append(example)
         elif is_copy:
@@ -267,6 +266,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
         task, _, source = where.partition(": ")
+        fix = f"name the right columns with --columns {task}=ROLE:COLUMN, fix these rows, or give other data"
         raise DataError(what, where=source, fix=fix, task=task)
     return usable
 
@@ -283,9 +283,8 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     """Yield notes about bad, repeated and missing rows."""
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
-    if usable.copies:
-        more = f", so {usable.left_out} of them are left out" if usable.left_out else ""
-        yield f"{usable.copies} rows equal others; equal rows are never both fitted and held out{more}"
+    if usable.left_out:
+        yield f"{usable.left_out} rows are left out, because they equal others and would be on both sides"
     fitted = len(usable.fitted)
     if fitted < count and held_out:
         rows = fitted + held_out + usable.left_out
@@ -354,5 +353,5 @@ def open_labelled(
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
     reader = _open_rows(data, first, Target(model, folders, where, text_models), labelled=True)
-    column = find_label_column(data, first[0], where)
+    column = find_column("label", data, dict.fromkeys(first[0], ()), where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

@@ -6,30 +6,26 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
 from featcal_cli.data.splits import (
-    FORMATS,
-    NO_ROWS,
+    TABLE_FILES,
     Note,
     choose_split,
-    format_of,
+    ending_of,
     group_by_name,
     holds_rows,
     ignore,
     is_hidden,
 )
-from featcal_cli.hub.client import is_lapsed, with_retries
+from featcal_cli.hub.client import root_of, with_retries
 from featcal_cli.hub.messages import explained
-from featcal_cli.hub.repo import CARD, COMMIT, Opener, Repo, open_repo
+from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
-from featcal_cli.runtime.files import explain_full
-from featcal_cli.runtime.references import looks_like_path
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import split_front_matter
 
@@ -61,39 +57,23 @@ class HubSource:
 
 
 @dataclass(frozen=True)
-class HubFile:
-    path: str
-    size: int
-    """Size in bytes."""
-    url: str
-    """The address by which `datasets` and HfFileSystem find it: hf://datasets/ID@COMMIT/PATH."""
-
-
-@dataclass(frozen=True)
 class HubSplit:
-    dataset: str
-    """The dataset's Hub id."""
+    """The files of one split, by the addresses at which `datasets` and HfFileSystem find them:
+    hf://datasets/ID@COMMIT/PATH."""
+
     split: str
     format: str
     """The format of the files: parquet, or the name of the `datasets` builder that reads them."""
-    files: list[HubFile]
-    splits: Mapping[str, Sequence[HubFile]]
-    """The files of each split of the config."""
-    features: Sequence[Mapping[str, Any]]
-    """The columns as the dataset card describes them."""
+    sizes: Mapping[str, int]
+    """The size of each file in bytes, by its address."""
+    splits: Splits
+    """The addresses of the files of each split of the config."""
+    info: Mapping[str, Any]
+    """The description of the config in the dataset card, possibly empty."""
     system: Any
 
-    def open(self, file: HubFile, **options: Any) -> Any:
-        opened = self.system.open(file.url, "rb", size=file.size, **options)
-        fetch = opened.cache.fetcher
-
-        def fetch_again(start: int, stop: int) -> Any:
-            with explained(self.dataset, kind="dataset", file=file.path):
-                # the address that the Hub gives out for a large file holds for some time only
-                return with_retries(lambda: fetch(start, stop), is_lapsed)
-
-        opened.cache.fetcher = fetch_again
-        return opened
+    def open(self, url: str, **options: Any) -> Any:
+        return self.system.open(url, "rb", size=self.sizes[url], **options)
 
 
 def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
@@ -110,53 +90,51 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     # fills its listing, which it would ask for folder by folder, and checks the commit, which it does not try again
     with_retries(lambda: system.find(root, detail=False))
     chosen = choose_split(source.splits, split, data, note)
-    kind = str(_infer_format(source.splits[chosen]))
+    kind = _infer_format(source.splits[chosen])
     if kind != "parquet":
         what = f"{data} has no parquet files: its rows are streamed from shuffled shards through a buffer"
         note(f"{what}, so that none is drawn that lies far behind in a long file")
-    files = {
-        name: [HubFile(path, repo.files[path].size, f"{root}/{path}") for path in paths if _belongs_to(path, kind)]
+    splits = {
+        name: [f"{root}/{path}" for path in paths if TABLE_FILES[ending_of(path)] == kind]
         for name, paths in source.splits.items()
     }
-    infos = _entries(_read_card(repo).get("dataset_info"))
-    columns = next(
-        (info.get("features") for info in infos if str(info.get("config_name", source.config)) == source.config), None
-    )
-    features = _entries(columns) if isinstance(columns, list) else []
-    return HubSplit(repo.name, chosen, kind, files[chosen], files, features, system)
+    sizes = {url: repo.files[url.removeprefix(f"{root}/")].size for url in splits[chosen]}
+    described = _read_card(repo).get("dataset_info")
+    infos = [info for info in (described if isinstance(described, list) else [described]) if isinstance(info, dict)]
+    of_config = (info for info in infos if not source.config or info.get("config_name", source.config) == source.config)
+    return HubSplit(chosen, kind, sizes, splits, next(of_config, {}), system)
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
     """Find the files to read: the dataset's own parquet files; else, on the main branch, the Hub's parquet copy, which
     is reported to `note`; else the dataset's files of other formats. Raises DataError for a config that does not exist
     or that must be named, and when there is nothing to read; HubError when the Hub refuses or does not answer."""
-    if not repo.files:
-        raise DataError("the dataset has no files", where=str(data), fix="give another dataset, or another revision")
-    script = f"{repo.name.split('/')[-1]}.py"
-    is_script = script in repo.files and not _named_configs(_read_card(repo))
-    configs = {} if is_script else _read_configs(repo)
-    splits: Splits = {}
-    if name := _choose_config(configs, data) if configs else "":
-        splits = _find_splits(configs[name], _readable_files(repo.files), data)
-        if _infer_format(list(chain.from_iterable(splits.values()))) == "parquet":
-            return HubSource(repo, name, splits)
+    if repo.folder is not None:
+        raise DataError(f"{repo.name} is a folder here", where=str(data), fix=f"write path: {repo.name}")
+    configs, files = _read_configs(repo), _readable_files(repo)
+    name = _choose_config(configs, data) if configs else ""
+    splits = _find_splits(configs.get(name, {}), files) if configs or data.config in (None, "default") else {}
+    if splits and _infer_format([path for paths in splits.values() for path in paths]) == "parquet":
+        return HubSource(repo, name, splits)
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
-    copied = _converted_configs(_readable_files(copy.files)) if copy else {}
+    copied = _converted_configs(_readable_files(copy)) if copy else {}
     name = name or (_choose_config(copied, data) if copied else "")
-    why = f"is a loading script ({script}), and code that comes with data is never run"
     if copy is not None and name in copied:
-        why = why if is_script else "has no parquet files of its own"
         is_partial = any(path.startswith(f"{name}/partial-") for path in copy.files)
         part = ", which holds only the first part of it" if is_partial else ""
-        note(f"{repo.name} {why}: read is the Hub's own parquet copy ({COPY} at {str(copy.commit)[:7]}){part}")
+        what = f"{repo.name} has no parquet files of its own: read is the Hub's own parquet copy"
+        note(f"{what} ({COPY} at {str(copy.commit)[:7]}){part}")
         return HubSource(copy, name, copied[name], is_copy=True)
-    if is_script:
-        what = f"the dataset {why}; the Hub has no parquet copy of this revision"
-        fix = "give another dataset, or convert this one to .parquet or .jsonl where you trust its script, and give "
-        raise DataError(what, where=str(data), fix=f"{fix}the folder: --data TASK=FOLDER")
-    if not splits:
-        raise _refuse_files(repo, configs[name], data)
-    return HubSource(repo, name, splits)
+    if splits:
+        return HubSource(repo, name, splits)
+    if data.config is not None and not configs:
+        raise DataError(f"the dataset has no config {data.config}", where=str(data), fix="name none")
+    what = f"no file of the dataset is one that its card names: {plain(str(configs[name]))}" if configs else ""
+    endings = {PurePosixPath(path).suffix or "no ending" for path in repo.files if path[:1] != "." and path != CARD}
+    has = list_some(sorted(endings)) or "none at all"
+    what = what or f"the dataset has no files of a kind that can be read (it has {has})"
+    fetch = f"fetch it (hf download {repo.name} --repo-type dataset --local-dir FOLDER), unpack its archives"
+    raise DataError(what, where=str(data), fix=f"name another config or revision; or {fetch}, and give the folder")
 
 
 def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
@@ -166,7 +144,7 @@ def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
     try:
         return open_repo(f"{repo.name}@{COPY}", "dataset")
     except HubError as error:
-        if any(isinstance(cause, RevisionNotFoundError) for cause in _causes(error)):
+        if error.__cause__ is not None and isinstance(root_of(error.__cause__), RevisionNotFoundError):
             return None
         raise
 
@@ -182,58 +160,35 @@ def naming_task(task: str) -> Iterator[None]:
 
 @contextmanager
 def explaining_hub(data: Data) -> Iterator[None]:
-    """Turn every exception from reading a Hub dataset into a HubError (a refusal, or the network), an OutputError (no
-    room in a cache) or a DataError (broken files)."""
+    """Turn every exception from reading a Hub dataset into a HubError (a refusal, or the network) or a DataError
+    (broken files)."""
     try:
         yield
+        return
     except FeatCalError:
         raise
-    except Exception as error:  # every library below has error kinds of its own, and wraps those of the others
-        if explained_before := next((cause for cause in _causes(error) if isinstance(cause, HubError)), None):
-            raise explained_before from error
-        fix = "check that its files are whole, and config and split the right ones"
-        unread = DataError(f"the dataset cannot be read: {exception_text(error)}", where=str(data), fix=fix)
-        raise (_explain_hub(error, data) or explain_full(error) or unread) from error
-
-
-def _explain_hub(error: BaseException, data: Data) -> HubError | None:
-    """Return the HubError for a refusal of the Hub or a broken connection among the causes of an error, or None."""
-    for cause in _causes(error):
+    except Exception as error:  # noqa: BLE001 - every library below has kinds of its own, and wraps the others'
+        causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, HubError):
+            raise cause
         if type(cause).__module__.split(".")[0] in ("huggingface_hub", "httpx", "httpx2"):
-            try:
-                with explained(str(data.dataset), data.revision or "", "dataset"):
-                    raise cause
-            except HubError as hub_error:
-                return hub_error
-            except type(cause):
-                continue  # none that `explained` knows; what caused it may be
-    return None
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error and its causes, from the last one raised to the first."""
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
+            # one that `explained` does not know may have a cause that it knows
+            with suppress(type(cause)), explained(str(data.dataset), data.revision or "", "dataset"):
+                raise cause
+    fix = "check that its files are whole, and config and split the right ones"
+    raise DataError(f"the dataset cannot be read: {exception_text(causes[0])}", where=str(data), fix=fix) from causes[0]
 
 
 def _open_repo(data: Data) -> Repo:
-    from huggingface_hub import HfApi, is_offline_mode, resolve_revision
+    from huggingface_hub import HfApi
 
     name, revision = str(data.dataset), data.revision
-    if looks_like_path(name):
-        fix = f"for a file or folder write path: {name}"
-        raise DataError(f"{name} is no dataset on the Hub", where=str(data), fix=fix)
-    if is_offline_mode():
-        what = "offline mode is on, and no rows of Hub datasets are kept on this machine"
-        raise HubError(what, where=str(data), fix="unset HF_HUB_OFFLINE, or give a file or folder as data")
     if "/" not in name:  # an old id without a user, which the Hub still knows
         name = with_retries(lambda: HfApi().dataset_info(name, revision=revision).id)
-    if not COMMIT.fullmatch(revision or ""):
-        revision = with_retries(lambda: resolve_revision(name, repo_type="dataset", revision=data.revision).resolved)
-    return Repo(name, "dataset", revision, None)
+    return open_repo(f"{name}@{revision}" if revision else name, "dataset")
 
 
 # --- what the card says ---
@@ -249,26 +204,14 @@ def _read_card(repo: Repo) -> dict[str, Any]:
     return metadata or {}
 
 
-def _entries(listed: Any) -> list[dict[str, Any]]:
-    """Return the mappings in a list of the card; a single mapping counts as a list of one."""
-    return [entry for entry in (listed if isinstance(listed, list) else [listed]) if isinstance(entry, dict)]
-
-
-def _named_configs(card: Mapping[str, Any]) -> list[dict[str, Any]]:
-    listed = card.get("configs")
-    return [entry for entry in _entries(listed) if "config_name" in entry] if isinstance(listed, list) else []
-
-
-def _read_configs(repo: Repo) -> dict[str, Config]:
-    """Return the settings of each config: from the card, else from the folder layout of the Hub's parquet copies, else
-    one config without settings. Raises DataError for a card that cannot be read."""
-    card = _read_card(repo)
-    if named := _named_configs(card):
-        return {str(entry["config_name"]): entry for entry in named}
-    if converted := _converted_configs(_readable_files(repo.files)):
-        return {name: {"data_files": splits} for name, splits in converted.items()}
-    described = _entries(card.get("dataset_info"))
-    return {str(described[0].get("config_name", "default")) if len(described) == 1 else "default": {}}
+def _read_configs(repo: Repo) -> Mapping[str, Config]:
+    """Return the settings of each config: from the card, else from the folder layout of the Hub's parquet copies; empty
+    if neither names any. Raises DataError for a card that cannot be read."""
+    listed = _read_card(repo).get("configs")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    if named := {str(entry["config_name"]): entry for entry in entries if "config_name" in entry}:
+        return named
+    return {name: {"data_files": splits} for name, splits in _converted_configs(_readable_files(repo)).items()}
 
 
 def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
@@ -302,16 +245,13 @@ def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
 # --- which files are a config's ---
 
 
-def _find_splits(config: Config, paths: Sequence[str], data: Data) -> dict[str, list[str]]:
-    """Return the paths of each split of a config, without empty splits. Raises DataError for files outside the repo."""
+def _find_splits(config: Config, paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the paths of each split of a config, without empty splits."""
     folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
     before = f"{folder}/" if folder else ""
     inside = [path.removeprefix(before) for path in paths if path.startswith(before)]
     if "data_files" in config:
         patterns = _read_patterns(config["data_files"])
-        if outside := [pattern for listed in patterns.values() for pattern in listed if "://" in pattern]:
-            what = f"the dataset's files are not on the Hub but at {outside[0]}, which is not asked"
-            raise DataError(what, where=str(data), fix="give a dataset that holds its files itself")
         splits = {name: [path for one in listed for path in _match(one, inside)] for name, listed in patterns.items()}
     else:
         splits = group_by_name([path for path in inside if not is_hidden(path)])
@@ -339,28 +279,10 @@ def _match(pattern: str, paths: Collection[str]) -> list[str]:
     return [path for path in paths if path == pattern or (fits(path) and not is_hidden(path))]
 
 
-def _readable_files(paths: Collection[str]) -> list[str]:
-    return sorted(path for path in paths if format_of(path) and PurePosixPath(path).name not in NO_ROWS)
+def _readable_files(repo: Repo) -> list[str]:
+    return sorted(filter(holds_rows, repo.files))
 
 
-def _infer_format(paths: Sequence[str]) -> str | None:
-    """Return the format of most files; between equally frequent formats, the first in FORMATS; None without files."""
-    counts = Counter(map(format_of, filter(holds_rows, paths))) or Counter(map(format_of, paths))
-    order = list(dict.fromkeys(FORMATS.values()))
-    return min(counts, key=lambda name: (-counts[name], order.index(str(name))), default=None)
-
-
-def _belongs_to(path: str, kind: str) -> bool:
-    """Whether a file has this format, or is a metadata file beside images of this format."""
-    return format_of(path) == kind or (kind == "imagefolder" and not holds_rows(path))
-
-
-def _refuse_files(repo: Repo, config: Config, data: Data) -> DataError:
-    if "data_files" in config and _readable_files(repo.files):
-        what = f"no file of the dataset is one that its card names: {plain(str(config['data_files']))}"
-        return DataError(what, where=str(data), fix="name another config, or another revision")
-    endings = {PurePosixPath(path).suffix or "no ending" for path in repo.files if path[:1] != "." and path != CARD}
-    what = f"the dataset has no files of a kind that can be read (it has {list_some(sorted(endings)) or 'none at all'})"
-    fetch = f"fetch it (hf download {repo.name} --repo-type dataset --local-dir FOLDER), unpack its archives"
-    fix = f"{fetch}, and give the folder; or give a .safetensors file with one tensor a forward argument"
-    return DataError(what, where=str(data), fix=fix)
+def _infer_format(paths: Sequence[str]) -> str:
+    """Return the format of most of these files."""
+    return Counter(TABLE_FILES[ending_of(path)] for path in paths).most_common(1)[0][0]

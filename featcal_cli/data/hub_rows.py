@@ -11,10 +11,9 @@ from math import ceil
 from random import Random
 from typing import Any, TypeVar
 
-from featcal_cli.data.cells import LARGEST_FILE, Row, Table
-from featcal_cli.data.hub_dataset import HubFile, HubSplit
+from featcal_cli.data.cells import Row, Table
+from featcal_cli.data.hub_dataset import HubSplit
 from featcal_cli.data.parquet import classes_in_footer, open_parquet, read_group
-from featcal_cli.runtime.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,10 +26,10 @@ MOST_SHARDS = 16
 """Maximum number of file groups whose rows are streamed in turn."""
 MOST_FILES = 32
 """Maximum number of parquet files that are opened if these hold enough rows: each costs a request, up to a MB."""
-BUDGET_SHARE, FEWEST_BYTES, MOST_BYTES = 0.25, 2**23, 2**26
-"""Share of the parquet files' bytes that one draw may read, and the minimum and maximum bytes of this budget."""
-FEWEST_GROUPS, MOST_BYTES_FOR_SPREAD = 16, 2**28
-"""Number of row groups that a draw is spread over even beyond that budget, and the maximum bytes for doing so."""
+MOST_GROUPS, MOST_BYTES = 100, 2**27
+"""Number of row groups that a draw is spread over, as long as these have no more bytes."""
+PART_BYTES = 2**23
+"""Number of bytes at the beginning of a larger row group that is drawn from, if it can be read in part."""
 PAGE_ROWS = 1024
 """Minimum number of rows that writers put into a page. A row group without more rows cannot be read in part."""
 PIECE_BYTES = 2**20
@@ -48,16 +47,16 @@ def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
     if (parts := min(stream.num_shards, MOST_SHARDS)) > 1:  # files may hold one class each
         shards = [stream.shard(parts, number) for number in range(parts)]
         stream = datasets.interleave_datasets(shards, stopping_strategy="all_exhausted_without_replacement")
-    return _fetch_all(split, islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count))
+    return islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count)
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
     """Read all rows of the split's files in order. Raises like `stream_hub_rows`."""
     if split.format != "parquet":
-        yield from _fetch_all(split, _open_stream(split))
+        yield from _open_stream(split)
         return
-    for file in split.files:
-        with split.open(file, block_size=4 * PIECE_BYTES) as stream:
+    for url in split.sizes:
+        with split.open(url, block_size=4 * PIECE_BYTES) as stream:
             opened = open_parquet(stream, pre_buffer=False)
             for number in range(opened.num_row_groups):
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
@@ -69,19 +68,16 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
     """Return the class names of a column, ordered by class number, from the features in the files or the card; None if
     neither has them. Raises like `stream_hub_rows`."""
     if split.format == "parquet":
-        with split.open(split.files[0]) as stream:
-            classes = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
+        with split.open(next(iter(split.sizes))) as stream:
+            found = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
     else:
-        classes = getattr((_open_stream(split).features or {}).get(column), "names", None)
-    if classes is not None:
-        return list(classes)
-    for noted in split.features:  # in the words of a card
-        match noted:
+        found = getattr((_open_stream(split).features or {}).get(column), "names", None)
+    features = split.info.get("features")
+    for feature in features if found is None and isinstance(features, list) else ():
+        match feature:
             case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
                 return [str(names[key]) for key in sorted(names, key=int)]
-            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
-                return list(map(str, names))
-    return None
+    return found
 
 
 def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -96,66 +92,55 @@ def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterat
 class _RowGroup:
     """One row group of a file, which is the smallest part that parquet lets one read."""
 
-    file: HubFile
+    url: str
     footer: Any
     number: int
     rows: int
     size: int
     """Compressed size in bytes."""
 
-    def count_reached(self, share: float, least: int) -> int:
-        """Return how many rows at the beginning of the group may be drawn from, at least `least`, if about `share`
-        bytes may be read of each group: all rows if the group is not much larger than others or cannot be read in
-        part."""
-        # groups are about equal, so that half of them are a little above their share
-        if self.size <= 2 * share or self.rows <= PAGE_ROWS:
-            return self.rows
-        return min(self.rows, max(least, int(self.rows * share / self.size)))
-
 
 def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
     """Choose row groups of a split's parquet files, or beginnings of them, from which `count` rows can be drawn that
-    are spread over the split. The choice is random but equal for equal seeds, and takes as many groups as the budget
-    allows. Raises what the readers of parquet and HfFileSystem raise."""
+    are spread over the split. The choice is random but equal for equal seeds. Raises what the readers of parquet and
+    HfFileSystem raise."""
     random = Random(seed)
     groups = _weighted_order(_list_row_groups(split, count, random), lambda group: group.rows, random)
-    if not groups:
-        return []
-    size = max(1, sum(group.size for group in groups)) / len(groups)
-    least = sum(group.size if group.rows <= PAGE_ROWS else min(group.size, 4 * PIECE_BYTES) for group in groups)
-    budget = min(MOST_BYTES, max(FEWEST_BYTES, BUDGET_SHARE * size * len(groups)))
-    spread = min(FEWEST_GROUPS, int(MOST_BYTES_FOR_SPREAD * len(groups) / max(1, least)))
-    number = min(len(groups), count, max(int(budget / size), spread, 1))
+    least = ceil(count / max(1, min(len(groups), MOST_GROUPS)))
     tables: list[Table] = []
+    rows, size = 0, 0
     for group in groups:
-        if len(tables) >= number and sum(table.length for table in tables) >= count:
+        if rows >= count and (len(tables) == MOST_GROUPS or size >= MOST_BYTES):
             break
-        reached = group.count_reached(budget / number, ceil(count / number))
-        tables.append(Table(group.file.path, reached, partial(_read_rows, split, group, reached == group.rows)))
+        reached = group.rows
+        if group.rows > PAGE_ROWS and group.size > PART_BYTES:
+            reached = min(group.rows, max(least, group.rows * PART_BYTES // group.size))
+        tables.append(Table(group.url, reached, partial(_read_rows, split, group, reached == group.rows)))
+        rows, size = rows + reached, size + group.size * reached // group.rows
     return tables
 
 
 def _read_rows(split: HubSplit, group: _RowGroup, whole: bool, rows: Sequence[int]) -> Iterator[Row]:
     options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE_BYTES, "metadata": group.footer}
-    with split.open(group.file, cache_type="none") as stream:
-        yield from read_group(open_parquet(stream, **options), group.number, rows, whole=whole)
+    with split.open(group.url, cache_type="none") as stream:
+        yield from read_group(open_parquet(stream, **options), group.number, rows)
 
 
 def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowGroup]:
     """Return the row groups of MOST_FILES files, or of more files if these have fewer than `enough` rows."""
 
-    def read_footer(file: HubFile) -> tuple[HubFile, Any]:
-        with split.open(file, cache_type="none") as stream:
-            return file, open_parquet(stream, pre_buffer=False).metadata
+    def read_footer(url: str) -> tuple[str, Any]:
+        with split.open(url, cache_type="none") as stream:
+            return url, open_parquet(stream, pre_buffer=False).metadata
 
-    files = _weighted_order(split.files, lambda file: file.size, random)
+    urls = _weighted_order(list(split.sizes), split.sizes.__getitem__, random)
     groups: list[_RowGroup] = []
-    for start in range(0, len(files), MOST_FILES):
-        for file, footer in in_parallel(read_footer, files[start : start + MOST_FILES]):
+    for start in range(0, len(urls), MOST_FILES):
+        for url, footer in in_parallel(read_footer, urls[start : start + MOST_FILES]):
             for number in range(footer.num_row_groups):
                 group = footer.row_group(number)
                 size = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-                groups.append(_RowGroup(file, footer, number, group.num_rows, size))
+                groups.append(_RowGroup(url, footer, number, group.num_rows, size))
         if sum(group.rows for group in groups) >= enough:
             break
     return groups
@@ -179,30 +164,7 @@ def _open_stream(split: HubSplit) -> Any:
     library.config.STREAMING_READ_MAX_RETRIES = library.config.STREAMING_OPEN_MAX_RETRIES = 1
     # lists of this kind are taken as they are, where plain ones would be looked up file by file; and a builder of the
     # library's own asks nobody what the dataset is, which would send the token to other hosts than the endpoint
-    files = {name: DataFilesList([x.url for x in found], [()] * len(found)) for name, found in split.splits.items()}
-    is_tsv = split.format == "csv" and ".tsv" in split.files[0].path.lower()
-    options = {"sep": "\t"} if is_tsv else {}
+    files = {name: DataFilesList(list(urls), [()] * len(urls)) for name, urls in split.splits.items()}
+    options = {"sep": "\t"} if all(".tsv" in url.lower() for url in split.sizes) else {}
     stream = library.load_dataset(split.format, data_files=files, split=split.split, streaming=True, **options)
     return stream.decode(False) if stream.features else stream  # without features nothing would be decoded
-
-
-def _fetch_all(split: HubSplit, rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows, with the bytes of each file that a cell names put into the cell."""
-    files = {file.url: file for file in split.files}
-
-    def fetch(value: Any) -> Any:
-        """Return the cell with the bytes of the file that it names, if that file belongs to the split. A dataset must
-        not make anything else be read: no other repo, no other host, and no file on this machine."""
-        file = files.get(value["path"]) if isinstance(value, dict) and value.get("path") else None
-        if file is None or value.get("bytes"):
-            return value
-        content = b""
-        if file.size <= LARGEST_FILE:
-            with split.open(file, cache_type="none") as stream:
-                content = stream.read(file.size)
-            if len(content) != file.size:
-                what = f"{len(content):,} of the {file.size:,} bytes of {file.path} arrived"
-                raise DataError(what, where=file.url, fix="check the connection, and run again")
-        return {**value, "bytes": content}
-
-    return in_parallel(lambda row: {name: fetch(value) for name, value in row.items()}, rows)

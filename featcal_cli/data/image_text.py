@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from featcal_cli.data.batches import BadRowError, Example, count_vocabulary, padding_id
+from featcal_cli.data.batches import BadRowError, Example, padding_id
 from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import Samples, choose_text_roles, find_about
 from featcal_cli.data.images import ImageReader, open_images
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.messages import Message
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_text
-from featcal_cli.data.vocabulary import TextTokens, renumber
+from featcal_cli.data.vocabulary import TextTokens, Vocabulary, renumber
 from featcal_cli.recipe.schema import Data
-from featcal_cli.runtime.errors import DataError
 
 MARK = "<image>"
 """Placeholder that datasets write into a text in place of its image."""
@@ -30,11 +30,7 @@ class PairReader(Reader):
     texts: TextReader
 
     def read(self, row: Row) -> Example:
-        text = self.texts.read(row)
-        return Example(self.images.read(row).inputs | text.inputs, text.is_cut)
-
-    def remarks(self, examples: Sequence[Example]) -> Sequence[str]:
-        return self.texts.remarks(examples)
+        return Example(self.images.read(row).inputs | self.texts.read(row).inputs)
 
 
 @dataclass(frozen=True)
@@ -57,19 +53,14 @@ class DialogueReader(Reader):
         inputs = self.target.preprocess("input_ids", process)
         ids, image = inputs["input_ids"][0].tolist(), self.processor.tokenizer.convert_tokens_to_ids(token)
         most = MAX_TOKENS + ids.count(image)
-        if is_cut := len(ids) > most:
+        if len(ids) > most:
             per_token = [name for name, x in inputs.items() if x.shape[:2] == inputs["input_ids"].shape]
             inputs |= {name: inputs[name][:, :most] for name in per_token}
             if image in ids[most:]:
                 raise BadRowError(f"its image stands behind more than {MAX_TOKENS} tokens")
         if self.tokens.others:
             self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], MAX_TOKENS)
-        inputs = renumber(inputs, self.tokens.table)
-        vocabulary, largest = count_vocabulary(self.target.model), int(inputs["input_ids"].max())
-        if vocabulary is not None and largest >= vocabulary:
-            what = f"the processor has token {largest}, but the model only {vocabulary} tokens"
-            raise DataError(what, where=self.target.where, fix="put the merged model's own processor files beside it")
-        return Example(inputs, is_cut)
+        return Example(renumber(inputs, self.tokens.table))
 
 
 @dataclass(frozen=True)
@@ -78,11 +69,7 @@ class _Turns:
     question."""
 
     processor: Any
-
-    @property
-    def chat_template(self) -> str | None:
-        template: str | None = self.processor.chat_template
-        return template
+    chat_template: str | None
 
     def apply_chat_template(self, messages: Sequence[Message], *, tokenize: bool) -> str:
         asked = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -106,13 +93,17 @@ def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
     """Open the reader for a causal model that answers about an image. Raises DataError when a column is missing, or no
     folder has a processor."""
-    processor, source = target.load("processor")
+    processor, source = load_preprocessor("processor", target.folders, target.where)
     images = open_images(data, samples, target, processor=(processor.image_processor, source))
     others = _without(samples, images.column)
     roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
-    formatter = RowFormatter(roles, find_about(data, roles, others), data.template, "causal", _Turns(processor))
-    chosen = f"{images.chosen}; {formatter.describe(samples)}, processor from {source}"
-    tokens = target.tokens_of(processor, source)
+    formatter = RowFormatter(
+        roles, find_about(data, roles, others), data.template, "causal", _Turns(processor, processor.chat_template)
+    )
+    chosen = f"{images.chosen}; {formatter.describe()}, processor from {source}"
+    cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
+    models = target.text_models
+    tokens = TextTokens(cutting) if models is None else models.relate(cutting, target.where)
     return DialogueReader(chosen, padding_id(target.model), images, formatter, processor, tokens, target)
 
 

@@ -7,17 +7,17 @@ import csv
 import gzip
 import json
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 from featcal_cli.data.cells import AUDIO_FILES, Row, Table
-from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
+from featcal_cli.data.parquet import open_parquet, read_group
 from featcal_cli.data.splits import (
     IMAGE_FILES,
     SPLIT_WORDS,
@@ -36,31 +36,19 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.runtime.structured_text import parse_json
 
-OTHER_KINDS = {
-    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as .csv"),
-    **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".bin"), "write the tensors to a .safetensors file"),
-    **dict.fromkeys((".zip", ".tar", ".7z", ".zst", ".bz2", ".xz"), "unpack it, and give the folder"),
-}
-WHOLE_JSON = 2**30
-"""Largest .json file that is read, in bytes, because such a file has to be in memory whole."""
 WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
 
 
 def local_path(data: Data) -> Path:
-    """Return the file or folder that `data.path` names. Raises DataError if it does not exist, or is a pipe or
-    device."""
+    """Return the file or folder that `data.path` names. Raises DataError if it does not exist or is neither."""
     path = Path(data.path or "").expanduser()
     try:
-        mode = path.stat().st_mode
+        if path.is_file() or path.is_dir():
+            return path
+        reason = ""
     except (OSError, ValueError) as error:
-        what = f"there is no file or folder {path}"
-        if not isinstance(error, FileNotFoundError):
-            what += f" that can be read ({exception_text(error)})"
-        raise DataError(what, where=str(data), fix="check the path") from None
-    if not (S_ISREG(mode) or S_ISDIR(mode)):
-        what = f"{path} is a pipe, a socket or a device, and data are read in any order, more than once"
-        raise DataError(what, where=str(data), fix="write what it gives into a file first")
-    return path
+        reason = f" that can be read ({exception_text(error)})"
+    raise DataError(f"there is no file or folder {path}{reason}", where=str(data), fix="check the path")
 
 
 def folder_of(data: Data) -> Path | None:
@@ -86,11 +74,9 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         check_split_of_file(data, split)
         return [path], []
     files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
-    images, sounds, tables = (
-        [name for name in files if ending_of(name) in kind and not is_hidden(name)]
-        for kind in (IMAGE_FILES, AUDIO_FILES, TABLE_FILES)
-    )
-    tables = [name for name in tables if holds_rows(name)]
+    shown = [name for name in files if not is_hidden(name)]
+    images, sounds = ([name for name in shown if ending_of(name) in kind] for kind in (IMAGE_FILES, AUDIO_FILES))
+    tables = list(filter(holds_rows, shown))
     media = max(images, sounds, key=len)
     if not media and not tables:
         fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
@@ -117,8 +103,13 @@ def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table
     tables: list[Table] = []
     for file in files:
         with explaining(file):
-            tables += open_file(file)
+            tables += [replace(table, read=partial(_read_explained, table)) for table in open_file(file)]
     return tables
+
+
+def _read_explained(table: Table, positions: Sequence[int]) -> Iterator[Row]:
+    with explaining(table.name):
+        yield from table.read(positions)
 
 
 @contextmanager
@@ -151,10 +142,10 @@ def open_file(file: Path) -> list[Table]:
             return [_open_list(file)]
         case ".txt":
             return [_open_scanned(file, partial(_scan_lines, file, lambda _, line: {"text": line.strip()}))]
-        case ending:
+        case _:
             fix = f"give {', '.join(TABLE_FILES)}, .txt, .safetensors, a folder or a Hub dataset"
             what = f"{file.name} is not a kind of file that can be read"
-            raise DataError(what, where=str(file), fix=OTHER_KINDS.get(ending, fix))
+            raise DataError(what, where=str(file), fix=fix)
 
 
 def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
@@ -195,27 +186,14 @@ Scan = Iterator[Callable[[], Row]]
 
 
 def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:
-    """Make a table that finds its rows by reading the file from the start, so that only the wanted rows are in memory.
-    Raises DataError if the last row cannot be parsed, as in a file that was cut off, even if that row is not wanted."""
-    length = 0
-    for length, parse in enumerate(scan(), 1):  # noqa: B007
-        pass
-    if length:
-        parse()
+    """Make a table that finds its rows by reading the file from the start, so that only the wanted rows are in
+    memory."""
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
-        wanted = deque(positions)
-        for position, parse in enumerate(scan()):
-            if not wanted:
-                return
-            if position == wanted[0]:
-                wanted.popleft()
-                yield parse()
-        if wanted:
-            what = f"{file.name} was changed while it was read"
-            raise DataError(what, where=str(file), fix="wait until it is written, and run again")
+        wanted, end = set(positions), max(positions, default=-1) + 1
+        return (parse() for position, parse in enumerate(islice(scan(), end)) if position in wanted)
 
-    return Table(str(file), length, read)
+    return Table(str(file), sum(1 for _ in scan()), read)
 
 
 def _scan_lines(file: Path, parse: Callable[[int, str], Row]) -> Scan:
@@ -232,8 +210,6 @@ def _parse_line(file: Path, number: int, line: str) -> Row:
 
 def _open_list(file: Path) -> Table:
     """Open a .json file that holds one list of objects."""
-    if file.stat().st_size > WHOLE_JSON:
-        raise DataError(f"{file.name} is too large to be read whole", where=str(file), fix=WRITE_LINES)
     rows = _parse_json(file, "".join(read_lines(file)), 1)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)
@@ -263,7 +239,6 @@ def _scan_csv(file: Path, separator: str) -> Scan:
         for values in reader:
             if values and not names:
                 names = values
-                check_repeated(names, f"{file}, line {start}")
             elif values:
                 yield partial(_name_values, names, values, f"{file}, line {start}")
             start = reader.line_num + 1
@@ -289,5 +264,4 @@ def _open_arrow(file: Path) -> Table:
         table = arrow.ipc.open_stream(mapped).read_all()
     except arrow.ArrowInvalid:
         table = arrow.ipc.open_file(mapped).read_all()
-    check_repeated(table.column_names, str(file))
     return Table(str(file), table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from featcal_cli.data.batches import OTHER_COLUMN, BadRowError
+from featcal_cli.data.batches import BadRowError
 
 SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -22,10 +22,7 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, or a mapping of lists such as {role: […], content: […]}."""
-    if isinstance(value, dict):
-        kinds = value.keys() & {"role", "from"}, value.keys() & {"content", "value"}
-        return all(kinds) and all(isinstance(value[name], list) for name in set().union(*kinds))
+    """Whether a value is a list of messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
@@ -40,31 +37,24 @@ def answer_of(value: Any) -> str | None:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """Return messages as {role, content}. They may come as OpenAI's {role, content}, ShareGPT's {from, value}, or
-    {human, assistant}. A null content becomes empty, and so does a missing one in a message that calls a tool. Raises
-    BadRowError."""
+    """Return messages as {role, content}. They may come as OpenAI's {role, content} or ShareGPT's {from, value}. A null
+    content becomes empty, and so does a missing one in a message that calls a tool. Raises BadRowError."""
     if not is_conversation(value):
-        raise BadRowError("the messages are not a list of messages", OTHER_COLUMN)
-    if isinstance(value, dict):
-        lists = {name: listed for name, listed in value.items() if isinstance(listed, list)}
-        value = [dict(zip(lists, parts, strict=False)) for parts in zip(*lists.values(), strict=False)]
+        raise BadRowError("the messages are not a list of messages")
     messages: list[Message] = []
     for message in value:
         role, content = (_first_of(message, keys) for keys in (("role", "from"), ("content", "value")))
-        if role is None and (turns := [name for name in message if name.lower() in SPEAKERS]):
-            messages += [{"role": SPEAKERS[name.lower()], "content": message[name] or ""} for name in turns]
-            continue
         if not isinstance(role, str):
-            raise BadRowError("a message has no role", OTHER_COLUMN)
+            raise BadRowError("a message has no role")
         if content is None and not message.keys() & {"content", "value"} and not _calls(message):
-            raise BadRowError("a message has no content", OTHER_COLUMN)
+            raise BadRowError("a message has no content")
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
             content = "\n".join(texts) if texts or not content else content  # images are no text
         named = {"role": SPEAKERS.get(role.lower(), role), "content": "" if content is None else content}
         messages.append({**message, **named})
     if not any(map(_says_something, messages)):
-        raise BadRowError("the messages have no text", OTHER_COLUMN)
+        raise BadRowError("the messages have no text")
     return messages
 
 

@@ -12,10 +12,12 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from featcal_cli.data.batches import GLOBAL_MASK, Batch, count_examples, take_examples
+from featcal_cli.data.batches import Batch, count_examples, take_examples
 
 ENCODER_AXIS, DECODER_AXIS = "encoder", "decoder"
 MASK = "attention_mask"
+GLOBAL_MASK = "global_attention_mask"
+"""The input of Longformer and LED that is 1 for tokens that attend to all others."""
 
 
 def is_mask(name: str, tensor: Tensor) -> bool:
@@ -76,7 +78,7 @@ def seed_examples(batch: Batch, seed: int) -> list[int]:
     seeds = []
     for number in range(count_examples(batch)):
         digest = sha256(str(seed).encode())
-        for name, tensor in sorted(_cut(take_examples(batch, [number])).items()):
+        for name, tensor in sorted(cut_padding(take_examples(batch, [number])).items()):
             if is_mask(name, tensor):  # a text without padding may have none
                 continue
             digest.update(f"{name} {list(tensor.shape)}".encode())
@@ -91,7 +93,7 @@ def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
     alike: dict[tuple[tuple[str, torch.Size], ...], list[Batch]] = {}
     for batch in batches:
         for number in range(count_examples(batch)):
-            example = _cut(take_examples(batch, [number]))
+            example = cut_padding(take_examples(batch, [number]))
             alike.setdefault(tuple((name, tensor.shape) for name, tensor in example.items()), []).append(example)
     return [
         {name: torch.cat([example[name] for example in examples[start : start + size]]) for name in examples[0]}
@@ -100,7 +102,7 @@ def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
     ]
 
 
-def _cut(example: Batch) -> Batch:
+def cut_padding(example: Batch) -> Batch:
     """Return one example with only the tokens that its masks keep."""
     cut = dict(example)
     for name, mask in example.items():

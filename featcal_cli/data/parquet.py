@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from featcal_cli.data.cells import Row
-from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import quoted
 
-ROW_GROUP_BYTES = 2**28
-"""Maximum number of uncompressed bytes of a row group that are in memory at once."""
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 2**26
+"""Maximum number of rows of a row group, and of their uncompressed bytes, that are decoded at once."""
 
 
 def open_parquet(source: Any, **options: Any) -> Any:
-    """Open a parquet file (a path or a stream) and read its footer. Raises DataError if several columns have one name,
-    and what the parser raises."""
+    """Open a parquet file (a path or a stream) and read its footer. Raises what the parser raises."""
     from pyarrow import parquet  # it takes long to import, and most sources are none
 
-    opened = parquet.ParquetFile(source, **options)
-    check_repeated(opened.schema_arrow.names, str(getattr(source, "path", source)))
-    return opened
+    return parquet.ParquetFile(source, **options)
 
 
-def read_group(opened: Any, number: int, rows: Sequence[int], *, whole: bool = True) -> Iterator[Row]:
-    """Yield these rows (positions in ascending order) of a row group. Unless `whole`, nothing after the last of them is
-    read. At most ROW_GROUP_BYTES of a larger group are in memory at once."""
+def read_group(opened: Any, number: int, rows: Sequence[int]) -> Iterator[Row]:
+    """Yield these rows (positions in ascending order) of a row group. Nothing after the last of them is decoded."""
     group = opened.metadata.row_group(number)
-    most = max(1, group.num_rows * ROW_GROUP_BYTES // max(1, group.total_byte_size))
-    if whole and most >= group.num_rows:
-        parts = iter([opened.read_row_group(number)])
-    else:
-        size = min(most, group.num_rows if whole else rows[-1] + 1)
-        parts = opened.iter_batches(size, row_groups=[number])
+    size = max(1, min(ROWS_AT_ONCE, group.num_rows * BYTES_AT_ONCE // max(1, group.total_byte_size)))
     start, left = 0, deque(rows)
-    for part in parts:
+    for part in opened.iter_batches(size, row_groups=[number]):
         while left and left[0] < start + len(part):
             yield part.slice(left.popleft() - start, 1).to_pylist()[0]
         start += len(part)
@@ -52,10 +41,3 @@ def classes_in_footer(opened: Any, column: str) -> list[str] | None:
     except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes
         return None
     return list(map(str, names)) if isinstance(names, list) else None
-
-
-def check_repeated(names: Iterable[str], where: str) -> None:
-    """Raise DataError if several columns have one name, because a row could hold only one of their values."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        what = f"several columns are called {quoted(twice[0])}"
-        raise DataError(what, where=where, fix="give each a name of its own")

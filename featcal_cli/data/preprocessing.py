@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import BadRowError, Batch, Example, forward_names
-from featcal_cli.data.loading import Folders, load_preprocessor
-from featcal_cli.data.vocabulary import TextModels, TextTokens, Vocabulary, open_tokens
+from featcal_cli.data.loading import Folders
+from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.runtime.sanitise import exception_text
-
-CHECK_PROCESSOR = "check the files beside the model that say how inputs are processed (*_config.json), and the data"
 
 
 @dataclass(frozen=True)
@@ -35,30 +33,16 @@ class Target:
         """The names of the model's forward arguments."""
         return forward_names(self.model)
 
-    def load(self, kind: str) -> tuple[Any, str]:
-        """Load a preprocessor of this kind, and return it with its model's name. Raises DataError if none can be
-        loaded."""
-        return load_preprocessor(kind, self.folders, self.where)
-
-    def open_tokens(self) -> TextTokens:
-        """Open the tokenizer that cuts the task's texts into tokens. Raises DataError if none can be loaded."""
-        return open_tokens(self.text_models, self.folders, self.where)
-
-    def tokens_of(self, processor: Any, source: str) -> TextTokens:
-        """Return the tokens that a processor's tokenizer makes of texts; `source` names the origin of the processor."""
-        cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
-        return TextTokens(cutting) if self.text_models is None else self.text_models.relate(cutting, self.where)
-
     def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
         """Call a preprocessor for one example, and return the tensors that the model takes, floating-point ones as
         float32. Raises BadRowError if the preprocessor fails, or makes no tensor `main`."""
         try:
             output = call()
         except Exception as error:  # what its files say may make a processor raise anything
-            raise BadRowError(f"it cannot be processed ({exception_text(error)})", CHECK_PROCESSOR) from error
+            raise BadRowError(f"it cannot be processed ({exception_text(error)})") from error
         made = {name: x for name, x in output.items() if name in self.names | {main} and isinstance(x, Tensor)}
         if main not in made:
-            raise BadRowError(f"processing makes no tensor {main} of it", CHECK_PROCESSOR)
+            raise BadRowError(f"processing makes no tensor {main} of it")
         return {name: x.float() if x.is_floating_point() else x for name, x in made.items()}
 
 
@@ -75,6 +59,6 @@ class Reader(ABC):
     def read(self, row: Any) -> Example:
         """Turn a row into an example. Raises BadRowError."""
 
-    def remarks(self, examples: Sequence[Example]) -> Sequence[str]:  # noqa: ARG002 - for those who have some
-        """Return notes about all the examples together. Raises DataError if the model cannot make sense of them."""
-        return ()
+    def unknown_share(self, example: Example) -> float:  # noqa: ARG002 - for readers of texts
+        """Return the share of an example's tokens that the tokenizer does not know."""
+        return 0.0

@@ -37,7 +37,7 @@ def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterato
         total = ends[-1] if ends else 0
         chosen = Random(seed).sample(range(total), min(total, 2 * count))
         for start in range(0, len(chosen), count):
-            yield from _read_scattered(tables, ends, chosen[start : start + count], is_local=data.dataset is None)
+            yield from _read_scattered(tables, ends, chosen[start : start + count])
 
 
 def read_rows(data: Data, split: str | None) -> Iterator[Row]:
@@ -47,8 +47,7 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
             yield from map(shorten_row, read_hub_rows(find_split(data, split)))
         return
     for table in open_local(data, split):
-        with explaining(table.name):
-            yield from map(shorten_row, table.read(range(table.length)))
+        yield from map(shorten_row, table.read(range(table.length)))
 
 
 def read_classes(data: Data, split: str | None, column: str) -> list[str] | None:
@@ -71,21 +70,16 @@ def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield from rows
 
 
-def _read_scattered(
-    tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int], *, is_local: bool
-) -> Iterator[Row]:
+def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:
     """Yield the rows at these positions, counted across all tables, in the given order; each table is read once."""
     parts = [(number, list(part)) for number, part in groupby(sorted(positions), lambda at: bisect_right(ends, at))]
 
-    def read(part: tuple[int, list[int]]) -> list[Row]:
-        table, start = tables[part[0]], ends[part[0]] - tables[part[0]].length
-        with explaining(table.name) if is_local else nullcontext():
-            return list(map(shorten_row, table.read([position - start for position in part[1]])))
+    def read(part: tuple[int, list[int]]) -> list[tuple[int, Row]]:
+        number, inside = part
+        start = ends[number] - tables[number].length
+        rows = tables[number].read([position - start for position in inside])
+        return [(position, shorten_row(row)) for position, row in zip(inside, rows, strict=True)]
 
-    # a file on this machine is read from its start to its end, those of the Hub several at a time
-    found = map(read, parts) if is_local else in_parallel(read, parts)
-    row_at = {
-        at: row for (_, inside), rows in zip(parts, found, strict=True) for at, row in zip(inside, rows, strict=True)
-    }
+    row_at = {position: row for found in in_parallel(read, parts) for position, row in found}
     for position in positions:
         yield row_at[position]

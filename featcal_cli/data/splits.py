@@ -19,8 +19,6 @@ TABLE_FILES = {
     ".tsv": "csv",
 }  # fmt: skip
 """The format, as `datasets` calls it, of each ending of a file of rows."""
-FORMATS = TABLE_FILES | {".txt": "text"} | dict.fromkeys(IMAGE_FILES, "imagefolder")
-"""The format of each ending of a file on the Hub."""
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 """Names of files that describe the data or a model and hold no examples."""
 SPLIT_WORDS = {
@@ -47,15 +45,9 @@ def ending_of(path: str) -> str:
 
 
 def holds_rows(path: str) -> bool:
-    """Whether a file with a table's ending holds examples, rather than describing the data or a model."""
+    """Whether a file has a table's ending and holds examples, rather than describing the data or a model."""
     name = PurePosixPath(path).name
-    return name not in NO_ROWS and not name.startswith(("metadata.", "cache-"))
-
-
-def format_of(path: str) -> str | None:
-    """Return the format of a file on the Hub (a.jsonl.zst is json), or None if such files are not read."""
-    endings = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
-    return next((FORMATS[ending] for ending in endings if ending in FORMATS), None)
+    return ending_of(path) in TABLE_FILES and name not in NO_ROWS and not name.startswith(("metadata.", "cache-"))
 
 
 def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from featcal_cli.data.batches import Batch
-from featcal_cli.data.loading import Folders, load_tokenizer
+from featcal_cli.data.batches import BadRowError, Batch
+from featcal_cli.data.loading import Folders, load_preprocessor
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import list_some, plain
+from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 """Forward arguments that hold token ids."""
@@ -89,7 +89,7 @@ class Vocabularies:
         """Return the vocabulary of a model, or None if it has no tokenizer that can be loaded."""
         if role not in self._found:
             try:
-                tokenizer, name = load_tokenizer(self.folders.get(role, ()), "")
+                tokenizer, name = load_preprocessor("tokenizer", self.folders.get(role, ()), "")
                 self._found[role] = Vocabulary(role, name, tokenizer, tokenizer.get_vocab())
             except DataError:
                 self._found[role] = None
@@ -122,9 +122,6 @@ class TextModels:
         text = f"{self.target} has the same vocabulary"
         if table is not None:
             text = f"{self.target} has another vocabulary: ids are mapped by token"
-        around = [vocabulary.spell(vocabulary.tokenizer("")["input_ids"]) for vocabulary in (target, cutting)]
-        if around[0] != around[1]:
-            text += f"; {self.target} puts other special tokens around a text: the expert's are used"
         return TextTokens(cutting, others, table, f"its expert ({text})", where)
 
 
@@ -136,7 +133,7 @@ def open_tokens(models: TextModels | None, folders: Folders, where: str) -> Text
         for role in (models.expert, *models.readers):
             if (cutting := models.vocabularies.find(role)) is not None:
                 return models.relate(cutting, where)
-    tokenizer, name = load_tokenizer(folders, where)
+    tokenizer, name = load_preprocessor("tokenizer", folders, where)
     cutting = Vocabulary("", name, tokenizer, tokenizer.get_vocab())
     return TextTokens(cutting, source=name, where=where) if models is None else models.relate(cutting, where)
 
@@ -157,6 +154,22 @@ class TextTokens:
     def number(self, ids: Sequence[int]) -> list[int]:
         """Return the ids that batches hold for these ids of `cutting`."""
         return list(ids) if self.table is None else self.table[list(ids)].tolist()
+
+    def encode(
+        self, texts: Sequence[str], most: int, *, add_special_tokens: bool = True, is_target: bool = False
+    ) -> dict[str, list[int]]:
+        """Return the ids that batches hold, and the masks, of a text or a pair, cut at `most` tokens. Raises
+        BadRowError if the tokenizer cannot read the text, and DataError like `check`."""
+        tokenizer = self.cutting.tokenizer
+        given = {"text_target": texts[0]} if is_target else dict(zip(("text", "text_pair"), texts, strict=False))
+        options = {"truncation": True, "max_length": most, "return_attention_mask": True}
+        try:
+            encoded = dict(tokenizer(**given, **options, add_special_tokens=add_special_tokens))
+        except Exception as error:  # what its files say may make a tokenizer raise anything
+            raise BadRowError(f"the tokenizer cannot read it ({exception_text(error)})") from error
+        ids = encoded["input_ids"]
+        self.check(ids, texts, most, tokenizer.truncation_side)
+        return {**encoded, "input_ids": self.number(ids)}
 
     def check(self, ids: Iterable[int], texts: Iterable[str], most: int, side: str = "right") -> None:
         """Raise DataError if another model's tokenizer cuts the texts differently, or lacks one of the tokens `ids`

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from featcal_cli.evaluation.protocols import LabelledTask, on_device
-from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score, score_mean
+from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
-from featcal_cli.runtime.errors import DataError, RecipeError
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some
 
@@ -46,7 +46,7 @@ def read_version() -> str:
 
 
 def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bool) -> Score:
-    """Return the mean of lm-eval's figures for its tasks; the intervals are computed from its samples.
+    """Return the mean of lm-eval's figures for its tasks, with the errors that it gives.
 
     A limit selects the first examples of each task. allow_code: tasks may run code written by the model on this
     machine. Raises RecipeError for tasks and metrics that lm-eval does not know, and for tasks that run code without
@@ -86,16 +86,11 @@ def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
         known = [key for key in figures if "," in key and "_stderr" not in key]
         fix = f"name one of: {list_some(fitting or known)}"
         raise RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    value, filtered = float(figures[fitting[0]]), fitting[0].partition(",")[2]
-    samples = [row[kind] for row in results["samples"].get(name, ()) if row.get("filter", "none") == filtered]
-    if samples and all(isinstance(sample, (bool, int, float)) for sample in samples):
-        score = score_mean(samples)
-        if abs(score.value - value) < 1e-6:
-            return score
-    # a metric that is no mean over examples: lm-eval's own error, where it knows one
+    filtered = fitting[0].partition(",")[2]
     error = figures.get(f"{kind}_stderr,{filtered}")
-    count = int(results.get("n-samples", {}).get(name, {}).get("effective", len(samples)))
-    return make_normal_score(value, float(error) if isinstance(error, (int, float)) else 0.0, count)
+    error = float(error) if isinstance(error, (int, float)) else 0.0  # of some metrics it knows none
+    count = int(results.get("n-samples", {}).get(name, {}).get("effective", 0))
+    return make_normal_score(float(figures[fitting[0]]), error, count)
 
 
 def _explain(error: Exception, task: str, names: str) -> Exception:
@@ -105,12 +100,11 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", **INSTALL)
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
-    is_unknown = isinstance(error, KeyError) and any(name in text for name in names.split(", "))
-    if is_unknown or "not found" in text.lower():
-        what = f"lm-eval {read_version()} does not know one of {names} ({text})"
-        fix = "see their names with: lm-eval ls tasks"
-        return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
-    return DataError(f"lm-eval refuses: {exception_text(error)}", where=f"{task}: {names}", fix="see its documentation")
+    what, fix = (
+        f"lm-eval {read_version()} refuses: {exception_text(error)}",
+        "see the names of its tasks: lm-eval ls tasks",
+    )
+    return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
 
 
 def _explain_code(name: str, task: str) -> RecipeError:

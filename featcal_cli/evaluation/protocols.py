@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
-from featcal_cli.data.loading import load_tokenizer
+from featcal_cli.data.loading import load_preprocessor
 from featcal_cli.data.rows import read_classes
 from featcal_cli.data.vocabulary import TextModels, Vocabulary, map_ids, open_tokens, renumber
 from featcal_cli.evaluation.results import EXPERT, Score, score
@@ -77,8 +77,8 @@ class LabelledTask:
     batch_size: int
     limit: int | None
     """Number of examples, chosen at random; None for all examples."""
-    text_models: TextModels | None = None
-    """The models that read the task's texts, by role; None if all have one vocabulary."""
+    text_models: TextModels
+    """The models that read the task's texts, by role."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
         """Open the labelled rows as inputs for models of this architecture. Raises DataError."""
@@ -91,57 +91,56 @@ class LabelledTask:
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
         """Return the model's own vocabulary, or None if it is not known."""
-        return None if self.text_models is None else self.text_models.vocabularies.find(role)
+        return self.text_models.vocabularies.find(role)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One task's examples and the models that are compared on them."""
+def _compare(
+    task: LabelledTask,
+    rows: LabelledRows,
+    read_label: Callable[[Any], Any],
+    predictors: Mapping[str, Predictor],
+    tell: Callable[[int], None],
+) -> dict[str, Score]:
+    """Return the score of each role's predictor. read_label: function from a row's label to the correct prediction.
+    tell: called every few seconds with the number of finished examples. Raises DataError for rows that cannot be
+    used."""
+    right: list[Any] = []
+    predictions: dict[str, list[Any]] = {role: [] for role in predictors}
+    last = time.monotonic()
+    for group in _read_groups(task, rows):
+        for _, labels in group:
+            right += map(read_label, labels)
+        for role, predictor in predictors.items():
+            with on_device(predictor.module, task.device), torch.inference_mode():
+                for batch, _ in group:
+                    placed = {name: value.to(task.device) for name, value in batch.items()}
+                    predictions[role] += predictor.predict(placed)
+        if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
+            tell(len(right))
+            last = time.monotonic()
+    metric = METRICS[task.how.metric]
+    return {role: score(metric, given, right) for role, given in predictions.items()}
 
-    task: LabelledTask
-    rows: LabelledRows
-    read_label: Callable[[Any], Any]
-    """Function from a row's label to the correct prediction."""
-    predictors: Mapping[str, Predictor]
-    """The models to compare, by role."""
 
-    def score(self, tell: Callable[[int], None]) -> dict[str, Score]:
-        """Return the score of each role. `tell` is called every few seconds with the number of finished examples.
-        Raises DataError for rows that cannot be used."""
-        right: list[Any] = []
-        predictions: dict[str, list[Any]] = {role: [] for role in self.predictors}
-        last = time.monotonic()
-        for group in self._read_groups():
-            for _, labels in group:
-                right += map(self.read_label, labels)
-            for role, predictor in self.predictors.items():
-                with on_device(predictor.module, self.task.device), torch.inference_mode():
-                    for batch, _ in group:
-                        placed = {name: value.to(self.task.device) for name, value in batch.items()}
-                        predictions[role] += predictor.predict(placed)
-            if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
-                tell(len(right))
-                last = time.monotonic()
-        metric = METRICS[self.task.how.metric]
-        return {role: score(metric, given, right) for role, given in predictions.items()}
-
-    def _read_groups(self) -> Iterator[list[tuple[Batch, list[Any]]]]:
-        """Yield groups of batches with their labels; a model processes a whole group each time it is on the device."""
-        most = 0 if self.task.device.type == "cpu" else GROUP_BYTES
-        group: list[tuple[Batch, list[Any]]] = []
-        for batch, labels in self.rows.batches(self.task.batch_size):
-            group.append((batch, labels))
-            if sum(value.nbytes for given, _ in group for value in given.values()) >= most:
-                yield group
-                group = []
-        if group:
+def _read_groups(task: LabelledTask, rows: LabelledRows) -> Iterator[list[tuple[Batch, list[Any]]]]:
+    """Yield groups of batches with their labels; a model processes a whole group each time it is on the device."""
+    most = 0 if task.device.type == "cpu" else GROUP_BYTES
+    group: list[tuple[Batch, list[Any]]] = []
+    for batch, labels in rows.batches(task.batch_size):
+        group.append((batch, labels))
+        if sum(value.nbytes for given, _ in group for value in given.values()) >= most:
             yield group
+            group = []
+    if group:
+        yield group
 
 
 # An expert's own head
 
 
-def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None]) -> Comparison:
+def compare_heads(
+    task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None], tell: Callable[[int], None]
+) -> dict[str, Score]:
     """Compare the expert's head on several bodies, by role; None stands for the expert's own body. Raises
     CheckpointError and DataError."""
     rows = task.open(expert.module)
@@ -150,9 +149,9 @@ def compare_heads(task: LabelledTask, expert: Model, bodies: Mapping[str, Model 
     predictors = {}
     for role, body in bodies.items():
         other = task.find_vocabulary(role)
-        table = None if own is None or other is None else map_ids(own, other)
+        table = None if own is None or other is None or body is None else map_ids(own, other)
         predictors[role] = _predict_with_head(expert, body, table)
-    return Comparison(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors)
+    return _compare(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors, tell)
 
 
 def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Predictor:
@@ -169,49 +168,40 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
         )
     module = expert.module
     if body is not None:
-
-        def explain(name: str) -> CheckpointError:
-            what = f"{body.role} has no {name} that fits the head of {expert.role}"
-            return CheckpointError(what, where=body.snapshot.name, fix="evaluate models of one architecture")
-
         module = load_model(expert.role, expert.snapshot, type(module)).module
-        parameters: dict[str, Tensor] = dict(body.module.base_model.named_parameters())
-        _take_over(module.base_model, parameters | _order_embeddings(expert, body, table), explain)
+        if table is not None:  # the number of tokens may be another
+            own, other = (part.base_model.get_input_embeddings().weight for part in (module, body.module))
+            own.data = other.data
+        _take_over(module.base_model, dict(body.module.base_model.named_parameters()), body.role, body.snapshot)
 
     def predict(batch: Batch) -> list[int]:
         given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        chosen: list[int] = module(**given).logits.argmax(-1).tolist()
+        chosen: list[int] = module(**renumber(given, table)).logits.argmax(-1).tolist()
         return chosen
 
     return Predictor(module, predict)
 
 
-def _order_embeddings(expert: Model, body: Model, table: Tensor | None) -> dict[str, Tensor]:
-    """Return the body's token embeddings, by their name in the body, in the expert's order of tokens; empty if the
-    order is equal in both."""
-    if table is None:
-        return {}
-    own, other = (model.module.base_model.get_input_embeddings().weight for model in (expert, body))
-    count = min(len(table), len(own))
-    ordered = own.data.clone()
-    ordered[:count] = other.data[table[:count].clamp(max=len(other) - 1)].to(own.dtype)
-    return {name: ordered for name, value in body.module.base_model.named_parameters() if value is other}
-
-
-def _take_over(
-    module: torch.nn.Module, source: Mapping[str, Tensor], explain: Callable[[str], CheckpointError]
-) -> None:
-    """Set all parameters of `module` to the values in `source`; `explain` makes the error for one that does not fit."""
+def _take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, snapshot: Snapshot) -> None:
+    """Set all parameters of `module` to the values in `source`, which are those of a model called `role`. Raises
+    CheckpointError for one that does not fit."""
     for name, parameter in module.named_parameters():
         if name not in source or source[name].shape != parameter.shape:
-            raise explain(name)
+            raise _explain(name, role, snapshot)
         parameter.data = source[name].data.to(parameter.dtype)
+
+
+def _explain(name: str, role: str, snapshot: Snapshot) -> CheckpointError:
+    what = f"{role} has no {name}, or one of another shape"
+    return CheckpointError(what, where=snapshot.name, fix="evaluate models of one architecture")
 
 
 # Zero-shot: the class whose name base's text tower puts nearest to the image
 
 
-def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel]) -> Comparison:
+def compare_zero_shot(
+    task: LabelledTask, base: Model, towers: Mapping[str, PreTrainedModel], tell: Callable[[int], None]
+) -> dict[str, Score]:
     """Compare several models' image features with the texts of `base`; `towers` come from `load_tower`, by role.
 
     Raises CheckpointError for a base without a text tower, and DataError for classes that have no names.
@@ -232,39 +222,31 @@ def compare_zero_shot(task: LabelledTask, base: Model, towers: Mapping[str, PreT
             fix="list their names, by number, as classes: under evaluate",
         )
     texts = _embed_classes(task, base, classes, rows.where)
-    return Comparison(
-        task,
-        rows,
-        partial(_read_class, {name: number for number, name in enumerate(classes)}, len(classes), rows),
-        {role: _predict_by_texts(tower, texts) for role, tower in towers.items()},
-    )
+    read_label = partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows)
+    predictors = {role: _predict_by_texts(tower, texts) for role, tower in towers.items()}
+    return _compare(task, rows, read_label, predictors, tell)
 
 
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
     """Load a model in base's class, so that it processes images as base does. A full model is loaded as it is; a vision
     tower alone gets base's projection. Raises CheckpointError for a model that lacks base's image side."""
-
-    def explain(name: str) -> CheckpointError:
-        what = f"{role} does not see images as base does: {name} is missing, or of another shape"
-        return CheckpointError(what, where=snapshot.name, fix="evaluate models that were fine-tuned from base")
-
     model = load_fitting(role, snapshot, base)
     missing = [name for name in model.missing if model.part or name.startswith(IMAGE_SIDE)]
     if missing:
-        raise explain(min(missing) if model.part else missing[0])
+        raise _explain(missing[0], role, snapshot)
     if not model.part:
         return model.module
     combined = load_model(role, base.snapshot, type(base.module)).module
     prefix = f"{model.part}."
     tower = {name.removeprefix(prefix): value for name, value in model.parameters.items() if name.startswith(prefix)}
-    _take_over(combined.get_submodule(model.part), tower, lambda name: explain(prefix + name))
+    _take_over(combined.get_submodule(model.part), tower, role, snapshot)
     return combined
 
 
 def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], where: str) -> Tensor:
     """Return the direction of each class [classes, width]: the normalised text features of all prompts with the class's
     name, averaged and normalised again. Raises DataError without a tokenizer."""
-    tokenizer, _ = load_tokenizer([base.snapshot.folder, *task.folders], where)
+    tokenizer, _ = load_preprocessor("tokenizer", [base.snapshot.folder, *task.folders], where)
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
     module: Any = base.module
@@ -295,20 +277,21 @@ def _pool(features: Any) -> Tensor:
     return pooled
 
 
-def _read_class(numbers: Mapping[str, int], count: int, rows: LabelledRows, label: Any) -> int:
-    """Return a label as the number of one of `count` classes. Raises DataError for a class without a name."""
+def _read_number(numbers: Mapping[str, int], count: int, rows: LabelledRows, label: Any) -> int:
+    """Return a label as the number of one of `count` classes or answers. Raises DataError for one beyond them."""
     number = number_label(label, rows.column, numbers, rows.where)
     if number >= count:
-        what = f"label {number} in column {rows.column} has no name: there are {count} classes"
-        fix = "list the names of all classes, by number, as classes: under evaluate"
-        raise DataError(what, where=rows.where, fix=fix)
+        what = f"label {number} in column {rows.column} has no name and no answer: there are {count}"
+        raise DataError(what, where=rows.where, fix="list all classes or answers, by number, under evaluate")
     return number
 
 
 # Generation: a text is right when it is the wanted one to the letter
 
 
-def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Comparison:
+def compare_generation(
+    task: LabelledTask, models: Mapping[str, Model], tell: Callable[[int], None]
+) -> dict[str, Score]:
     """Compare several models that generate text, by role. Raises CheckpointError for models that are not
     encoder-decoders, and DataError."""
     for model in models.values():
@@ -320,12 +303,8 @@ def compare_generation(task: LabelledTask, models: Mapping[str, Model]) -> Compa
             )
     rows = task.open(next(iter(models.values())).module)
     cutting = task.open_tokens(rows.where)
-    return Comparison(
-        task,
-        rows,
-        partial(_read_answer, task.how.answers or (), rows),
-        {role: _generate(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()},
-    )
+    predictors = {role: _generate(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()}
+    return _compare(task, rows, partial(_read_answer, task.how.answers or (), rows), predictors, tell)
 
 
 def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Predictor:
@@ -356,9 +335,4 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
         except (ValueError, TypeError, LookupError) as error:
             what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
             raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None
-    number = number_label(label, rows.column, {}, rows.where)
-    if number >= len(answers):
-        what = f"label {number} in column {rows.column} has no answer: there are {len(answers)}"
-        fix = "list an answer for every label, by its number, as answers: under evaluate"
-        raise DataError(what, where=rows.where, fix=fix)
-    return answers[number]
+    return answers[_read_number({}, len(answers), rows, label)]

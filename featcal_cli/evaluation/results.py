@@ -52,11 +52,6 @@ def score(metric: Metric, predictions: Sequence[Any], labels: Sequence[Any]) -> 
     return bootstrap(metric.pair(predictions, labels), metric.measure)
 
 
-def score_mean(values: Sequence[float]) -> Score:
-    """Compute the mean of values, one per example, with its interval."""
-    return bootstrap(numpy.asarray(values, dtype=numpy.float64)[:, None], lambda rows: float(rows.mean()))
-
-
 def combine(scores: Sequence[Score]) -> Score:
     """Compute the mean of independent scores with equal weights; its interval assumes normal errors."""
     value = sum(score.value for score in scores) / len(scores)

@@ -171,18 +171,22 @@ class _Models:
                 yield role, measure_tasks(opened, role, model, allow_code=self._allow_code)
         elif roles:
             opened = self._open_task(task, how, roles)
+            stage(f"evaluating {task}")
+
+            def tell(count: int) -> None:
+                stage(f"evaluating {task}: {count:,} examples")
+
             if how.protocol == "zero-shot":
                 base = self._load(BASE)
                 names = {role: f"expert {task}" if role == EXPERT else role for role in roles}
                 towers = {role: protocols.load_tower(names[role], self._fetch(role, task), base) for role in roles}
-                comparison = protocols.compare_zero_shot(opened, base, towers)
+                scores = protocols.compare_zero_shot(opened, base, towers, tell)
             elif how.protocol == "generation":
-                comparison = protocols.compare_generation(opened, {role: self._load(role, task) for role in roles})
+                scores = protocols.compare_generation(opened, {role: self._load(role, task) for role in roles}, tell)
             else:
                 bodies = {role: None if role == EXPERT else self._load(role, task) for role in roles}
-                comparison = protocols.compare_heads(opened, self._load(EXPERT, task), bodies)
-            stage(f"evaluating {task}")
-            yield from comparison.score(lambda count: stage(f"evaluating {task}: {count:,} examples")).items()
+                scores = protocols.compare_heads(opened, self._load(EXPERT, task), bodies, tell)
+            yield from scores.items()
         if self._session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()
 

@@ -235,7 +235,7 @@ def test_a_large_row_group_is_read_in_parts_and_gives_the_same_rows(stage: Stage
     file = stage.folder / "rows.parquet"
     pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), file)
     for unfolded in (2**28, 5_000, 1):
-        stage.patch.setattr("featcal_cli.data.parquet.ROW_GROUP_BYTES", unfolded)
+        stage.patch.setattr("featcal_cli.data.parquet.BYTES_AT_ONCE", unfolded)
         (table,) = open_file(file)
         assert list(table.read(positions)) == [rows[position] for position in positions]
 
@@ -245,7 +245,7 @@ def test_a_parquet_file_of_zeros_takes_no_more_memory_than_a_part_of_it(stage: S
     column = arrow.array([bytes(2**24)] * 24, arrow.large_binary())
     pyarrow.parquet.write_table(arrow.table({"image": column}), file, compression="zstd", use_dictionary=False)
     assert file.stat().st_size < 2**20
-    stage.patch.setattr("featcal_cli.data.parquet.ROW_GROUP_BYTES", 2**26)
+    stage.patch.setattr("featcal_cli.data.parquet.BYTES_AT_ONCE", 2**26)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (table,) = open_file(file)
     assert [len(row["image"]) for row in table.read([1, 20])] == [2**24, 2**24]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import re
 import shutil
 import zlib
@@ -35,8 +34,6 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from featcal_cli.data.batches import Batch, count_examples, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
-from featcal_cli.data.images import to_rgb
-from featcal_cli.data.local_files import open_file
 from featcal_cli.data.rows import read_rows
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -280,8 +277,6 @@ def test_equal_rows_are_never_on_both_sides(at: Folder, bert: Any, different: in
     assert (found.selection_count, found.held_out_count) == (len(sides[1]), len(sides[2]))
     if hold_out or different == 200:
         assert bool(sides[2]) == (different >= 10)
-    if different < 200:
-        assert any("rows equal others" in note for note in found.notes)
     if different < 10:
         assert any("drift is measured on the calibration examples" in note for note in found.notes)
 
@@ -389,29 +384,11 @@ def test_images_of_other_sizes_are_in_other_batches_and_none_is_padded(at: Folde
     assert [tuple(batch.shape) for batch in images] == [(4, 3, 6, 8), (15, 3, 6, 8), (1, 3, 6, 12)]
 
 
-def test_images_that_lie_as_files_in_a_hub_dataset_are_fetched(at: Folder, vit: Any, hub: HubServer) -> None:
-    at.images({f"train/{number}.png": encode_image(number) for number in range(3)}, "repo")
-    hub.add_repo("user/pictures", at.path / "repo", kind="dataset")
-    assert sorted(colours(at.load(vit, Data(dataset="user/pictures")).fitted)) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors", "pictures"])
 def test_what_is_no_file_is_refused(at: Folder, bert: Any, name: str) -> None:
     refused(at, bert, Data(path=str(at.path / name)), "there is no file")
-    os.mkfifo(at.path / name)
-    refused(at, bert, Data(path=str(at.path / name)), r"is a pipe, a socket or a device[^$]*into a file")
     if "." in name:
-        (at.path / name).unlink()
         refused(at, bert, at.file(name, b"\xff\xfe\x00broken" * 9), "cannot|is not")
-
-
-def test_pipes_in_a_folder_are_no_files_of_it(at: Folder, bert: Any) -> None:
-    data = Data(path=str(at.path / "data"))
-    (at.path / "data").mkdir()
-    os.mkfifo(at.path / "data" / "a.jsonl")
-    refused(at, bert, data, "no images, no recordings and no data files")
-    at.file("data/b.jsonl", text_rows(3))
-    assert at.load(bert, data).fitted_count == 3
 
 
 # --- files as people have them ---
@@ -434,7 +411,6 @@ OBJECTS = lines(ROWS)
         ("a.jsonl", OBJECTS.encode("utf-8-sig")),
         ("a.jsonl", OBJECTS.replace("\n", "\r\n").encode()),
         ("a.jsonl.gz", gzip.compress(OBJECTS.replace("\n", "\r\n\r\n").rstrip().encode("utf-8-sig"), mtime=0)),
-        ("a.ndjson", OBJECTS.encode()),
         ("a.json", json.dumps(ROWS).encode("utf-8-sig")),
         ("a.json", json.dumps(ROWS, indent=1).encode()),
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
@@ -468,16 +444,6 @@ def test_only_a_line_feed_ends_a_row(at: Folder, name: str) -> None:
     assert [row["text"] for row in read_rows(source, None)] == texts
 
 
-def test_a_table_with_two_columns_of_one_name_is_refused_in_every_format(at: Folder, bert: Any) -> None:
-    at.prepare(bert)
-    table = arrow.table([arrow.array(["w1"]), arrow.array(["w2"])], names=["text", "text"])
-    parquet.write_table(table, at.path / "a.parquet")
-    with arrow.ipc.new_file(at.path / "a.arrow", table.schema) as writer:
-        writer.write_table(table)
-    for name in ("a.parquet", "a.arrow"):
-        refused(at, bert, Data(path=str(at.path / name)), "several columns are called 'text'")
-
-
 def test_what_datasets_saves_to_a_disk_is_read(at: Folder, bert: Any) -> None:
     import datasets
 
@@ -498,7 +464,6 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
         ("a.csv", UNCLOSED, r"row that begins here is not CSV: [^$]*in: [^\n]*a.csv, line 5\n"),
         ("a.csv", "text\nw1\n" + '"w1 w2', r"not CSV: unexpected end of data\nin: [^\n]*a.csv, line 3\n"),
         ("a.csv", 'text\n"w1 w2" w3\n', r"not CSV: [^$]*in: [^\n]*a.csv, line 2\n"),
-        ("a.csv", "text,text\nw1,w2\n", "several columns are called 'text'"),
         ("a.csv", "text,label\n\nw1, w2, w3,1\n", r"for each column \(4 for 2\)\nin: [^\n]*a.csv, line 3\n"),
         ("a.csv", "text,label\nw1\n", r"for each column \(1 for 2\)\nin: [^\n]*a.csv, line 2\n"),
         ("a.csv", TABLE.encode().replace(b"w5", b"\xe9"), r"is not UTF-8 text \(byte 0xe9\)\nin: [^\n]*, line 7\n"),
@@ -510,7 +475,7 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
         ("a.jsonl", '{"text": "w1 w2"}\n\n{"text": \n', r"not JSON: Expecting value at column 9\nin: [^\n]*, line 3\n"),
         ("a.jsonl", json.dumps(ROWS), r"not a JSON object\n[^$]*line 1\n[^$]*\.json file"),
         ("a.jsonl", "", "no rows"),
-        ("a.xlsx", b"PK\x03\x04" + bytes(99), r"a.xlsx is not a kind[^$]*save the sheet as .csv"),
+        ("a.xlsx", b"PK\x03\x04" + bytes(99), "a.xlsx is not a kind"),
         ("a.parquet", TABLE, r"cannot be read[^$]*a.parquet\n"),
         ("a.arrow", b"ARROW1" + bytes(99), r"cannot be read[^$]*a.arrow\n"),
         ("a.json", "{", r"is not JSON[^$]*a.json, line 1\n"),
@@ -536,22 +501,6 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
     source = at.file("a.csv", f'text,label\n"{long}",0\n5" w5,1\n"w6 ""w7""",0\n')
     rows = [{"text": long, "label": "0"}, {"text": '5" w5', "label": "1"}, {"text": 'w6 "w7"', "label": "0"}]
     assert list(read_rows(source, None)) == rows
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
-def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_cut_is_said_to_be_changed(
-    tmp_path: Path, name: str
-) -> None:
-    file = tmp_path / name
-    content = OBJECTS if name == "a.jsonl" else TABLE
-    file.write_text(content)
-    [table] = open_file(file)
-    before = list(table.read(range(table.length)))
-    file.write_text(content + LINES.replace('"', "") * (name == "a.txt") + OBJECTS * (name == "a.jsonl"))
-    assert list(table.read(range(table.length))) == before
-    file.write_text(content[: len(content) // 2].rpartition("\n")[0])
-    with pytest.raises(DataError, match="changed while it was read"):
-        list(table.read([table.length - 1]))
 
 
 # --- tensors ---
@@ -583,19 +532,14 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
         ({"input_ids": torch.tensor(1)}, "do not agree"),
         ({"labels": torch.tensor([1, 2])}, "nothing but labels"),
         ({"input_ids": torch.ones(4, 17).long()}, "17 tokens per example, but the model has only 16 positions"),
-        ({"input_ids": IDS[:, :0]}, r"input_ids \[4, 0\] holds nothing"),
+        ({"input_ids": IDS[:, :0]}, r"do not agree [^\n]*input_ids \[4, 0\]"),
         (
             {"input_ids": IDS.index_fill(0, torch.tensor([1]), 64)},
             "of example 2 holds 64, but the model knows only 0 to 63",
         ),
         ({"input_ids": -IDS}, "of example 1 holds -1"),
-        ({"input_ids": IDS.float()}, "ids are whole numbers"),
-        ({"input_ids": IDS[:, 0].contiguous()}, "without a dimension of tokens"),
-        ({"input_ids": IDS, "token_type_ids": 2 * IDS}, "token_type_ids of example 1 holds 2"),
         ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 is all 0"),
         ({"input_ids": IDS, "attention_mask": IDS[:, :5].contiguous()}, "differ"),
-        ({"input_ids": IDS, "attention_mask": 5 * IDS}, "holds 5 to 5"),
-        ({"input_ids": IDS, "inputs_embeds": torch.ones(4, 6, 8, dtype=torch.complex64)}, "complex64"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -650,63 +594,12 @@ def test_a_photograph_is_turned_as_its_exif_says(at: Folder, vit: Any) -> None:
     assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
 
 
-def ramp(dtype: str, most: float) -> Any:
-    """Pixels from 0 at the left to `most` at the right, [4, 256]."""
-    return numpy.tile(numpy.linspace(0, most, 256), (4, 1)).round(6).astype(dtype)
-
-
-DEEP: dict[str, Any] = {
-    "16 bits, PNG": (Image.fromarray(ramp("uint16", 65535)), "PNG"),
-    "16 bits, TIFF": (Image.fromarray(ramp("uint16", 65535)), "TIFF"),
-    "16 bits, big-endian": (Image.frombytes("I;16B", (256, 4), ramp(">u2", 65535).tobytes()), "TIFF"),
-    "16 bits, PGM": (Image.fromarray(ramp("int32", 65535)), "PPM"),
-    "32 bits": (Image.fromarray(ramp("int32", 65535)), "TIFF"),
-    "eight bits in 32": (Image.fromarray(ramp("int32", 255)), "TIFF"),
-    "floats up to 1": (Image.fromarray(ramp("float32", 1)), "TIFF"),
-    "floats up to 255": (Image.fromarray(ramp("float32", 255)), "TIFF"),
-}
-
-
-@pytest.mark.parametrize("kind", DEEP)
-def test_deep_greys_are_scaled_to_eight_bits(kind: str) -> None:
-    stream = io.BytesIO()
-    image, name = DEEP[kind]
-    image.save(stream, name)
-    found = numpy.asarray(to_rgb(Image.open(stream)))
-    assert found.shape == (4, 256, 3)
-    assert abs(found[..., 0].astype(int) - numpy.arange(256)).max() <= 1
-
-
-@pytest.mark.parametrize(
-    "values",
-    [ramp("int32", 10**6), ramp("int32", 100) - 50, ramp("float32", 4000), ramp("float32", numpy.nan)],
-    ids=["beyond 16 bits", "below zero", "floats beyond 255", "NaN"],
-)
-def test_pixels_without_a_known_scale_are_bad_rows(at: Folder, vit: Any, values: Any) -> None:
-    refused(at, vit, at.images({"0.tiff": Image.fromarray(values)}), "pixels")
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparency_is_white_as_in_transformers(mode: str, recwarn: pytest.WarningsRecorder) -> None:
-    image = Image.new("RGBA", (8, 8), (0, 0, 0, 255))
-    image.paste((0, 0, 0, 0), (4, 0, 8, 8))  # the right half black but transparent
-    stream = io.BytesIO()
-    (image if mode == "RGBA" else image.convert(mode)).save(stream, "PNG")
-    found = numpy.asarray(to_rgb(Image.open(stream)))
-    assert (found[:, :4] == 0).all() and (found[:, 4:] == 255).all()
-    assert not recwarn.list
-
-
-def test_other_kinds_of_images_look_as_they_do_elsewhere(tmp_path: Path) -> None:
-    red, blue = (Image.new("RGB", (8, 8), colour) for colour in ((250, 10, 10), (10, 10, 250)))
-    red.save(tmp_path / "a.gif", save_all=True, append_images=[blue])
-    red.convert("CMYK").save(tmp_path / "b.jpg", quality=100)
-    red.save(tmp_path / "c.tiff", save_all=True, append_images=[blue])
-    for file in sorted(tmp_path.iterdir()):
-        mean = numpy.asarray(to_rgb(Image.open(file))).mean((0, 1))
-        assert abs(mean - [250, 10, 10]).max() < 8, file.name
-    Image.new("1", (8, 8), 1).save(tmp_path / "d.png")
-    assert to_rgb(Image.open(tmp_path / "d.png")).getpixel((0, 0)) == (255, 255, 255)
+def test_pixels_of_more_than_8_bits_are_bad_rows_and_first_frames_are_read(at: Folder, vit: Any) -> None:
+    deep = Image.fromarray(numpy.full((8, 8), 40_000, dtype=numpy.uint16))
+    refused(at, vit, at.images({"0.png": deep}), "no 8-bit colours, but of mode I;16")
+    first, second = (Image.new("RGB", (8, 8), (value,) * 3) for value in (7, 200))
+    found = at.load(vit, at.images({"a.gif": first}, "frames", save_all=True, append_images=[second]))
+    assert colours(found.fitted) == [7]
 
 
 def test_a_list_of_one_image_is_an_image_and_other_lists_are_none(at: Folder, vit: Any) -> None:
@@ -772,7 +665,8 @@ def test_an_encoder_reads_the_columns_that_hold_text_or_that_the_recipe_names(
         ({"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
         ({"columns": {"txt": "text"}}, "no role txt"),
         ({"template": "{texts}"}, "names a column that there is not: {texts}"),
-        ({"template": "{text"}, "template is broken"),
+        ({"template": "{text"}, "template names no column"),
+        ({"template": "{text.__class__}"}, "names a column that there is not: {text.__class__}"),
         ({"columns": {"messages": "text"}}, "not a list of messages"),
     ],
 )
@@ -784,8 +678,10 @@ def test_no_usable_column_is_an_error_that_lists_the_columns(at: Folder, bert: A
     for model, what in ((bert, "text"), (vit, "images")):
         data = at.rows({"n": 1, "kind": "a"})
         refused(at, model, data, rf"no column holds {what}; the columns are n, kind[^$]*--columns task=")
-    data = at.rows({"translation": {"de": "w1", "en": "w2"}})
-    refused(at, t5, data, r'template: "\{translation\[de\]\}"')
+    pair = {"translation": {"de": "w1", "en": "w2"}}
+    found = at.load(t5, at.rows(pair, template="{translation[de]}"))
+    assert words_of(found.fitted) == ["[CLS] w1 [SEP]"]
+    refused(at, t5, at.rows(pair, template="{translation[fr]}"), r"\{translation\[fr\]\} of the template is empty")
     series = build("PatchTSTModel", "PatchTSTConfig", num_input_channels=1, context_length=8, patch_length=2,
                    patch_stride=2, d_model=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)  # fmt: skip
     refused(at, series, at.rows({"text": "w1"}), r"reads past_values[^$]*safetensors")
@@ -836,20 +732,14 @@ def test_conversations_go_through_the_chat_template_without_further_special_toke
         {"article": "w1", "highlights": "w2", "id": "w9 w9"},
         {"input": "w1", "output": "w2"},
         {"sql_prompt": "w1", "sql": "w2", "sql_context": "w9 w9"},
-        {"conversation": [{"human": "w1", "assistant": "w2"}]},
-        {"messages": {"role": ["user", "assistant"], "content": ["w1", "w2"]}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}, TURNS[1]]},
         {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
     ],
     ids=lambda row: "-".join(row),
 )
-@pytest.mark.parametrize("chat", [True, False])
-def test_question_and_answer_are_known_by_the_names_that_datasets_use(
-    at: Folder, llama: Any, row: Row, chat: bool
-) -> None:
-    at.tokenizer(chat=chat)
-    expected = "user w1 assistant w2" if chat else "[CLS] w1 w2 [SEP]"
-    assert words_of(at.load(llama, at.rows(row)).fitted) == [expected]
+def test_question_and_answer_are_known_by_the_names_that_datasets_use(at: Folder, llama: Any, row: Row) -> None:
+    at.tokenizer(chat=True)
+    assert words_of(at.load(llama, at.rows(row)).fitted) == ["user w1 assistant w2"]
 
 
 CALL = {"function": {"name": "w8", "arguments": "{}"}}
@@ -870,7 +760,6 @@ CALL = {"function": {"name": "w8", "arguments": "{}"}}
         ([TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "user w1 assistant", "w1"),
         ([TURNS[0], {"role": "assistant", "tool_calls": [CALL]}], "user w1 assistant", "w1"),
         ([TURNS[0], {"role": "tool", "name": "w8", "content": "w3"}], "user w1 tool w3", "w1 w3"),
-        ({"role": ["system", "user"], "content": ["", "w1"], "tool_calls": None}, "system user w1", "w1"),
     ],
 )  # fmt: skip
 def test_empty_messages_and_calls_without_words_are_part_of_a_conversation(
@@ -903,7 +792,6 @@ def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder, llama: Any
     with pytest.raises(DataError) as raised:
         at.load(llama, at.rows(row))
     assert "the chat template refuses the messages: System role not supported" in raised.value.what
-    assert "columns" not in raised.value.fix and "chat template" in raised.value.fix
 
 
 def test_a_causal_body_without_head_is_known_as_causal(at: Folder) -> None:
@@ -911,10 +799,9 @@ def test_a_causal_body_without_head_is_known_as_causal(at: Folder) -> None:
     assert words_of(at.load(body, at.rows({"question": "w1", "answer": "w2"})).fitted) == ["[CLS] w1 w2 [SEP]"]
 
 
-def test_turns_are_joined_where_there_is_no_chat_template_and_that_is_said(at: Folder, llama: Any) -> None:
+def test_turns_are_joined_where_there_is_no_chat_template(at: Folder, llama: Any) -> None:
     found = at.load(llama, at.rows({"prompt_id": "a b", "prompt": "w1", "messages": TURNS}))
     assert words_of(found.fitted) == ["[CLS] w1 w2 [SEP]"]
-    assert "turns joined by line breaks as the tokenizer has no chat template" in " ".join(found.notes)
 
 
 @pytest.mark.parametrize(
@@ -990,22 +877,12 @@ def test_an_encoder_decoder_classifier_runs_on_its_batches(at: Folder) -> None:
     assert model(**batch).logits.shape[0] == 1
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(at: Folder, side: str) -> None:
+def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(at: Folder) -> None:
     longformer = build("LongformerModel", "LongformerConfig", **TINY, max_position_embeddings=16, attention_window=4)
-    at.tokenizer(padding_side=side)
-    found = at.load(longformer, at.rows({"text": "w1 w2 w3"}, {"text": "w4"}))
-    masks = rows_of(found.fitted, "global_attention_mask")
-    assert len(masks) == 2 and all(first == 1 and not any(others) for first, *others in masks)
-    assert "the first token attends globally" in str(found.notes)
-    pairs = at.load(longformer, at.rows({"question": "w1", "context": "w2 w3"}))
-    assert "global_attention_mask" not in pairs.fitted[0]
-    led = build(
-        "LEDForConditionalGeneration", "LEDConfig", d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,
-        decoder_ffn_dim=8, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=64, attention_window=4,
-        max_encoder_position_embeddings=16, max_decoder_position_embeddings=16,
-    )  # fmt: skip
-    assert "global_attention_mask" in at.load(led, at.rows({"premise": "w1", "hypothesis": "w2 w3"})).fitted[0]
+    [batch] = at.load(longformer, at.rows({"text": "w1 w2 w3"}, {"text": "w4"})).fitted
+    assert batch["global_attention_mask"].tolist() == [[1, 0, 0, 0, 0]] * 2
+    [pairs] = at.load(longformer, at.rows({"question": "w1", "context": "w2 w3"})).fitted
+    assert "global_attention_mask" not in pairs
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -1046,24 +923,12 @@ def test_texts_are_cut_at_the_shortest_limit(at: Folder, bert: Any, limit: int, 
     assert batch["input_ids"].shape == (1, expected)
 
 
-def test_texts_that_the_tokenizer_does_not_know_are_refused(at: Folder, bert: Any, llama: Any) -> None:
-    foreign = at.rows(*({"text": f"d{number} e{number} w1"} for number in range(20)))
-    refused(at, bert, foreign, r"67% of the tokens are \[UNK\][^$]*in: task: [^$]*fix: give texts")
-    found = at.load(bert, at.rows(*({"text": f"d{number} w2 w1"} for number in range(20))))
-    assert "task: 33% of the tokens are unknown to the tokenizer ([UNK])" in found.notes
-    at.tokenizer(eos_token="[UNK]", unk_token="[UNK]")  # an unknown token that is also another says nothing
-    assert at.load(llama, at.rows({"text": "d1 d2"})).fitted
-
-
-def test_texts_that_are_cut_or_all_alike_are_said_to_be(at: Folder, bert: Any) -> None:
-    notes = at.load(bert, at.rows(*({"text": "w1 " * 40 + f"w{number}"} for number in range(20)))).notes
-    assert "task: 8 of 8 texts fill all 16 tokens: what is beyond is cut off" in notes
-    assert "task: all 8 examples become the same tokens: look whether it is the right column" in notes
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(at: Folder, bert: Any) -> None:
-    at.tokenizer(words=[*WORDS, *(f"x{number}" for number in range(50))])
-    refused(at, bert, at.rows({"text": "x49 x1"}), "has token 108, but the model only 64")
+def test_texts_that_the_tokenizer_does_not_know_are_bad_rows(at: Folder, bert: Any) -> None:
+    foreign = [{"text": f"d{number} e{number} f{number} g{number}"} for number in range(20)]
+    refused(at, bert, at.rows(*foreign), r"20 of 20 rows[^\n]*the first: 67% of its tokens are unknown")
+    known = [{"text": f"d{number} w2 w1"} for number in range(20)]
+    assert at.load(bert, at.rows(*known)).fitted_count == 8
+    assert at.labelled(bert, at.rows({**foreign[0], "label": 1}))[1] == [1]  # accuracy counts all rows
 
 
 # --- labels ---
