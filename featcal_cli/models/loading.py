@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,15 +27,10 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry, read_header
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.sanitise import exception_text, plain, quoted
+from featcal_cli.runtime.sanitise import exception_text, plain
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names. A dtype with fewer bits would lose the update."""
-MAX_SIZE_RATIO = 9
-"""Largest allowed ratio of a model's number of parameters to the number of values in its files. It is well above 1, as
-a model may have parts that this job does not use."""
-ALWAYS_FITS = 5 * 10**8
-"""Number of parameters below which a model is never refused as too large, as any machine has memory for it."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,6 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)
     if named is not None:
-        if "auto_map" not in config:
-            _check_type(model_type, named, snapshot)
         return named
     if name and "auto_map" in config:
         if snapshot.trusted:
@@ -133,18 +125,6 @@ def find_transformers_class(name: str) -> type[PreTrainedModel] | None:
     """Return the model class with this name in transformers; None if there is none."""
     named = getattr(transformers, name, None) if name else None
     return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else None
-
-
-def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapshot) -> None:
-    """Raise CheckpointError if transformers does not know the config's model_type, as the output could then not be
-    loaded."""
-    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
-    if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
-        return
-    what = f"transformers {transformers.__version__} knows no model_type {quoted(str(model_type))}"
-    what += ", which config.json names"
-    fix = f"write the model_type of {named.__name__} there, or update transformers"
-    raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
 def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
@@ -214,7 +194,6 @@ def load_outline(
             raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
         if tensors is None:
             return Model(role, snapshot, described, frozenset())
-        _check_size(role, snapshot, described, tensors)
         empty = {
             name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
             for name, entry in tensors.items()
@@ -233,17 +212,6 @@ def load_outline(
         except Exception as error:  # transformers raises many kinds
             raise _unloadable(role, snapshot, model_class, error) from error
     return _describe_loaded(role, snapshot, module, info)
-
-
-def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError if the config describes a model far larger than its files, as loading would allocate memory
-    for all missing values."""
-    held = sum(prod(entry.shape) for entry in tensors.values())
-    needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
-    if needed > max(MAX_SIZE_RATIO * held, ALWAYS_FITS):
-        what = f"{role}: config.json describes {needed:,} numbers, and the files hold {held:,}"
-        fix = "use the config.json that belongs to the weights, in a checkpoint of the merged model's architecture"
-        raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
 def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:
@@ -267,41 +235,6 @@ PROCESSORS = (
 )
 """Files of a checkpoint, and the Auto class that each one implies for making the model's inputs, the likeliest
 first."""
-FEATURES = {"pixel_values": "image-feature-extraction", "input_ids": "feature-extraction"}
-"""Pipeline tags of the Hub for models without a head, by the name of their main input."""
-
-
-def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
-    """Return the Hub's pipeline tag for models of this class; None if there is none."""
-    from transformers.pipelines import SUPPORTED_TASKS
-
-    tasks: dict[str, Any] = SUPPORTED_TASKS
-    for tag, task in tasks.items():
-        for auto in task["pt"]:
-            heads = getattr(auto, "_model_mapping", None)
-            if auto.__name__ == "AutoModel" or heads is None:
-                continue
-            # by the names of the classes; the classes themselves would import all of transformers
-            for names in heads._model_mapping.values():
-                if model_class.__name__ in (names if isinstance(names, tuple) else (names,)):
-                    return tag
-    return FEATURES.get(model_class.main_input_name)
-
-
-def find_auto_class(model_class: type[PreTrainedModel]) -> str:
-    """Return the name of the Auto class that loads a checkpoint as this class, or this class's own name if none
-    does."""
-    from transformers.pipelines import SUPPORTED_TASKS
-
-    kind = model_class.config_class.model_type if model_class.config_class else None
-    tasks: dict[str, Any] = SUPPORTED_TASKS
-    pipelines = (auto for task in tasks.values() for auto in task["pt"])
-    for auto in (transformers.AutoModel, transformers.AutoModelForSeq2SeqLM, *pipelines):
-        heads = getattr(auto, "_model_mapping", None)
-        names = heads._model_mapping.get(kind) if heads is not None else None
-        if model_class.__name__ == (names[0] if isinstance(names, tuple) else names):
-            return str(auto.__name__)
-    return model_class.__name__
 
 
 def find_processor_class(folder: Path) -> str | None:

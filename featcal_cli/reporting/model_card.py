@@ -38,11 +38,9 @@ TASK_TYPES = {
     "generation": "text2text-generation",
     "lm-eval": "text-generation",
 }
-"""The Hub's task type for each evaluation protocol; other protocols use the model's pipeline tag."""
+"""The Hub's task type for each evaluation protocol; other protocols use the merged card's pipeline tag."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
 """Variable names for these classes in the card's example code; all others are called processor."""
-FEATURES = ("feature-extraction", "image-feature-extraction")
-"""Pipeline tags of the Hub for models without a head."""
 LISTED = 12
 """The most lines of a list that are shown."""
 
@@ -55,19 +53,18 @@ def write_card(
     merged_readme: str | None = None,
     model_class: str = "AutoModel",
     processor_class: str | None = None,
-    pipeline_tag: str | None = None,
 ) -> str:
     """Return the text of README.md, which shows drift.png if the report has curves.
 
     name: name of the output folder; target: the Hub id that the output is pushed to, if any; merged_readme: the merged
     model's own card, whose metadata are used; model_class and processor_class: names of the transformers classes that
-    load the output; pipeline_tag: used if the merged card has none.
+    load the output.
     """
     merged_data = _read_metadata(merged_readme or "")
-    data = _write_metadata(report, merged_data, target, pipeline_tag)
+    data = _write_metadata(report, merged_data, target)
     if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
-    loading = _write_loading(target or name, pipeline_tag, model_class, processor_class)
+    loading = _write_loading(target or name, model_class, processor_class)
     merged = next(iter(_find_sources(report, "merged")), None)
     at_hub = f"{HUB}/{merged.name}/blob/{merged.commit}/{CARD}" if merged and _on_hub(merged) else MERGED_CARD
     merged_card = at_hub if merged and merged_readme else None
@@ -104,14 +101,12 @@ def _read_metadata(text: str) -> dict[str, Any]:
     return split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))[0] or {}
 
 
-def _write_metadata(
-    report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None
-) -> ModelCardData:
+def _write_metadata(report: Report, merged: Mapping[str, Any], target: str | None) -> ModelCardData:
     """Make the card's metadata. base_model lists merged first, as the output is closest to it, then base and experts:
     the weights are computed from all of them, and the Hub has one relation for the whole list."""
     models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
-    pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
+    pipelines = [tag for tag in _texts(merged.get("pipeline_tag")) if re.fullmatch(r"[a-z0-9-]+", tag)]
     licenses = {source.license for source in _find_sources(report, *MODELS)}
     license_, _, license_name = ((licenses.pop() if len(licenses) == 1 else None) or "").partition(": ")
     agree = LICENSE.fullmatch(license_) and license_name == one_line(license_name)
@@ -326,21 +321,16 @@ merged = {model}.from_pretrained({where}{revision}, dtype="auto")
 model = PeftModel.from_pretrained(merged, {place}, subfolder="{ADAPTER}")"""
 
 
-def _write_loading(place: str, purpose: str | None, model: str, processor: str | None) -> str:
-    """Return the code that loads the output with these classes of transformers and, where possible, as a pipeline."""
+def _write_loading(place: str, model: str, processor: str | None) -> str:
+    """Return the code that loads the output with these classes of transformers."""
     where = json.dumps(one_line(place), ensure_ascii=False)
     names = [name if name.isidentifier() else "AutoModel" for name in (model, processor) if name]
-    ready = processor is not None and purpose is not None and names[0].startswith("Auto")
-    if purpose in FEATURES and names[0] != "AutoModel":
-        ready = False  # that pipeline would leave the head out
     lines = [
-        f"from transformers import {', '.join([*names, *(['pipeline'] if ready else [])])}",
+        f"from transformers import {', '.join(names)}",
         "",
         f'model = {names[0]}.from_pretrained({where}, dtype="auto")',
     ]
     lines += [f"{VARIABLES.get(name, 'processor')} = {name}.from_pretrained({where})" for name in names[1:]]
-    if ready:
-        lines += ["", f"pipe = pipeline({json.dumps(purpose)}, model={where})  # or all in one"]
     return "\n".join(lines)
 
 
