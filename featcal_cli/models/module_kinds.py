@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import ceil, prod
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -244,20 +243,13 @@ def channels_last(module: nn.Module, y: Tensor) -> Tensor:
     return y.movedim(1, -1) if isinstance(module, CONVOLUTIONS) else y
 
 
-_ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Cached results of whether a norm scales by 1 + w instead of w, by module."""
-
-
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """Compute z [.., d], a norm's output before scale and bias, with the norm's own forward in float32."""
     x = x.float()
-    neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    # looking at values keeps a device waiting: once is enough
-    if module not in _ADDS_ONE:
-        _ADDS_ONE[module] = bool(functional_call(module, neutral, (x[:1],)).any())
-    if not _ADDS_ONE[module]:
-        neutral["weight"] = torch.ones_like(neutral["weight"])
-    return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
+    zeros = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
+    ones = zeros | {"weight": torch.ones_like(zeros["weight"])}
+    # some norms scale by 1 + weight, so that both of their outputs are larger by z
+    return functional_call(module, ones, (x,)) - functional_call(module, zeros, (x,))  # type: ignore[no-any-return]
 
 
 class Affine(NamedTuple):
