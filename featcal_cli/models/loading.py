@@ -188,29 +188,24 @@ def load_outline(
         # what is of another architecture shows by what it lacks
         config = read_config(role, snapshot, model_class)
         try:
-            with torch.device("meta"):
-                described = model_class(deepcopy(config)).eval()
-        except Exception as error:  # classes raise many kinds for values that make no sense
-            raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
-        if tensors is None:
-            return Model(role, snapshot, described, frozenset())
-        empty = {
-            name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
-            for name, entry in tensors.items()
-        }
-        try:
+            if tensors is None:
+                with torch.device("meta"):
+                    return Model(role, snapshot, model_class(config).eval(), frozenset())
             # transformers' own loading knows how names on disk become names of parameters
             module, info = model_class.from_pretrained(
                 None,
                 config=config,
-                state_dict=empty,
+                state_dict={
+                    name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
+                    for name, entry in tensors.items()
+                },
                 device_map="meta",
                 dtype=find_dtype(tensors.values()),
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # transformers raises many kinds
-            raise _unloadable(role, snapshot, model_class, error) from error
+        except Exception as error:  # classes raise many kinds for values that make no sense
+            raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
     return _describe_loaded(role, snapshot, module, info)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from math import ceil, prod
+from math import prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -144,17 +143,11 @@ class FunctionalLinear(NamedTuple):
     """Whether weight and bias belong to a Linear that is never called; otherwise they lie in parameters of another
     module."""
 
-    def with_prefix(self, prefix: str) -> FunctionalLinear:
-        """Return a copy with a prefix before all paths."""
-        return self._rename(lambda path: prefix + path)
-
     def without_prefix(self, prefix: str) -> FunctionalLinear:
         """Return a copy with a prefix removed from all paths."""
-        return self._rename(lambda path: path.removeprefix(prefix))
-
-    def _rename(self, change: Callable[[str], str]) -> FunctionalLinear:
-        bias = self.bias and replace(self.bias, parameter=change(self.bias.parameter))
-        return self._replace(weight=replace(self.weight, parameter=change(self.weight.parameter)), bias=bias)
+        weight = replace(self.weight, parameter=self.weight.parameter.removeprefix(prefix))
+        bias = self.bias and replace(self.bias, parameter=self.bias.parameter.removeprefix(prefix))
+        return self._replace(weight=weight, bias=bias)
 
 
 def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalLinear]:
@@ -179,13 +172,11 @@ matrices of 4 times the width. The weights of the mixture itself take more memor
 
 
 def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
-    """Split the experts' matrices [d_out, d_in] into runs of about equal size, so that the equations of each run take
-    less memory than those of a dense layer with this model width. A run holds at least one matrix."""
-    sizes = [d_in * (d_in + 2 * d_out) for d_out, d_in in shapes]
-    share = sum(sizes) / max(1, ceil(sum(sizes) / (EXPERTS_SQUARES * max(width, 1) ** 2)))
-    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
-    parts = [[number for number, _ in part] for _, part in groupby(enumerate(middles), lambda pair: pair[1] // share)]
-    return [slice(part[0], part[-1] + 1) for part in parts]
+    """Split the experts' matrices [d_out, d_in] into runs whose equations take less memory than those
+    of a dense layer with this model width. A run holds at least one matrix."""
+    largest = max((d_in * (d_in + 2 * d_out) for d_out, d_in in shapes), default=1)
+    step = max(1, EXPERTS_SQUARES * width**2 // largest)
+    return [slice(start, start + step) for start in range(0, len(shapes), step)]
 
 
 class ParameterPart(nn.Parameter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -64,7 +64,8 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
         for module in block.modules:
             path = f"{block.name}.{module.name}"
             if module.functional is not None:
-                functional[module.functional.with_prefix(f"{block.name}.").weight] = (block.name, path)
+                weight = module.functional.weight
+                functional[replace(weight, parameter=f"{block.name}.{weight.parameter}")] = (block.name, path)
                 continue
             hook = model.get_submodule(path).register_forward_pre_hook
             see = as_hook(lambda held, a, k, b=block.name, n=path: at_module(b, n, held, a, k))
