@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,11 @@ from featcal_cli.runtime.sanitise import exception_text, plain
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names. A dtype with fewer bits would lose the update."""
+MAX_SIZE_RATIO = 9
+"""Largest allowed ratio of a model's number of parameters to the number of values in its files. It is well above 1, as
+a model may have parts that this job does not use."""
+ALWAYS_FITS = 5 * 10**8
+"""Number of parameters below which a model is never refused as too large, as any machine has memory for it."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +148,12 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
     return cast(type[PreTrainedModel], loaded)
 
 
-def read_config(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Any:
-    """Read the checkpoint's config as the config class of `model_class`. Raises CheckpointError if it cannot be
-    read."""
-    return load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
-
-
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
     """Load the checkpoint as `model_class`, memory-mapped, in its own dtype and in evaluation mode. Raises
     CheckpointError if the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
-        config = read_config(role, snapshot, model_class)
+        config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
         try:
             tensors = (entry for file in snapshot.weights() for entry in read_header(file).values())
             module, info = model_class.from_pretrained(
@@ -186,27 +186,44 @@ def load_outline(
     CheckpointError."""
     with quiet_transformers():
         # what is of another architecture shows by what it lacks
-        config = read_config(role, snapshot, model_class)
+        config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
         try:
-            if tensors is None:
-                with torch.device("meta"):
-                    return Model(role, snapshot, model_class(config).eval(), frozenset())
+            with torch.device("meta"):
+                described = model_class(deepcopy(config)).eval()
+        except Exception as error:  # classes raise many kinds for values that make no sense
+            raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
+        if tensors is None:
+            return Model(role, snapshot, described, frozenset())
+        _check_size(role, snapshot, described, tensors)
+        empty = {
+            name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
+            for name, entry in tensors.items()
+        }
+        try:
             # transformers' own loading knows how names on disk become names of parameters
             module, info = model_class.from_pretrained(
                 None,
                 config=config,
-                state_dict={
-                    name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
-                    for name, entry in tensors.items()
-                },
+                state_dict=empty,
                 device_map="meta",
                 dtype=find_dtype(tensors.values()),
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # classes raise many kinds for values that make no sense
-            raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
+        except Exception as error:  # transformers raises many kinds
+            raise _unloadable(role, snapshot, model_class, error) from error
     return _describe_loaded(role, snapshot, module, info)
+
+
+def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:
+    """Raise CheckpointError if the config describes a model far larger than its files, as loading would allocate memory
+    for all missing values."""
+    held = sum(prod(entry.shape) for entry in tensors.values())
+    needed = sum(value.numel() for value in (*described.parameters(), *described.buffers()))
+    if needed > max(MAX_SIZE_RATIO * held, ALWAYS_FITS):
+        what = f"{role}: config.json describes {needed:,} numbers, and the files hold {held:,}"
+        fix = "use the config.json that belongs to the weights, in a checkpoint of the merged model's architecture"
+        raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
 
 
 def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, info: Mapping[str, Any]) -> Model:

@@ -258,7 +258,7 @@ CASES: list[Case] = [
     (merged_config(hidden_size=10**12), ["hidden_size", "1000000000000"]),
     (merged_config(num_hidden_layers=10**9), ["num_hidden_layers", "1000000000"]),
     (merged_config(vocab_size=10**8), ["vocab_size", "100000000"]),
-    (merged_config(max_position_embeddings=10**9), ["merged holds embeddings.position", "config.json describes"]),
+    (merged_config(max_position_embeddings=10**9), ["config.json describes", "the files hold"]),
     (merged_config(hidden_size=64, intermediate_size=96), ["merged holds", "of shape", "config.json describes"]),
     (merged_config(hidden_size=-32), ["merged"]),
     (merged_config(num_attention_heads=7), ["merged"]),
