@@ -18,7 +18,7 @@ from featcal_cli.workflows.verbs import calibrate
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
-SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "albert", "llava"]
+SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "llava"]
 
 
 def save_config(folder: Path, family: Family) -> Snapshot:
