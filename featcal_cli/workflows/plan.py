@@ -22,6 +22,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry
 from featcal_cli.models.alignment import check_alignment, compare_configs, load_fitting
 from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.tracing import CONTAINERS
@@ -350,6 +351,8 @@ def _check_adapter(origins: Mapping[str, Origin], rank: int | None, architecture
         what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
         fix = f"rename {ADAPTER} in a copy of the merged model, {leave}"
         raise RecipeError(what, where=merged.name, fix=fix)
-    if any(block.is_mixture for block in architecture.blocks):
+    # a mixture that cannot run without values shows stacks of matrices alone
+    stacked = any(reason == UNSEEN for block in architecture.blocks for _, reason in block.skipped)
+    if stacked or any(block.is_mixture for block in architecture.blocks):
         what = "an adapter cannot hold the experts of a mixture, which most of the update is in"
         raise RecipeError(what, where=where, fix="leave out --as-adapter")
