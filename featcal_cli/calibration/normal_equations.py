@@ -262,7 +262,7 @@ def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str
     for name, module in modules.items():
         ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
         if not (ours or theirs or module.rows):
-            skipped[name] = module.why_silent
+            skipped[name] = "never called"
         elif ours != theirs or (len(ours) != len(module.rows) and not module.is_routed):
             skipped[name] = "it is called differently in different models or batches"
     return skipped

@@ -186,8 +186,6 @@ def show_inventory(inventory: Inventory) -> None:
         for skipped in first.skipped:
             rows.append([f"[dim]{escape(text)}[/dim]" for text in (skipped["name"], "as merged", skipped["reason"])])
         OUT.print(make_list(rows, indent=2))
-    for note in inventory.notes:
-        ERR.print(f"[dim]· {escape(note)}[/dim]")
 
 
 def show_recipes(files: Sequence[Path]) -> None:

@@ -29,8 +29,10 @@ HEAD_SUFFIXES = (
 )
 """Name endings of classes that add a head to a model body. Their checkpoints have the body's model_type."""
 Loader = Callable[[str, Snapshot, type[PreTrainedModel]], Model]
-SAME_LAYERS = "give models with the same layers; a merge that restacks layers can be calibrated before it is stacked"
-FULL_CHECKPOINT = "give a full checkpoint of the same architecture as the merged model"
+SAME_LAYERS = (
+    "give full checkpoints of one architecture with the same layers; a merge that restacks layers can be calibrated "
+    "before it is stacked"
+)
 
 
 def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = load_model) -> Model:
@@ -79,11 +81,9 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     prefix = f"{other.part}." if other.part else ""
     theirs = other.parameters
     ours = {name: value for name, value in merged.module.named_parameters() if name.startswith(prefix)}
-    _check_layer_counts(architecture, merged, other)
     reached = [path for path in ours if path.rpartition(".")[0] in architecture.reached]
-    missing = [path for path in reached if path not in theirs or other.own_path(path) in other.missing]
-    if missing:
-        raise _refuse_missing(missing, len(reached), merged, other)
+    if missing := [path for path in reached if path not in theirs or other.own_path(path) in other.missing]:
+        raise _refuse_missing(missing, merged, other)
     inside = tuple(f"{block.name}." for block in architecture.blocks)
     for path in (path for path in ours if path.startswith(inside) and path in theirs):
         if theirs[path].shape != ours[path].shape:
@@ -92,12 +92,15 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
                 where=other.snapshot.name,
                 fix="use models of the same size, fine-tuned from the same base",
             )
-    # weights in blocks that merged has no place for, or that nothing reads: a model that needs them computes otherwise
-    lists = {block.name.rpartition(".")[0] for block in architecture.blocks}
-    own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)) is not None and path)
+    # weights in lists of blocks that merged has no place for, or that nothing reads: a model that needs them computes
+    # otherwise
+    blocks = (block.name for block in architecture.blocks if block.name not in architecture.stems)
+    lists = {path.rpartition(".")[0] for path in blocks} - {""}
+    own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)))
     prefix = f"{other.module.base_model_prefix}."
-    unread = [n for n in _unread(other) if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
-    if surplus := [path for path in theirs if path not in ours and path.startswith(inside)]:
+    unread = [name for name in sorted(other.unread) if not _BUFFERS.match(name)]
+    unread = [n for n in unread if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
+    if surplus := [path for path in theirs if path not in ours and path.startswith(tuple(f"{x}." for x in lists))]:
         what = f"{other.role} has {_count(surplus)}, which merged lacks"
     elif unread:
         what = f"{other.role} holds {_count(unread)}, which nothing reads: its config.json describes a model without it"
@@ -107,73 +110,28 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     raise CheckpointError(what, where=other.snapshot.name, fix=fix)
 
 
-def _check_layer_counts(architecture: Architecture, merged: Model, other: Model) -> None:
-    """Raise CheckpointError if both models have a list of blocks, but the lists differ in length."""
-    if merged.snapshot.config.get("model_type") != other.snapshot.config.get("model_type"):
-        return
-    for path in dict.fromkeys(block.name.rpartition(".")[0] for block in architecture.blocks):
-        place = f"{path}."
-        counts = [
-            len({name.removeprefix(place).partition(".")[0] for name in names if name.startswith(place)})
-            for names in (merged.parameters, other.parameters)
-        ]
-        if counts[1] and counts[0] != counts[1]:
-            what = f"{other.role} has {counts[1]} of the layers {plain(path)}, and merged has {counts[0]}"
-            raise CheckpointError(what, where=other.snapshot.name, fix=SAME_LAYERS)
-
-
-def describe_unread(merged: Model) -> Iterator[str]:
-    """Yield a sentence about the tensors in merged's files that its class does not read, if there are any."""
-    if unread := _unread(merged):
-        yield f"nothing in {type(merged.module).__name__} reads {_count(unread)} of merged's files: left as it is"
-
-
-def _unread(model: Model) -> list[str]:
-    return sorted(name for name in model.unread if not _BUFFERS.match(name))
-
-
 def _count(names: list[str]) -> str:
     return f"the tensor {plain(names[0])}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def describe_differences(merged: Model, other: Model, architecture: Architecture) -> list[str]:
-    """Describe, one sentence each, the parameters outside the blocks (never calibrated) whose shapes differ from
-    merged's."""
-    shapes = {n: x.shape for n, x in other.parameters.items() if n.rpartition(".")[0] in architecture.reached}
-    return [
-        f"{other.role} has {name} of shape {list(shapes[name])}, merged {list(parameter.shape)}; it is left unchanged"
-        for name, parameter in merged.module.named_parameters()
-        if name in shapes and shapes[name] != parameter.shape
-    ]
-
-
-def _refuse_missing(missing: list[str], reached: int, merged: Model, other: Model) -> CheckpointError:
-    """Build the error for the parameters in `missing`, which a model lacks or holds in another shape. `reached` is the
-    number of parameters that were looked for."""
-    fix = FULL_CHECKPOINT
-    turned = [path for path in missing if (own := other.own_path(path)) and own in other.mismatched]
+def _refuse_missing(missing: list[str], merged: Model, other: Model) -> CheckpointError:
+    """Build the error for the parameters in `missing`, which a model lacks or holds in another shape than its config
+    describes."""
+    ours, theirs = (str(model.snapshot.config.get("model_type", "?")) for model in (merged, other))
     own = other.own_path(missing[0]) or ""
     shape = other.mismatched.get(own)
-    if 2 * len(missing) > reached and other is not merged and len(turned) < len(missing):
-        ours, theirs = (str(model.snapshot.config.get("model_type", "?")) for model in (merged, other))
-        what = f"{other.role} is of another architecture than merged ({plain(theirs)}, not {plain(ours)})"
-        what = f"{what}: {missing[0]} is missing"
-        if ours == theirs:
-            what = f"{other.role} calls itself {plain(theirs)} like merged, but lacks {_count(missing)}"
-    elif shape is None:
-        what = f"{other.role} lacks {_count(missing)}"
-    elif shape == (wanted := tuple(merged.module.get_parameter(missing[0]).shape)):
+    if shape is not None and ours == theirs:
         described = [*other.module.get_parameter(own).shape]
-        what = f"{other.role} holds {missing[0]} of shape {[*shape]}, as merged does"
-        what = f"{what}, but its config.json describes {described}"
+        what = f"{other.role} holds {missing[0]} of shape {[*shape]}, but its config.json describes {described}"
         fix = "use the config.json that belongs to the weights"
     else:
-        transposed = " (it is transposed)" if shape == wanted[::-1] else ""
-        what = f"{other.role} has {missing[0]} of shape {[*shape]} where {[*wanted]} is needed{transposed}"
+        what, fix = f"{other.role} lacks {_count(missing)}", SAME_LAYERS
+        if ours != theirs:
+            what = f"{other.role} is of another architecture than merged ({plain(theirs)}, not {plain(ours)}): {what}"
     return CheckpointError(what, where=other.snapshot.name, fix=fix)
 
 
-DECISIVE_KEYS = re.compile(r"(num_|n_)?((attention|key_value)_)?heads?|head_dim|is_decoder|position_embedding_type")
+DECISIVE_KEYS = re.compile(r"(num_|n_)?((attention|key_value)_)?heads?|head_dim|is_decoder")
 """Pattern of config keys that change what weights of equal shapes compute; a difference in one of them is an error."""
 REPORTED_KEYS = re.compile(
     r"rope_.*|(.*_)?act(ivation)?(_fn|_function)?|(.*_)?(eps|epsilon)|(use_)?sliding_window|max_window_layers|"
@@ -187,17 +145,14 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     """Compare the config of `other` with merged's in keys that do not affect tensor shapes. Returns one sentence that
     lists the differences, or nothing. Raises CheckpointError if a difference makes equal weights compute something
     else."""
-    ours = merged.module.get_submodule(other.part).config if other.part else merged.module.config
-    theirs = other.module.config
-    # both were loaded as one outline, as their files are alike
-    if other.module is merged.module:
-        if not (other.snapshot.folder / "config.json").is_file():  # else its path would be taken for a repo's name
-            what, fix = "config.json is not there any more", "put it back and run the same command again"
-            raise CheckpointError(what, where=other.snapshot.name, fix=fix)
-        theirs = load_config(type(ours), other.snapshot.folder, role=other.role, name=other.snapshot.name)
-        if (merged.snapshot.folder / "config.json").is_file():  # building a model may change the config (LeViT)
-            ours = load_config(type(ours), merged.snapshot.folder, role=merged.role, name=merged.snapshot.name)
-    _check_type(other, other.snapshot.config.get("model_type"), theirs)
+    ours = merged.module.get_submodule(other.part).config
+    # models with equal tensors may share one outline, so the config is read anew
+    theirs = load_config(type(ours), other.snapshot.folder, role=other.role, name=other.snapshot.name)
+    stated, read_as = str(other.snapshot.config.get("model_type", ours.model_type)), type(ours).model_type
+    parts = tuple(CONFIG_MAPPING[stated].sub_configs.values()) if stated in CONFIG_MAPPING else ()
+    if stated != read_as and not isinstance(ours, parts):
+        what = f"{other.role} is of another architecture than merged ({plain(stated)}, not {read_as})"
+        raise CheckpointError(what, where=f"{other.snapshot.name}/config.json", fix=SAME_LAYERS)
     reported = []
     for key, own, wanted in _differences(theirs, ours):
         text = "{} {}, merged's {}".format(plain(key), *tell_apart(own, wanted, _show))
@@ -210,22 +165,10 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
     return [said] if reported else []
 
 
-def _check_type(other: Model, stated: Any, config: Any) -> None:
-    """Raise CheckpointError if a model's config names another model_type than the class that was loaded, unless the
-    class is a tower of the named model."""
-    read_as = type(config).model_type
-    parts = CONFIG_MAPPING[stated].sub_configs.values() if stated in CONFIG_MAPPING else ()
-    if stated not in (None, read_as) and not any(isinstance(config, part) for part in parts):
-        what = f"{other.role} is of another architecture than merged ({plain(str(stated))}, not {read_as})"
-        raise CheckpointError(what, where=f"{other.snapshot.name}/config.json", fix=FULL_CHECKPOINT)
-
-
 def _differences(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield each decisive or reported key whose values differ between two configs, with both values. A number of heads
     that is None is skipped, as it follows from the tensor shapes."""
-    # transformers knows no other kind of positions by now, and configs do not have to name it
-    default = {"position_embedding_type": "absolute"}
-    values, other_values = (default | dict(_flatten(config.to_dict())) for config in (one, other))
+    values, other_values = (dict(_flatten(config.to_dict())) for config in (one, other))
     for key in sorted(values.keys() & other_values.keys()):
         own, wanted = values[key], other_values[key]
         is_decisive = DECISIVE_KEYS.fullmatch(key.rpartition(".")[2]) and own is not None and wanted is not None

@@ -3,7 +3,7 @@ are found by running the model on probes, never by a model's name."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,7 +39,6 @@ from featcal_cli.models.probing import ProbeRun, probe_model
 from featcal_cli.models.token_rows import OWN_AXIS, Axes, Rows
 from featcal_cli.models.tracing import Trace
 from featcal_cli.runtime.errors import ArchitectureError
-from featcal_cli.runtime.sanitise import list_some
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,6 @@ class Module:
     def is_routed(self) -> bool:
         """Whether this module is part of an expert of a mixture."""
         return bool(self.routed)
-
-    @property
-    def why_silent(self) -> str:
-        """The reason why this module is left unchanged if no call of it was recorded."""
-        return "a convolution that torch's functions do not compute" if self.kind == "convolution" else "never called"
 
 
 @dataclass(frozen=True)
@@ -188,7 +182,9 @@ def find_architecture(
         stems=frozenset(before),
         needs_full_batches=any(rows.may_hold_padding for block in blocks for rows in _all_rows(block)),
         draws=any(run.first.depth.draws for run in runs.values()),
-        notes=tuple(_notes(model, blocks, called)),
+        notes=tuple(
+            f"{path} is left unchanged: no example reaches it" for path in unreached_lists(model, order, called)
+        ),
     )
 
 
@@ -343,24 +339,12 @@ def _count_depths(held: nn.Module, block: str, modules: Sequence[Module], traced
     return [replace(module, depth=steps.get(following[module.name], 0)) for module in modules]
 
 
-def _notes(model: nn.Module, blocks: Sequence[Block], called: Collection[str]) -> Iterator[str]:
-    """Yield notes on blocks that share their weights, and on lists of blocks that no example reaches."""
-    if shared := [block for block in blocks if block.calls > 1]:
-        yield (
-            f"{list_some(block.name for block in shared)} runs {max(block.calls for block in shared)} times with "
-            "the same weights: it is calibrated once for all its calls, and forward order cannot hold inside it"
-        )
-    for path in unreached_lists(model, [block.name for block in blocks], called):
-        yield f"{path} is left unchanged: no example reaches it"
-
-
-def find_unreached(model: nn.Module, blocks: Sequence[Block], norms: str, called: Collection[str] = ()) -> list[Block]:
-    """Describe the blocks of lists that no run has reached, in registration order, except lists that overlap `blocks`.
-    How often each module is called is unknown."""
+def find_registered(model: nn.Module, norms: str) -> list[Block]:
+    """Describe the blocks of all lists in registration order. How often each module is called is unknown."""
     holders = count_holders(model)
     silent = ProbeRun("", Trace(model), Trace(model), {}, [])
     return [
         _describe(model, f"{path}.{key}", silent, norms, holders)
-        for path in unreached_lists(model, [block.name for block in blocks], called)
+        for path in unreached_lists(model, (), ())
         for key, _ in model.get_submodule(path).named_children()
     ]

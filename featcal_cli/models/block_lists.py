@@ -123,34 +123,17 @@ def merge_orders(sequences: Sequence[list[str]]) -> list[str]:
 
 
 def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[str]) -> Iterator[str]:
-    """Yield the outermost lists, apart from the lists of `blocks`, whose members hold at least two weight matrices each
-    and were never called."""
+    """Yield the outermost lists, apart from the lists of `blocks`, whose members hold several Linear modules each and
+    were never called."""
     taken = list(blocks)
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         apart = not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in taken)
         apart = apart and not any(f"{path}.{key}" in called for key, _ in module.named_children())
-        if apart and all(_count_matrices(child) >= 2 for child in module):
+        if apart and all(len(_linears(child)) > 1 for child in module):
             taken.append(path)
             yield path
-
-
-def _count_matrices(module: nn.Module) -> int:
-    """Count the Linear modules of a module, and its other parameters that a function may use as a weight matrix."""
-    inside = [(inner, value) for inner in module.modules() for value in inner.parameters(recurse=False)]
-    others = (pair for pair in inside if not isinstance(pair[0], (nn.Linear, Conv1D)))
-    return len(_linears(module)) + sum(_is_matrix(inner, value) for inner, value in others)
-
-
-def _is_matrix(module: nn.Module, value: Tensor) -> bool:
-    """Guess, before anything has run, whether a function uses a parameter as a weight matrix. Routers and position
-    tables have the same shapes, so they are excluded by their names."""
-    path = next((name for name, other in module.named_parameters(recurse=False) if other is value), "")
-    called = f"{type(module).__name__} {path}".lower()
-    is_other = isinstance(module, nn.Embedding) or _is_convolution(module)
-    others = ("router", "bias", "table", "embed", "parametrization")  # the last are what a weight is made of
-    return value.ndim > 1 and not is_other and not any(word in called for word in others)
 
 
 def _is_convolution(module: nn.Module) -> bool:
@@ -163,11 +146,9 @@ def explain_skipped(
     """Return the reason why a parameter of a module that is neither a Linear nor a norm is left unchanged. The reason
     is empty if functions use slices of it (`parts`) as weights, which can then be calibrated."""
     if not parts:
-        if run.calls:
-            is_matrix = value.ndim == 3 and len(value) > 1 and not _is_convolution(module) and bool(run.routed)
-        else:
-            is_matrix = _is_matrix(module, value)
-        return UNSEEN if is_matrix else "neither a Linear nor a norm"
+        # a stack of matrices may be a mixture's, whose experts the run did not reach, if there was a run at all
+        is_stack = value.ndim == 3 and len(value) > 1 and not _is_convolution(module)
+        return UNSEEN if is_stack and (run.routed or not run.calls) else "neither a Linear nor a norm"
     if any(map(run.is_router, parts)):
         return ROUTER
     if holders[id(value)] > 1:

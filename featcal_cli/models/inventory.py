@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch, forward_names
-from featcal_cli.hub.model_config import load_config, unbuildable
+from featcal_cli.data.batches import Batch
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import (
     Architecture,
     Block,
     find_architecture,
-    find_unreached,
+    find_registered,
     module_at,
     no_blocks,
 )
 from featcal_cli.models.block_lists import UNSEEN
-from featcal_cli.models.loading import find_class
+from featcal_cli.models.loading import find_class, load_outline
 from featcal_cli.runtime.errors import ArchitectureError, DataError
-
-EXAMPLES, TOKENS = 2, 16
-"""Number of made-up examples, and number of tokens in each. They live on the meta device and have no values."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,6 @@ class BlockEntry:
     skipped: list[dict[str, str]]
     parameters: int
     """Number of parameters in the block, whether calibrated or not."""
-    ran: bool
-    """Whether the block's position was seen in a run; otherwise the order of registration is used."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,6 @@ class Inventory:
     model_class: str
     parameters: int
     blocks: list[BlockEntry]
-    notes: list[str]
 
     @property
     def share(self) -> float:
@@ -74,115 +66,48 @@ class Inventory:
 
 
 def take_inventory(snapshot: Snapshot, norms: str = "auto") -> Inventory:
-    """List the blocks and modules of a checkpoint. Raises ArchitectureError if it has no blocks."""
-    model_class = find_class(snapshot)
-    about = {"role": "this model", "name": snapshot.name}
-    config = load_config(AutoConfig, snapshot.folder, trusted=snapshot.trusted, **about)
-    try:
-        with torch.device("meta"):
-            model = model_class(_config_for(model_class, config)).eval()
-    except Exception as error:  # classes raise many kinds for values that make no sense
-        raise unbuildable(model_class, error, **about) from error
-    architecture = run_without_values(model, norms)
-    reached = architecture.blocks if architecture else ()
-    called = architecture.reached | architecture.head if architecture else ()
-    blocks = [*reached, *find_unreached(model, reached, norms, called)]
+    """List the blocks and modules of a checkpoint as they are registered; a run on real inputs decides the order and
+    what is called. Raises ArchitectureError if it has no blocks."""
+    model = load_outline("this model", snapshot, find_class(snapshot), None).module
+    blocks = [_describe(model, block) for block in find_registered(model, norms)]
     if not blocks:
-        raise no_blocks(model_class, snapshot.name)
-    entries = [_describe(model, block, ran=block in reached) for block in blocks]
-    notes = [*(architecture.notes if architecture else ())]
-    if names := [block.name for block in entries if not block.ran]:
-        what = f"{names[0]} … {names[-1]}: listed as registered"
-        notes.append(f"{what}; a run on real inputs decides the order and what is called")
+        raise no_blocks(type(model), snapshot.name)
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Inventory(snapshot.name, model_class.__name__, total, entries, notes)
-
-
-def _config_for(model_class: type[PreTrainedModel], config: Any) -> Any:
-    """Return the part of a config that the class takes, for example the vision config of a whole model's config."""
-    wanted = model_class.config_class
-    if wanted is None or isinstance(config, wanted):
-        return config
-    parts = (getattr(config, name, None) for name in ("vision_config", "text_config", "audio_config"))
-    return next((part for part in parts if isinstance(part, wanted)), config)
+    return Inventory(snapshot.name, type(model).__name__, total, blocks)
 
 
 def run_without_values(
-    model: PreTrainedModel,
-    norms: str,
-    batches: Mapping[str, Batch] | None = None,
-    *,
-    routers: bool = False,
-    stems: bool = False,
+    model: PreTrainedModel, norms: str, batches: Mapping[str, Batch], *, routers: bool = False, stems: bool = False
 ) -> Architecture | None:
-    """Find the architecture by running a model on the meta device; None if its forward needs values. The inputs have
-    the shapes of `batches` (by task), or are made up if there are none."""
+    """Find the architecture by running a model on the meta device, on inputs with the shapes of `batches` (by task);
+    None if its forward needs values."""
     shapes = {
         task: {name: x.to("meta") for name, x in batch.items() if "mask" not in name}  # masks are looked at
-        for task, batch in (batches or {}).items()
+        for task, batch in batches.items()
     }
     if not all(shapes.values()):
         return None
-    for tasks in [shapes] if shapes else ({"": batch} for batch in _made_up_inputs(model)):
-        try:
-            return find_architecture(model, tasks, norms, routers=routers, stems=stems)
-        except (DataError, ArchitectureError):
-            continue
-    return None
+    try:
+        return find_architecture(model, shapes, norms, routers=routers, stems=stems)
+    except (DataError, ArchitectureError):
+        return None
 
 
 def list_registered(model: PreTrainedModel, batches: Mapping[str, Batch], norms: str) -> Architecture:
     """Describe all lists of blocks in registration order, for a model that cannot run without values."""
-    blocks = tuple(find_unreached(model, (), norms))
+    blocks = tuple(find_registered(model, norms))
     inside = tuple(f"{block.name}." for block in blocks)
     reached = frozenset(name for name, _ in model.named_modules() if name.startswith(inside))
     return Architecture(blocks, dict.fromkeys(batches, ""), {}, reached)
 
 
-def _made_up_inputs(model: PreTrainedModel) -> Iterator[Batch]:
-    """Make up batches on the meta device, to be tried in turn: all inputs that the forward names, then only the text
-    inputs, then each input alone. The text inputs of an encoder-decoder model are never tried alone, as either could be
-    taken for the other."""
-    kinds = {name: x for name in forward_names(model) if (x := _made_up(name, model.config)) is not None}
-    text = {name: x for name, x in kinds.items() if name.endswith("input_ids")}
-    apart = {name: x for name, x in kinds.items() if "decoder_input_ids" not in kinds or name not in text}
-    yield from filter(None, (kinds, text, *({name: x} for name, x in apart.items())))
-
-
-def _made_up(name: str, config: Any) -> Tensor | None:
-    """Make up one input tensor for the forward argument `name`; None if the name is unknown."""
-
-    def setting(*keys: str) -> Any:
-        parts = [config, *(getattr(config, part, None) for part in ("vision_config", "audio_config"))]
-        return next((value for key in keys for part in parts if (value := getattr(part, key, None)) is not None), None)
-
-    if name == "input_ids" or (name == "decoder_input_ids" and config.is_encoder_decoder):
-        return torch.zeros(EXAMPLES, TOKENS, dtype=torch.long, device="meta")
-    if name == "pixel_values" and (size := setting("image_size")) is not None:
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return torch.zeros(EXAMPLES, setting("num_channels", "in_channels") or 3, height, width, device="meta")
-    if name == "input_features" and (bins := setting("num_mel_bins")) is not None:
-        return torch.zeros(EXAMPLES, bins, 2 * (setting("max_source_positions") or 100), device="meta")
-    if name == "input_values":
-        return torch.zeros(EXAMPLES, 16_000, device="meta")
-    return None
-
-
-def _describe(model: nn.Module, block: Block, *, ran: bool) -> BlockEntry:
-    """Build the entry of a block, with the size of each module. A module that was not called in a real run is listed as
-    left unchanged."""
-    modules, skipped = [], []
+def _describe(model: nn.Module, block: Block) -> BlockEntry:
+    """Build the entry of a block, with the size of each module. Stacks of matrices are taken for those of experts."""
     held = model.get_submodule(block.name)
     sizes = {name: value.numel() for name, value in held.named_parameters()}
-    for name, reason in block.skipped:
-        if reason == UNSEEN and not ran:
-            modules.append(ModuleEntry(name, "matrix", sizes[name]))
-        else:
-            skipped.append({"name": name, "reason": reason})
+    modules = [ModuleEntry(name, "matrix", sizes[name]) for name, reason in block.skipped if reason == UNSEEN]
     for module in block.modules:
-        if ran and not module.rows:
-            skipped.append({"name": module.name, "reason": module.why_silent})
-        else:
-            parameters = module_at(held, module).parameters(recurse=False)
-            modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))
-    return BlockEntry(block.name, modules, skipped, sum(sizes.values()), ran)
+        parameters = module_at(held, module).parameters(recurse=False)
+        modules.append(ModuleEntry(module.name, module.kind, sum(value.numel() for value in parameters)))
+    skipped = [{"name": name, "reason": reason} for name, reason in block.skipped if reason != UNSEEN]
+    return BlockEntry(block.name, modules, skipped, sum(sizes.values()))

@@ -28,7 +28,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry, read_header
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.sanitise import exception_text, plain, quoted
+from featcal_cli.runtime.sanitise import exception_text, plain
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names. A dtype with fewer bits would lose the update."""
@@ -107,8 +107,6 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)
     if named is not None:
-        if "auto_map" not in config:
-            _check_type(model_type, named, snapshot)
         return named
     if name and "auto_map" in config:
         if snapshot.trusted:
@@ -135,18 +133,6 @@ def find_transformers_class(name: str) -> type[PreTrainedModel] | None:
     return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else None
 
 
-def _check_type(model_type: Any, named: type[PreTrainedModel], snapshot: Snapshot) -> None:
-    """Raise CheckpointError if transformers does not know the config's model_type, as the output could then not be
-    loaded."""
-    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
-    if model_type is None or known or model_type == getattr(named.config_class, "model_type", None):
-        return
-    what = f"transformers {transformers.__version__} knows no model_type {quoted(str(model_type))}"
-    what += ", which config.json names"
-    fix = f"write the model_type of {named.__name__} there, or update transformers"
-    raise CheckpointError(what, where=f"{snapshot.name}/config.json", fix=fix)
-
-
 def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrainedModel]:
     """Load the class `name` from the Python code in the checkpoint's folder; this runs that code."""
     listed = auto_map.items() if isinstance(auto_map, dict) else ()
@@ -162,18 +148,12 @@ def _load_class(snapshot: Snapshot, auto_map: Any, name: str) -> type[PreTrained
     return cast(type[PreTrainedModel], loaded)
 
 
-def read_config(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Any:
-    """Read the checkpoint's config as the config class of `model_class`. Raises CheckpointError if it cannot be
-    read."""
-    return load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
-
-
 def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]) -> Model:
     """Load the checkpoint as `model_class`, memory-mapped, in its own dtype and in evaluation mode. Raises
     CheckpointError if the files are unreadable, quantised, or of another architecture."""
     check_unquantised(snapshot.config, role, snapshot.name)
     with quiet_transformers():
-        config = read_config(role, snapshot, model_class)
+        config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
         try:
             tensors = (entry for file in snapshot.weights() for entry in read_header(file).values())
             module, info = model_class.from_pretrained(
@@ -206,7 +186,7 @@ def load_outline(
     CheckpointError."""
     with quiet_transformers():
         # what is of another architecture shows by what it lacks
-        config = read_config(role, snapshot, model_class)
+        config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
         try:
             with torch.device("meta"):
                 described = model_class(deepcopy(config)).eval()
@@ -267,41 +247,6 @@ PROCESSORS = (
 )
 """Files of a checkpoint, and the Auto class that each one implies for making the model's inputs, the likeliest
 first."""
-FEATURES = {"pixel_values": "image-feature-extraction", "input_ids": "feature-extraction"}
-"""Pipeline tags of the Hub for models without a head, by the name of their main input."""
-
-
-def find_pipeline_tag(model_class: type[PreTrainedModel]) -> str | None:
-    """Return the Hub's pipeline tag for models of this class; None if there is none."""
-    from transformers.pipelines import SUPPORTED_TASKS
-
-    tasks: dict[str, Any] = SUPPORTED_TASKS
-    for tag, task in tasks.items():
-        for auto in task["pt"]:
-            heads = getattr(auto, "_model_mapping", None)
-            if auto.__name__ == "AutoModel" or heads is None:
-                continue
-            # by the names of the classes; the classes themselves would import all of transformers
-            for names in heads._model_mapping.values():
-                if model_class.__name__ in (names if isinstance(names, tuple) else (names,)):
-                    return tag
-    return FEATURES.get(model_class.main_input_name)
-
-
-def find_auto_class(model_class: type[PreTrainedModel]) -> str:
-    """Return the name of the Auto class that loads a checkpoint as this class, or this class's own name if none
-    does."""
-    from transformers.pipelines import SUPPORTED_TASKS
-
-    kind = model_class.config_class.model_type if model_class.config_class else None
-    tasks: dict[str, Any] = SUPPORTED_TASKS
-    pipelines = (auto for task in tasks.values() for auto in task["pt"])
-    for auto in (transformers.AutoModel, transformers.AutoModelForSeq2SeqLM, *pipelines):
-        heads = getattr(auto, "_model_mapping", None)
-        names = heads._model_mapping.get(kind) if heads is not None else None
-        if model_class.__name__ == (names[0] if isinstance(names, tuple) else names):
-            return str(auto.__name__)
-    return model_class.__name__
 
 
 def find_processor_class(folder: Path) -> str | None:

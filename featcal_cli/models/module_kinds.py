@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from math import ceil, prod
+from math import prod
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +145,9 @@ class FunctionalLinear(NamedTuple):
 
     def without_prefix(self, prefix: str) -> FunctionalLinear:
         """Return a copy with a prefix removed from all paths."""
-        return self._rename(lambda path: path.removeprefix(prefix))
-
-    def _rename(self, change: Callable[[str], str]) -> FunctionalLinear:
-        bias = self.bias and replace(self.bias, parameter=change(self.bias.parameter))
-        return self._replace(weight=replace(self.weight, parameter=change(self.weight.parameter)), bias=bias)
+        weight = replace(self.weight, parameter=self.weight.parameter.removeprefix(prefix))
+        bias = self.bias and replace(self.bias, parameter=self.bias.parameter.removeprefix(prefix))
+        return self._replace(weight=weight, bias=bias)
 
 
 def expand_experts(one: FunctionalLinear, shape: torch.Size) -> list[FunctionalLinear]:
@@ -176,13 +172,11 @@ matrices of 4 times the width. The weights of the mixture itself take more memor
 
 
 def split_systems(shapes: Sequence[tuple[int, ...]], width: int) -> list[slice]:
-    """Split the experts' matrices [d_out, d_in] into runs of about equal size, so that the equations of each run take
-    less memory than those of a dense layer with this model width. A run holds at least one matrix."""
-    sizes = [d_in * (d_in + 2 * d_out) for d_out, d_in in shapes]
-    share = sum(sizes) / max(1, ceil(sum(sizes) / (EXPERTS_SQUARES * max(width, 1) ** 2)))
-    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
-    parts = [[number for number, _ in part] for _, part in groupby(enumerate(middles), lambda pair: pair[1] // share)]
-    return [slice(part[0], part[-1] + 1) for part in parts]
+    """Split the experts' matrices [d_out, d_in] into runs whose equations take less memory than those
+    of a dense layer with this model width. A run holds at least one matrix."""
+    largest = max((d_in * (d_in + 2 * d_out) for d_out, d_in in shapes), default=1)
+    step = max(1, EXPERTS_SQUARES * width**2 // largest)
+    return [slice(start, start + step) for start in range(0, len(shapes), step)]
 
 
 class ParameterPart(nn.Parameter):
@@ -240,20 +234,13 @@ def channels_last(module: nn.Module, y: Tensor) -> Tensor:
     return y.movedim(1, -1) if isinstance(module, CONVOLUTIONS) else y
 
 
-_ADDS_ONE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Cached results of whether a norm scales by 1 + w instead of w, by module."""
-
-
 def normalise(module: nn.Module, x: Tensor) -> Tensor:
     """Compute z [.., d], a norm's output before scale and bias, with the norm's own forward in float32."""
     x = x.float()
-    neutral = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
-    # looking at values keeps a device waiting: once is enough
-    if module not in _ADDS_ONE:
-        _ADDS_ONE[module] = bool(functional_call(module, neutral, (x[:1],)).any())
-    if not _ADDS_ONE[module]:
-        neutral["weight"] = torch.ones_like(neutral["weight"])
-    return functional_call(module, neutral, (x,))  # type: ignore[no-any-return]
+    zeros = {name: x.new_zeros(value.shape) for name, value in module.named_parameters(recurse=False)}
+    ones = zeros | {"weight": torch.ones_like(zeros["weight"])}
+    # some norms scale by 1 + weight, so that both of their outputs are larger by z
+    return functional_call(module, ones, (x,)) - functional_call(module, zeros, (x,))  # type: ignore[no-any-return]
 
 
 class Affine(NamedTuple):

@@ -4,7 +4,6 @@ experts in one parameter."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from types import FunctionType
@@ -326,13 +325,13 @@ class MatmulInterceptor(TorchFunctionMode):
         at = [of_weight.index(letter) for letter in made + summed]
         matrix = weight.permute(at)
         sizes = [prod(matrix.shape[: len(made)]), prod(matrix.shape[len(made) :])]
-        dims = range(len(made)), range(len(made), matrix.ndim)
-        strides = [stride for part in dims if (stride := _stride_of(part, matrix)) is not None]
-        if len(strides) < len(dims):
+        try:
+            matrix = matrix.view(sizes)
+        except RuntimeError:  # its elements are not evenly apart
             return None
         rows_first = x.permute([of_x.index(letter) for letter in rows + summed])
         flat = rows_first.reshape(*rows_first.shape[: len(rows)], sizes[1])
-        return MatrixProduct(flat, weight.as_strided(sizes, strides), None)
+        return MatrixProduct(flat, matrix, None)
 
     def _find(self, x: Tensor) -> ParameterSlice | None:
         """Return the slice of a parameter that a tensor is a view of; None if it is not in the memory of any of the
@@ -347,12 +346,6 @@ class MatmulInterceptor(TorchFunctionMode):
 
 _CONVOLUTION_DEFAULTS: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 """Arguments of torch's convolution functions, with their defaults."""
-
-
-def _stride_of(dims: range, x: Tensor) -> int | None:
-    """Return the stride of neighbouring dimensions merged into one; None if they cannot be merged."""
-    apart = any(x.stride(one) != x.stride(two) * x.shape[two] for one, two in itertools.pairwise(dims))
-    return None if apart else x.stride(dims[-1]) if dims else 1
 
 
 _attend = FunctionType(

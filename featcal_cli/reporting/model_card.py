@@ -38,7 +38,7 @@ TASK_TYPES = {
     "generation": "text2text-generation",
     "lm-eval": "text-generation",
 }
-"""The Hub's task type for each evaluation protocol; other protocols use the model's pipeline tag."""
+"""The Hub's task type for each evaluation protocol; other protocols use the merged card's pipeline tag."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
 """Variable names for these classes in the card's example code; all others are called processor."""
 LISTED = 12
@@ -53,16 +53,15 @@ def write_card(
     merged_readme: str | None = None,
     model_class: str = "AutoModel",
     processor_class: str | None = None,
-    pipeline_tag: str | None = None,
 ) -> str:
     """Return the text of README.md, which shows drift.png.
 
     name: name of the output folder; target: the Hub id that the output is pushed to, if any; merged_readme: the merged
     model's own card, whose metadata are used; model_class and processor_class: names of the transformers classes that
-    load the output; pipeline_tag: used if the merged card has none.
+    load the output.
     """
     merged_data = _read_metadata(merged_readme or "")
-    data = _write_metadata(report, merged_data, target, pipeline_tag)
+    data = _write_metadata(report, merged_data, target)
     if results := list(_list_results(report, data.pipeline_tag)):
         data.model_name, data.eval_results = one_line((target or name).rpartition("/")[2]), results
     merged = next(iter(_find_sources(report, "merged")), None)
@@ -121,14 +120,12 @@ def _read_metadata(text: str) -> dict[str, Any]:
     return split_front_matter(text.removeprefix("\ufeff").replace("\r\n", "\n"))[0] or {}
 
 
-def _write_metadata(
-    report: Report, merged: Mapping[str, Any], target: str | None, pipeline_tag: str | None
-) -> ModelCardData:
+def _write_metadata(report: Report, merged: Mapping[str, Any], target: str | None) -> ModelCardData:
     """Make the card's metadata. base_model lists merged first, as the output is closest to it, then base and experts:
     the weights are computed from all of them, and the Hub has one relation for the whole list."""
     models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
-    pipelines = [tag for tag in _texts([merged.get("pipeline_tag"), pipeline_tag]) if re.fullmatch(r"[a-z0-9-]+", tag)]
+    pipelines = [tag for tag in _texts(merged.get("pipeline_tag")) if re.fullmatch(r"[a-z0-9-]+", tag)]
     licenses = {source.license for source in _find_sources(report, *MODELS)}
     agreed = (licenses.pop() if len(licenses) == 1 else None) or ""
     return ModelCardData(

@@ -237,7 +237,7 @@ class Report:
     files: list[str] = field(default_factory=list)
     """Paths of the output's files, relative to its folder."""
     loading: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `write_card` on how to load the output: classes of transformers, and the pipeline's task."""
+    """Arguments of `write_card` on how to load the output: classes of transformers."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content of featcal_report.json."""

@@ -23,7 +23,7 @@ from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
 from featcal_cli.hub.second_copies import describe_files, divide_files
-from featcal_cli.models.loading import find_auto_class, find_pipeline_tag, find_processor_class
+from featcal_cli.models.loading import find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
@@ -298,9 +298,8 @@ def _write(
         **adapter,
     }
     loading = {
-        "model_class": find_auto_class(type(merged.module)),
+        "model_class": type(merged.module).__name__,
         "processor_class": find_processor_class(merged.snapshot.folder),
-        "pipeline_tag": find_pipeline_tag(type(merged.module)),
     }
     files = sorted({*divide_files(merged.snapshot.folder).kept, *contents, REPORT, CARD})
     report = replace(report, files=files, loading=loading)

@@ -20,11 +20,11 @@ from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry
-from featcal_cli.models.alignment import check_alignment, compare_configs, describe_unread, load_fitting
+from featcal_cli.models.alignment import check_alignment, compare_configs, load_fitting
 from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
-from featcal_cli.models.low_rank import find_largest_rank
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.gates import check_held_out
@@ -130,7 +130,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         with look():
             check_writable(merged, architecture, headers["merged"])
         with look():
-            _check_adapter(origins, options.as_adapter, find_largest_rank(merged.module, architecture))
+            _check_adapter(origins, options.as_adapter, architecture)
         with look():
             if options.evaluate:
                 check_evaluable(session, recipe, allow_code=options.allow_code)
@@ -287,8 +287,7 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
 def _check_models(
     session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
 ) -> None:
-    """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ and which
-    weights are not read."""
+    """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ."""
     merged = outlines["merged"]
     for role, outline in outlines.items():
         if role == "merged" or outline.module is not merged.module:  # else its files are alike
@@ -296,7 +295,6 @@ def _check_models(
             check_readable(outline, architecture, headers[role])
         if outline is not merged:
             session.note(*compare_configs(merged, outline))
-    session.note(*describe_unread(merged))
 
 
 def _count_transfer(origin: Origin) -> dict[str, int]:
@@ -324,9 +322,8 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], tar
             raise OutputError(what, where=str(place), fix=fix)
 
 
-def _check_adapter(origins: Mapping[str, Origin], rank: int | None, largest: int) -> None:
-    """Raise RecipeError if no adapter of this rank can be written; `rank` None means that none is wanted. largest: the
-    largest rank that the model's matrices allow; 0 if it is not known."""
+def _check_adapter(origins: Mapping[str, Origin], rank: int | None, architecture: Architecture) -> None:
+    """Raise RecipeError if no adapter of this rank can be written; `rank` None means that none is wanted."""
     if rank is None:
         return
     where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
@@ -337,6 +334,8 @@ def _check_adapter(origins: Mapping[str, Origin], rank: int | None, largest: int
     if taken and REPORT not in origins["merged"].repo.files:
         what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
         raise RecipeError(what, where=where, fix=f"rename {ADAPTER} in a copy of the merged model, {leave}")
-    if 0 < largest < rank:
-        what = f"no update has a rank above {largest}, the most that the model's matrices allow"
-        raise RecipeError(what, where=where, fix=f"give a smaller rank, 16 for example, {leave}")
+    # a mixture that cannot run without values shows stacks of matrices alone
+    stacked = any(reason == UNSEEN for block in architecture.blocks for _, reason in block.skipped)
+    if stacked or any(block.is_mixture for block in architecture.blocks):
+        what = "an adapter cannot hold the experts of a mixture, which most of the update is in"
+        raise RecipeError(what, where=where, fix="leave out --as-adapter")

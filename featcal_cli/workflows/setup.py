@@ -23,7 +23,7 @@ from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import check_no_huge_weight, describe_merge_fit
 from featcal_cli.hub.model_source import Origin
-from featcal_cli.models.alignment import check_alignment, describe_differences
+from featcal_cli.models.alignment import check_alignment
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.schema import Calibration, Recipe
@@ -57,7 +57,6 @@ def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = 
     check_alignment(architecture, merged, merged)
     for model in (models.base, *models.experts.values()):
         check_alignment(architecture, merged, model)
-        note(*describe_differences(merged, model, architecture))
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch

@@ -160,7 +160,7 @@ WAYS: dict[str, Arrange] = {
     "rows cannot be used": bad_data.file("rows.jsonl", '{"text": ""}\n' * 20),
     "no tokenizer can be loaded": bad_data.no_tokenizer,
     "of shape": bad_models.expert_of_another_width,
-    "of the layers": bad_models.expert_with_fewer_blocks,
+    "red› lacks the tensor": bad_models.expert_with_fewer_blocks,
     "of another architecture": bad_models.base_of_another_architecture,
     "is quantised": bad_models.merged_config(quantization_config={"quant_method": "gptq", "bits": 4}),
     "does not say which base": bad_models.adapter(base_model_name_or_path=None),

@@ -15,16 +15,13 @@ from torch import Tensor
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
-FULL = (
-    "bert", "gpt2", "whisper", "convnext", "wavlm", "gpt-oss", "llama4", "recurrent-gemma", "qwen2-moe", "qwen3-next",
-)  # fmt: skip
-"""Linears with biases, Conv1D, without biases, some with, convolutions, projections and convolutions that functions
-read, experts of mixtures with and without biases, beside Linears whose names peft takes for those of experts."""
-REPLACED_BIASES = {"whisper", "gpt-oss", "qwen2-moe", "recurrent-gemma"}
-"""Some of their Linears have no bias, or there are experts too: peft replaces biases, and adds nothing to them."""
+FULL = ("bert", "gpt2", "whisper", "convnext", "wavlm")
+"""Linears with biases, Conv1D, some without biases, convolutions, projections and convolutions that functions read."""
+REPLACED_BIASES = {"whisper"}
+"""Some of their Linears have no bias: peft replaces biases, and adds nothing to them."""
 
 
-@pytest.mark.parametrize("name", few_of(FULL, ("bert", "gpt-oss")))
+@pytest.mark.parametrize("name", few_of(FULL, ("bert", "gpt2")))
 def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
     result = calibrate(saved.recipe(norms="all"), output=tmp_path / "out", as_adapter=32)  # which holds every update
@@ -45,17 +42,15 @@ def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name:
         torch.testing.assert_close(folded[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("name", few_of(["bert", "mixtral", "llama4"], ("mixtral",)))
-def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path, name: str) -> None:
-    result = calibrate(save_family(tmp_path, BY_NAME[name]).recipe(), output=tmp_path / "out", as_adapter=4)
+def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path) -> None:
+    result = calibrate(save_family(tmp_path, BY_NAME["bert"]).recipe(), output=tmp_path / "out", as_adapter=4)
     merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
     kept = total = 0.0
     for key, value in calibrated.named_parameters():
         update = value.detach().double() - merged.get_parameter(key).detach().double()
-        is_cut = update.ndim > 1  # of experts, one matrix after the other
-        squares = torch.linalg.svdvals(update).square() if is_cut else update.square()
-        kept += float((squares[..., :4] if is_cut else squares).sum())
-        total += float(squares.sum())
+        is_cut = update.ndim > 1
+        kept += float((torch.linalg.svdvals(update)[:4] if is_cut else update).square().sum())
+        total += float(update.square().sum())
     assert result.report.adapter is not None
     assert result.report.adapter.share == pytest.approx(kept / total, abs=1e-4)
     assert 0.1 < result.report.adapter.share < 0.99
@@ -127,17 +122,17 @@ def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "change", "what"),
+    ("name", "rank", "change", "what"),
     [
-        (0, {}, "at least 1"),
-        (33, {}, "no update has a rank above 32"),
-        (4, {"merged": {"method": "average"}}, "built only for the run"),
+        ("bert", 0, {}, "at least 1"),
+        ("bert", 4, {"merged": {"method": "average"}}, "built only for the run"),
+        ("mixtral", 4, {}, "cannot hold the experts of a mixture"),
     ],
 )
 def test_a_rank_that_cannot_be_is_refused_and_nothing_is_written(
-    tmp_path: Path, rank: int, change: dict[str, Any], what: str
+    tmp_path: Path, name: str, rank: int, change: dict[str, Any], what: str
 ) -> None:
-    recipe = {**save_family(tmp_path, BY_NAME["bert"]).recipe(), **change}
+    recipe = {**save_family(tmp_path, BY_NAME[name]).recipe(), **change}
     before = set(tmp_path.rglob("*"))
     verb: Any = dry_run if rank else calibrate  # one plan is made for both
     with pytest.raises(RecipeError, match=what) as raised:

@@ -131,10 +131,9 @@ def test_a_head_that_no_file_holds_is_no_metric(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:
+def test_a_resized_vocabulary_is_left_alone(tmp_path: Path) -> None:
     models = {"merged": llama(0), "base": llama(1), "red": llama(2), "green": llama(3, vocab_size=105)}
-    result = run(tmp_path, text(), **models)
-    assert any("embed_tokens" in note and "105" in note for note in result.report.notes)
+    run(tmp_path, text(), **models)
     assert not any("embed" in name or "lm_head" in name for name in changed(tmp_path))
 
 

@@ -136,8 +136,8 @@ def test_what_a_config_prefers_at_run_time_is_not_obeyed(tmp_path: Path, key: st
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        (64, r"expert red holds .* of shape \[\d+, 32\], as merged does, but its config.json describes \[\d+, 64\]"),
-        (32, r"expert red calls itself llama like merged, but lacks the tensor .* and \d+ more"),
+        (64, r"expert red holds .* of shape \[\d+, 32\], but its config.json describes \[\d+, 64\]"),
+        (32, r"expert red lacks the tensor .* and \d+ more"),
     ],
 )
 def test_shapes_and_names_that_agree_are_not_said_to_differ(tmp_path: Path, width: int, words: str) -> None:

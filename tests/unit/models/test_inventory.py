@@ -18,9 +18,7 @@ from featcal_cli.workflows.verbs import calibrate
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 BY_NAME = {family.name: family for family in FAMILIES}
-LOOK_AT_VALUES = ("bart", "mixtral")
-"""Models that cannot run on inputs without values: an end-of-text token is looked for, tokens are routed."""
-SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "swin", "mixtral", "albert", "gemma3"]
+SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "llava"]
 
 
 def save_config(folder: Path, family: Family) -> Snapshot:
@@ -34,22 +32,21 @@ def save_config(folder: Path, family: Family) -> Snapshot:
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_blocks_are_those_that_calibration_visits(tmp_path: Path, name: str) -> None:
     inventory = take_inventory(save_config(tmp_path, BY_NAME[name]), "auto")
-    assert tuple(block.name for block in inventory.blocks) == tuple(BY_NAME[name].block_names)
-    assert all(block.ran for block in inventory.blocks) or name in LOOK_AT_VALUES
+    assert {block.name for block in inventory.blocks} == set(BY_NAME[name].block_names)
 
 
-NAMES = ["clip-vision", "bert", "llama", "t5", "wavlm", "mixtral", "lfm2", "llama4"]
+NAMES = ["clip-vision", "bert", "llama", "t5", "mixtral", "xlnet", "jamba"]
 
 
-@pytest.mark.parametrize("name", few_of(NAMES, ("bert", "lfm2")))
+@pytest.mark.parametrize("name", few_of(NAMES, ("bert", "mixtral")))
 def test_the_modules_are_those_that_calibration_reports(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
-    result = calibrate(saved.recipe(), output=tmp_path / "out")
+    result = calibrate(saved.recipe(), output=tmp_path / "out", batch_size=5)
     inventory = take_inventory(resolve_config(str(tmp_path / "merged")), "auto")
     calibrated = {(block.name, module.name) for block in result.report.blocks for module in block.modules}
     listed = {(block.name, module.name) for block in inventory.blocks for module in block.modules}
-    assert calibrated == listed or name in LOOK_AT_VALUES  # which list all matrices of a mixture's experts as one
-    assert inventory.share == pytest.approx(calibrated_share(result))
+    assert calibrated == listed or name in NAMES[4:]  # all matrices of a parameter are listed as one
+    assert inventory.share == pytest.approx(calibrated_share(result), abs=0.04 if name in NAMES[4:] else 1e-6)
 
 
 def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,23 +56,6 @@ def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: pytes
     assert run.code == 0, run.stderr
     assert [block["name"] for block in json.loads(run.stdout)["blocks"]] == ["encoder.layer.0", "encoder.layer.1"]
     assert not any(request.path.endswith(".safetensors") for request in hub.requests)
-
-
-def test_blocks_that_cannot_be_run_are_listed_as_registered(tmp_path: Path) -> None:
-    """A vision-language model looks at the values of its inputs, which there are none of."""
-    inventory = take_inventory(save_config(tmp_path, BY_NAME["llava"]), "auto")
-    assert {block.name for block in inventory.blocks} == set(BY_NAME["llava"].block_names)
-    assert any("listed as registered" in note for note in inventory.notes)
-
-
-@pytest.mark.parametrize("name", few_of(["xlnet", "jamba", "dbrx"], ("xlnet",)))
-def test_blocks_of_several_classes_or_without_linear_modules_are_listed_too(tmp_path: Path, name: str) -> None:
-    """None of them can run on inputs without values."""
-    saved = save_family(tmp_path, BY_NAME[name])
-    inventory = take_inventory(resolve_config(str(tmp_path / "merged")), "auto")
-    result = calibrate(saved.recipe(), output=tmp_path / "out", batch_size=5)
-    assert [block.name for block in inventory.blocks] == BY_NAME[name].block_names
-    assert inventory.share == pytest.approx(calibrated_share(result), abs=0.04)  # dt_proj is never called, for example
 
 
 @pytest.mark.parametrize(
