@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, save_family
+from families import BY_NAME, save_family
 from jobs import Prepared, prepare
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.paused_forward import start_forward
-from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import calibrate
-
-BY_NAME = {family.name: family for family in FAMILIES}
-LINUX = pytest.mark.skipif(not hardware.MAPS.is_file(), reason="this system does not say what is mapped")
 
 
 def make_runner(prepared: Prepared, dtype: torch.dtype = torch.float32) -> BlockRunner:
@@ -35,22 +31,6 @@ def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(NumericsError, match=r"expert red has NaN or infinity in .*stages\.1\.downsampling_layer\.1"):
         calibrate(saved.recipe(), output=tmp_path / "out", device="cpu")
-
-
-@LINUX
-def test_files_pages_are_given_back_while_weights_have_other_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "WORTHWHILE", 0)
-    monkeypatch.setattr("featcal_cli.runtime.hardware.mmap.PAGESIZE", 64)  # these weights fill no page
-    prepared = prepare(save_family(tmp_path, BY_NAME["llama"]))
-    runner, block = make_runner(prepared, torch.bfloat16), prepared.architecture.blocks[0].name
-    given: list[int] = []
-    monkeypatch.setattr(hardware, "advise", lambda *args: given.append(args[1]))
-    with runner.on_device():
-        runner.bring(block)
-        assert next(runner.module(block).parameters()).dtype == torch.bfloat16
-        assert runner.give_back(block) == sum(given) > 0
 
 
 def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:

@@ -240,21 +240,6 @@ def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monke
         assert sizes[:2].std() > 0 and sizes[2:].eq(1).all()
 
 
-def test_they_are_the_same_for_a_seed(tmp_path: Path) -> None:
-    prepared = prepare(save_family(tmp_path, BY_NAME["vit"]), examples=EXAMPLES)
-    task = next(iter(prepared.examples))
-    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-    measured = []
-    for seed in (1, 1, 2):
-        model = share_model(prepared.models.experts[task])
-        runner = BlockRunner(model, prepared.architecture, prepared.device, torch.float32)
-        measured.append(measure_output_gradients(runner, prepared.architecture, entry, batches, [], seed).factors)
-        runner.retire()
-    first, again, other = measured
-    assert all(torch.equal(first[path], again[path]) for path in first)
-    assert not any(torch.equal(first[path], other[path]) for path in first)
-
-
 @pytest.mark.parametrize("d", [96, 400, gradient_sums.WIDEST_SQUARE + 1])
 def test_the_directions_that_move_answers_most_are_kept(d: int) -> None:
     """All that there are of narrow outputs; of wider ones, and of sketches, nearly as much as the best so many hold."""
