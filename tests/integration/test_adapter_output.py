@@ -12,7 +12,7 @@ from hub_server import HubServer
 from peft import PeftModel
 from torch import Tensor
 
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
 FULL = (
@@ -103,27 +103,6 @@ def test_the_adapter_goes_to_the_hub_with_the_output(
     with adapted.disable_adapter():  # unload() leaves norms, which peft keeps whole
         torch.testing.assert_close(answer(adapted, inputs), answer(before, inputs))
     assert 'subfolder="adapter"' in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    recipe = saved.recipe()
-    calibrate(recipe, output=tmp_path / "whole", as_adapter=4)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("featcal_cli.workflows.calibrate.summarise", stop)
-        calibrate(recipe, output=tmp_path / "out")
-    result = calibrate(recipe, output=tmp_path / "out", as_adapter=4)
-    assert any("were taken over" in note for note in result.report.notes)
-    one, other = (
-        {file.name: file.read_bytes() for file in (tmp_path / name / "adapter").iterdir()} for name in ("whole", "out")
-    )
-    assert one == other
-    with pytest.raises(OutputError, match="--as-adapter was 4, and is 8"):
-        calibrate(recipe, output=tmp_path / "out", as_adapter=8)
 
 
 @pytest.mark.parametrize(

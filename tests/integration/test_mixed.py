@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from families import BY_NAME, save_family
 from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
 TASKS = ("red", "green")
@@ -33,7 +30,6 @@ def run(
     folder: Path,
     inputs: dict[str, dict[str, torch.Tensor]],
     method: str = "featcal",
-    metric: str | None = "features",
     **models: PreTrainedModel,
 ) -> Result:
     """Save `merged`, `base` and an expert a task, and calibrate."""
@@ -43,7 +39,7 @@ def run(
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
     recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
-    calibration = {"examples": 6, "method": method, "metric": metric}
+    calibration = {"examples": 6, "method": method, "metric": "features"}
     return calibrate({**recipe, "calibration": calibration}, output=folder / "out")
 
 
@@ -97,6 +93,7 @@ def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
     assert not any("classifier" in name or "embeddings" in name for name in changed(tmp_path))
 
 
+@pytest.mark.matrix
 def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) -> None:
     deep = 6  # enough blocks for a head to be small beside them
     headed = {task: classifier(seed, 2 + seed, num_hidden_layers=deep) for seed, task in enumerate(TASKS, 1)}
@@ -109,26 +106,6 @@ def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) 
     outputs = [result.report.measures["red"].models["merged"].output for result in results]
     assert [output.kind for output in outputs if output] == ["logits", "features"]
     check_equal(tmp_path / "headed", tmp_path / "bare")
-
-
-@pytest.mark.matrix
-def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
-    models = {"merged": classifier(0, 3), "base": bert(1), "red": bert(2), "green": bert(3)}
-    inputs, results = text(12), []
-    for seed in (1, 2):
-        torch.manual_seed(seed)  # loading draws what is missing
-        (folder := tmp_path / str(seed)).mkdir()
-        results.append(run(folder, inputs, metric=None, **models))
-    check_equal(tmp_path / "1", tmp_path / "2")
-    assert results[0].report.measures["red"].models["merged"].output is None
-
-
-def test_a_head_that_no_file_holds_is_no_metric(tmp_path: Path) -> None:
-    models = {"merged": classifier(0, 3), "base": bert(1), "red": bert(2), "green": bert(3)}
-    with pytest.raises(NumericsError, match="the head of the expert of red is in no file") as error:
-        run(tmp_path, text(), metric="output", **models)
-    assert "metric: output" in error.value.fix
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_resized_vocabulary_is_said_and_left_alone(tmp_path: Path) -> None:
@@ -179,16 +156,3 @@ def test_full_models_and_vision_towers_go_together(tmp_path: Path) -> None:
         plain = plain or vision
         assert len(plain) == 32
         torch.testing.assert_close(vision, plain, rtol=1e-4, atol=1e-5)
-
-
-def test_flan_t5_by_the_papers_settings(tmp_path: Path) -> None:
-    """Gated, with a head of its own: decoder blocks too, no norms, the head untouched."""
-    recipe = save_family(tmp_path, BY_NAME["flan-t5"]).recipe() | {"calibration": {"examples": 12, "method": "paper"}}
-    report = calibrate(recipe, output=tmp_path / "out").report
-    assert {key: report.settings[key] for key in ("ridge", "rho", "alpha")} == {"ridge": 1e-5, "rho": 2.0, "alpha": 0.6}
-    names = changed(tmp_path)
-    assert any(name.startswith("decoder.block.1.layer.1.EncDecAttention.k") for name in names)
-    assert any("wi_0" in name for name in names) and any("wi_1" in name for name in names)
-    assert not any("layer_norm" in name or "lm_head" in name or "shared" in name for name in names)
-    one, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "merged"))
-    assert one == other

@@ -160,6 +160,7 @@ HOPELESS = 2
 """Of one that no update helps."""
 
 
+@pytest.mark.survive
 def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption(tmp_path: Path) -> None:
     saved, recipe = random_job(tmp_path / "family", WORSE)
     report = calibrate(recipe, output=tmp_path / "whole").report
