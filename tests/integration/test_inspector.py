@@ -164,6 +164,7 @@ def test_shares_are_those_of_experts_with_the_models_later_blocks_and_add_up(tmp
         assert drifts["base"].outside is None and drifts["base"].blocks[0].share is None
 
 
+@pytest.mark.matrix
 def test_tasks_that_end_at_different_blocks_have_shares_of_their_own_blocks(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["clip"])
     towers = {"red": ("vision_model.", ["pixel_values"]), "green": ("text_model.", ["input_ids", "attention_mask"])}

@@ -88,6 +88,7 @@ def test_experts_with_heads_of_other_sizes(tmp_path: Path) -> None:
     assert len(changed(tmp_path)) == sum(2 * len(block.modules) for block in result.report.blocks) == 32
 
 
+@pytest.mark.matrix
 def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
     run(tmp_path, text(), merged=classifier(0, 3), base=bert(1), red=classifier(2, 2), green=classifier(3, 5))
     assert not any("classifier" in name or "embeddings" in name for name in changed(tmp_path))
@@ -130,6 +131,7 @@ def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Pat
     assert result.report.settings["token_weights"] == "cls"
 
 
+@pytest.mark.matrix
 def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
     inputs = {"red": images()["red"], "green": text()["green"]}
     result = run(tmp_path, inputs, "paper", merged=clip(0), base=clip(1), red=clip(2), green=clip(3))

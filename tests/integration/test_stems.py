@@ -59,6 +59,7 @@ def test_errors_may_be_measured_by_outputs(tmp_path: Path) -> None:
     assert (by_outputs - by_features).norm() > 0.01 * (by_features - merged).norm()
 
 
+@pytest.mark.matrix
 def test_the_guard_checks_the_update_of_a_stem_as_well(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     open_settings = {"method": "featcal", "ridge": None, "rho": None, "alpha": None}

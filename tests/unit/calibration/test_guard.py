@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import BY_NAME, Saved, save_family
 from jobs import prepare
-from oracle import normalise
+from oracle import normalise, record
 from safetensors.torch import load_file
 from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
@@ -77,17 +77,6 @@ def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: boo
         assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
 
-def inputs(model: nn.Module, path: str, batch: Mapping[str, Tensor]) -> Tensor:
-    """Rows [T, d] that one of a model's modules is given, and that are no padding."""
-    kept: list[Tensor] = []
-    handle = model.get_submodule(path).register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    with torch.no_grad():
-        model(**batch)
-    handle.remove()
-    (x,) = kept
-    return x[batch["attention_mask"].bool()]
-
-
 def parameters(model: nn.Module, path: str) -> Affine:
     own = dict(model.get_submodule(path).named_parameters())
     return Affine(own["weight"].detach(), own["bias"].detach() if "bias" in own else None)
@@ -101,7 +90,9 @@ def slow_objective(
     shares = []
     for expert, fit, check in zip(experts, fitted, checked, strict=True):
         runs = ((student, fit), (student, check), (expert, check))
-        x_fit, x_cal, x_exp = (inputs(model, path, batch) for model, batch in runs)
+        x_fit, x_cal, x_exp = (
+            record(model, path, batch)[path][0][batch["attention_mask"].bool()] for model, batch in runs
+        )
         omega = 1 / float((x_fit.T @ x_fit / len(x_fit)).norm())
         target = HELD_BACK.alpha * x_exp + (1 - HELD_BACK.alpha) * x_cal
         if not isinstance(module, nn.Linear):

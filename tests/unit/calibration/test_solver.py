@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from summing import SYSTEMS, WAYS, sum_up
+from summing import SYSTEMS, WAYS, solve_plainly, sum_up
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
+from featcal_cli.calibration.linear_algebra import Symmetric
 from featcal_cli.calibration.normal_equations import PRECISE_COST, is_dual_cheaper, is_residual_cheaper
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine
@@ -40,29 +40,6 @@ def draw(
         expert = Affine(near(merged.weight), near(merged.bias))  # type: ignore[arg-type]
         tasks.append({"x_cal": x_cal, "x_exp": near(x_cal), "weights": weights, "expert": expert})
     return merged, Affine(near(merged.weight), near(merged.bias)), tasks  # type: ignore[arg-type]
-
-
-def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Hyperparameters) -> Affine:
-    """W* and b* by the paper's equations as they stand, in float64."""
-    d_in = merged.weight.shape[1]
-    left, right = torch.zeros_like(merged.weight).double(), torch.zeros(d_in, d_in).double()
-    means = []
-    for task in tasks:
-        x, weight = task["x_cal"].double(), task["expert"].weight.double()
-        target = settings.alpha * task["x_exp"].double() + (1 - settings.alpha) * x
-        share = torch.ones(len(x)).double() if task["weights"] is None else task["weights"].double()
-        share = share / share.sum()
-        gram, cross = x.T @ (share[:, None] * x), target.T @ (share[:, None] * x)
-        omega = 1 / gram.norm()
-        left, right = left + omega * weight @ cross, right + omega * gram
-        means.append((omega, weight @ (share @ target) + task["expert"].bias.double(), share @ x))
-    assert merged.bias is not None and base.bias is not None
-    pairs = ((merged.weight, base.weight), (merged.bias, base.bias))
-    anchor = [settings.rho * one.double() + (1 - settings.rho) * other.double() for one, other in pairs]
-    ridge = settings.ridge
-    solved = (left + ridge * anchor[0]) @ torch.linalg.inv(right + (ridge + EPSILON) * torch.eye(d_in).double())
-    total = sum(omega * (y - solved @ x) for omega, y, x in means)
-    return Affine(solved, (total + ridge * anchor[1]) / (sum(omega for omega, *_ in means) + ridge))
 
 
 @pytest.mark.parametrize("settings", [PAPER["CLIP"], PAPER["Llama-3.1-8B"], Hyperparameters(0.05, 1.0, 1.0)])

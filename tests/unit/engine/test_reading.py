@@ -1,7 +1,9 @@
-"""What is read of the experts: stems and blocks, each once, and given back when a block is done."""
+"""What is read of the experts: stems and blocks, each once, checked, and given back when a block is done."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.resource_estimate import read_bytes
 from featcal_cli.workflows.verbs import calibrate
 
@@ -144,3 +148,26 @@ def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: p
         whole = (model.snapshot.folder / "model.safetensors").stat().st_size
         # neighbours share pages of 4 KiB, and a mapping is read in larger steps
         assert resident_of(model.snapshot.folder) <= whole - inside + 64 * 1024
+
+
+def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["convnext"])
+    file = saved.folder / "red" / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith("stages.1.downsampling_layer.1.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(NumericsError, match=r"expert red has NaN or infinity in .*stages\.1\.downsampling_layer\.1"):
+        calibrate(saved.recipe(), output=tmp_path / "out", device="cpu")
+
+
+def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
+    prepared = prepare(save_family(tmp_path, BY_NAME["bert"]))
+    runner = BlockRunner(prepared.models.merged, prepared.architecture, prepared.device, torch.float32)
+    batch = next(iter(prepared.examples.values())).fitted[0]
+    with runner.on_device():
+        passes = [start_forward(runner, batch, "")]
+    hidden = weakref.ref(passes[0].hidden)
+    passes.clear()
+    gc.collect()
+    assert hidden() is None
