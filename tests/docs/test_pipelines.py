@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hub_server import HubServer
 from published import publish
-from zygote import Zygote
 
 CI = Path(__file__).parents[2] / "recipes" / "ci"
 WORKFLOW, CALLER, SCRIPT = CI / "featcal.yml", CI / "on-new-merge.yml", CI / "calibrate.sh"
@@ -32,25 +31,13 @@ def publish_merge(hub: HubServer, merge: Path, org: str, *, good: bool) -> str:
     return hub.add_token(org, "write")
 
 
-@pytest.fixture(autouse=True)
-def featcal(zygote: Zygote, tmp_path: Path) -> None:
-    """A command of this name, which starts quickly."""
-    zygote.write_command(tmp_path / "bin")
-
-
-def environment_of(folder: Path, **values: str) -> dict[str, str]:
-    """That of a shell in which featcal is installed, and nobody is logged in."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_TOKEN", "GITHUB_"))}
-    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{kept['PATH']}"
-    return {**kept, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", **values}
-
-
 def run_script(folder: Path, token: str, command: str = f"bash {SCRIPT}", **values: str) -> tuple[int, str]:
     """What GitHub's runner or another machine does, in a shell that ends at the first command that fails.
 
     Returns the exit code, and what was said in one line.
     """
-    environment = environment_of(folder, HF_TOKEN=token, **values)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where featcal is installed
+    environment = {**os.environ, "PATH": path, "HOME": str(folder), "HF_TOKEN": token, **values}
     line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, " ".join((done.stdout + done.stderr).split())

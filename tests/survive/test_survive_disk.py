@@ -238,20 +238,6 @@ def test_a_cache_of_ours_without_room_is_filled_the_next_time(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected["given"]["model.safetensors"]
 
 
-def test_a_card_that_cannot_name_another_repo_stays_as_it_is(hub: HubServer, disk: SmallDisk, from_hub: Work) -> None:
-    hub.fail("create", Fault(status=403, carried_out=False))
-    assert from_hub(**{"--push-to": "disk/one"}).code == 2
-    files = disk.files()
-    whole = result(disk.folder / "out")
-    disk.fill()
-    check_refusal(from_hub(**{"--push-to": "disk/two"}), FULL)
-    assert (disk.files(), result(disk.folder / "out")) == (files, whole)
-    disk.clear()
-    assert from_hub(**{"--push-to": "disk/two"}).code == 0
-    assert "disk/two" in (disk.folder / "out" / "README.md").read_text()
-    assert len(hub.repos["model", "disk/two"].log) == 1
-
-
 def act_before(patch: pytest.MonkeyPatch, place: str, number: int, act: Callable[[], object]) -> None:
     """`act` right before the call of that number of what is at an import path; the call itself is what it ever was."""
     original, calls = resolve_name(place), count(1)

@@ -18,7 +18,7 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
 CPU = torch.device("cpu")
-TASKS, D = 3, 7
+TASKS = 3
 SHAPES = [(20, 12, 5), (20, 5, 12), (6, 40, 9), (70, 33, 33)]
 """Rows of a task, d_in and d_out."""
 
