@@ -43,9 +43,10 @@ class Kind:
 KINDS = {
     "two tasks": Kind("bert", 2, {}, {}),
     "one task": Kind("deberta", 1, {"norms": "all"}, {"batch_size": 5}),
-    "blocks that run again": Kind("albert", 3, {}, {"batch_size": 4}, merge=True),
+    "blocks that run again": Kind("albert", 3, {}, {"batch_size": 4}),
     "mixtures": Kind("mixtral", 3, {}, {"batch_size": 5}),
     "featcal": Kind("bert", 3, {**OPEN, "method": "featcal", "metric": "features"}, {}),
+    "merged on the way": Kind("bert", 2, {}, {}, merge=True),
 }
 
 

@@ -29,14 +29,14 @@ OVERFIT = Hyperparameters(ridge=1e-5, rho=1.0, alpha=1.0)
 HELD_BACK = Hyperparameters(ridge=1.0, rho=1.0, alpha=0.3)
 """A fit to few rows of which some holds on others."""
 FITTED, HELD_OUT = 2, 8
-ALPHA, TASKS, ROWS = 0.4, 3, 7
+ALPHA, ROWS = 0.4, 7
 TIMES = (1.0, 0.5, 0.25, 0.0)
 """Shares of an update."""
 
 
 def affine(d_out: int, d_in: int, *, bias: bool) -> Affine:
-    shape = (d_out, d_in) if d_in else (d_out,)
-    return Affine(torch.randn(shape, dtype=torch.float64), torch.randn(d_out, dtype=torch.float64) if bias else None)
+    weight, shift = torch.randn(d_out, d_in, dtype=torch.float64), torch.randn(d_out, dtype=torch.float64)
+    return Affine(weight, shift if bias else None)
 
 
 def apply(parameters: Affine, x: Tensor) -> Tensor:
