@@ -40,7 +40,8 @@ def write_texts(file: Path, seed: int, rows: int, least: int, most: int, *, with
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """‖one − other‖, of all tensors together."""
-    return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one) ** 0.5
+    squares = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return float(squares**0.5)
 
 
 @pytest.mark.parametrize("name", few_of(["gpt2", "bert", "t5", "mixtral"], ("gpt2",)))
