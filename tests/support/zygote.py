@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 PRELOADED = [
-    "datasets", "matplotlib.figure", "transformers.models.bert.modeling_bert", "featcal_cli.cli.console",
-    "featcal_cli.cli.results", "featcal_cli.reporting.model_card", "featcal_cli.runtime.logfile",
-    "featcal_cli.workflows.verbs",
+    "datasets", "matplotlib.figure", "transformers.models.bert.modeling_bert", "featcal_cli.__main__",
+    "featcal_cli.cli.main", "featcal_cli.cli.console", "featcal_cli.cli.results", "featcal_cli.reporting.model_card",
+    "featcal_cli.runtime.logfile", "featcal_cli.workflows.calibrate", "featcal_cli.workflows.verbs",
 ]  # fmt: skip
 """What commands import when they come to need it."""
 
