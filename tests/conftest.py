@@ -103,13 +103,11 @@ def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Zygote:
     """Starts `featcal` in processes of its own, quickly."""
     from zygote import Zygote
 
-    running = Zygote()
-    yield running
-    running.stop()
+    return Zygote()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@
 #   PUSH_OPTIONS how it is pushed [--create-pr]; e.g. --private for a new repo
 #   MAX_DRIFT    how much farther from an expert the calibrated model may be than the merged one, on any task [0.05]
 #   ARGUMENTS    further arguments of featcal calibrate, e.g. --expert mnist=user/clip-mnist --data mnist=ylecun/mnist -n 128
-#   WORK         a folder for this merge, with calibrated/, drift.html and drift.md in the end [.]
+#   WORK         a folder for this merge, with calibrated/, drift.html, drift.md and featcal.jsonl in the end [.]
 #   HF_TOKEN     a token of the Hub that may write to PUSH_TO
 #
 # It ends with featcal's exit codes: 0 pushed, 2 something to fix (a message says what), 3 the gate: the calibrated
@@ -29,7 +29,7 @@ if [ ! -e "$WORK/calibrated" ]; then
     "${calibrate[@]}" --dry-run
 
     # 2. Calibrate.
-    "${calibrate[@]}"
+    "${calibrate[@]}" --log-file "$WORK/featcal.jsonl"
 fi
 
 # 3. The gate, on other examples than those that were fitted (another seed chooses them); featcal.yaml has base, experts

@@ -199,14 +199,6 @@ def test_what_was_not_measured_is_a_dash_and_what_no_task_has_is_no_column(opene
     assert "not reached" not in (cell(page, 0, 1).get_attribute("aria-label") or "")
 
 
-def test_one_scale_colours_all_maps(opened: Open) -> None:
-    page = opened(make_inspection())
-    shade = "cell => getComputedStyle(cell).backgroundColor"
-    assert cell(page, 3, 3).evaluate("cell => cell.style.getPropertyValue('--t')") == f"{0.7 / 0.9:.4f}"
-    assert cell(page, 2, 3, "other").evaluate("cell => cell.style.getPropertyValue('--t')") == f"{0.35 / 0.9:.4f}"
-    assert len({cell(page, task, 3).evaluate(shade) for task in range(5)}) == 5
-
-
 def test_the_table_sorts_by_click_and_by_keyboard(opened: Open) -> None:
     page = opened(make_inspection())
     assert order(page) == [0, 1, 2, 3, 4]
@@ -285,19 +277,6 @@ def test_one_stop_of_tab_leads_into_a_map_and_the_arrows_lead_through_it(opened:
     assert page.locator("#tasks tfoot th").inner_text() == "mean"
 
 
-@pytest.mark.parametrize(("width", "hint"), [(400, '"more to the right →"'), (1400, "none")])
-def test_what_lies_to_the_right_is_hinted_at_and_a_tap_shows_a_whole_name(opened: Open, width: int, hint: str) -> None:
-    page = opened(make_inspection(), width)
-    scroll = page.locator("#tasks").locator("..")
-    assert scroll.evaluate("box => getComputedStyle(box, '::before').content") == hint
-    scroll.evaluate("box => box.scrollTo(9999, 0)")
-    page.wait_for_function("box => !box.classList.contains('more')", arg=scroll.element_handle())
-    name = page.locator("[data-map=model] tbody th").nth(1)
-    height = name.evaluate("node => node.clientHeight")
-    name.click()
-    assert name.evaluate("node => node.clientHeight") > height
-
-
 def test_names_are_shown_as_they_are_and_nothing_of_them_runs(opened: Open) -> None:
     page = opened(make_inspection())
     shown = page.locator("#tasks tbody th").all_inner_texts()
@@ -328,18 +307,6 @@ def test_the_policy_lets_nothing_else_run_or_be_fetched(browser: Browser, tmp_pa
     )
     assert blocked == [True, ["connect-src", "script-src-attr", "script-src-elem", "style-src-attr"]]
     page.close()
-
-
-def test_it_has_other_colours_in_the_dark_and_the_same_on_paper(opened: Open) -> None:
-    page = opened(make_inspection())
-    colours = """() => [document.body, document.querySelector("[data-cell='1,0']")].map(
-        (node) => [getComputedStyle(node).backgroundColor, getComputedStyle(node).color])"""
-    light = page.evaluate(colours)
-    page.emulate_media(color_scheme="dark")
-    dark = page.evaluate(colours)
-    assert all(one != other for pair in zip(light, dark, strict=True) for one, other in zip(*pair, strict=True))
-    page.emulate_media(color_scheme="dark", media="print")
-    assert page.evaluate(colours) == light
 
 
 @pytest.mark.parametrize("width", [400, 1400])

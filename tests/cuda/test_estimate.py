@@ -63,20 +63,17 @@ def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dic
 
 CASES: dict[str, tuple[tuple[int, int, int], tuple[int, int] | None, dict[str, Any]]] = {
     "wide": (WIDE, None, {"ridge": 0.05}),
-    "float64": (WIDE, None, {"ridge": 1e-5}),
     "bfloat16": (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
     "narrow": (NARROW, None, {"ridge": 0.05}),
-    "guarded": (NARROW, None, {"ridge": 0.05, "method": "featcal"}),
     "default": (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
     "host": (NARROW, (0, 1 << 30), {"ridge": 0.05}),
-    "files": (NARROW, (0, 0), {"ridge": 0.05}),
 }
 
 
 @pytest.mark.usefixtures("gradients_on_cpu")
 @pytest.mark.parametrize(
     ("name", "case"),
-    [*product(["llama"], CASES), *product(["bert", "vit", "t5"], ["wide", "default"])],
+    [*product(["llama"], CASES), ("bert", "default"), ("vit", "default"), ("t5", "wide")],
 )
 def test_the_estimate_is_near_the_peak(
     tmp_path: Path,

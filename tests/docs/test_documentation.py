@@ -7,26 +7,88 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
 import yaml
 from command_line import featcal_inside
 from hub_server import HubServer
-from pages import new_blocks, pages, to_run
 from published import write_card
 from recipe_world import World, save_model
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
-from featcal_cli.runtime.errors import RecipeError
 
 ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "torchrun": "tests/distributed/test_ranks.py",
+    "hf": "needs an account",
+    "gh": "needs an account",
+    "MERGED=user/merged": "tests/docs/test_pipelines.py",
+    "python": "benchmarks take hours",
+    "^C": "what the terminal shows",
+    "·": "what the terminal shows",
+    "error:": "tests/docs/test_troubleshooting.py and the tests of messages",
+    "in:": "the same",
+    "fix:": "the same",
+}
+"""First words of lines in blocks of commands that are not run here, and what is known of them."""
+DEMO = ["featcal", "demo"]
+"""tests/integration/test_demo.py runs it, which takes longer than all other commands."""
+
+
 BASE = "openai/clip-vit-base-patch32"
 TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
+
+
+class Block(NamedTuple):
+    """Commands that follow each other."""
+
+    line: int
+    commands: list[str]
+
+
+def pages() -> list[Path]:
+    """Everything that a reader reads, but where commands are there to fail."""
+    return [
+        ROOT / "README.md",
+        *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "troubleshooting"),
+    ]
+
+
+def find_blocks(page: Path) -> Iterator[Block]:
+    """The indented blocks of a page whose commands are to be run, with what a backslash continues in one line."""
+    fenced, block = False, Block(1, [])
+    for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), "."], start=1):
+        if line.startswith("```"):
+            fenced = not fenced
+        indented = line.startswith("    ") and line.strip() and not fenced
+        if indented and block.commands and block.commands[-1].endswith("\\"):
+            block.commands[-1] = f"{block.commands[-1][:-1].strip()} {line.strip()}"
+        elif indented and not line.strip().startswith(("|", "-", "#")):
+            block.commands.append(line.strip())
+        elif not indented and block.commands:
+            yield block
+            block = Block(number, [])
+
+
+def new_blocks(page: Path) -> Iterator[Block]:
+    """Those with a command that neither this page nor one before it has told already."""
+    known: set[str] = set()
+    for each in pages():
+        for block in find_blocks(each):
+            if each == page and not known.issuperset(block.commands):
+                yield block
+            known |= set(block.commands)
+
+
+def to_run(block: Block) -> list[list[str]]:
+    lines = [shlex.split(command, comments=True) for command in block.commands if command.split()[0] not in ELSEWHERE]
+    return [line for line in lines if line and line[:2] != DEMO]
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +239,3 @@ def test_what_contributing_names_is_there() -> None:
 def test_the_schema_knows_the_shipped_recipes(file: Path) -> None:
     schema = ROOT / "recipes" / "recipe.schema.json"
     jsonschema.validate(yaml.safe_load(file.read_text()), json.loads(schema.read_text()))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "place"),
-    [
-        ({"tasks": {"a": {"experts": "user/a"}}}, ["tasks", "a"]),
-        ({"calibration": {"alpha": 2}}, ["calibration", "alpha"]),
-        ({"merged": {"method": "slerp"}}, ["merged", "method"]),
-    ],
-)
-def test_the_schema_refuses_what_featcal_refuses(recipe: dict[str, Any], place: list[str]) -> None:
-    schema = json.loads((ROOT / "recipes" / "recipe.schema.json").read_text())
-    with pytest.raises(jsonschema.ValidationError) as error:
-        jsonschema.validate({"merged": "user/merged", **recipe}, schema)
-    assert list(error.value.absolute_path) == place
-    with pytest.raises(RecipeError):
-        read_draft(None, {"merged": "user/merged", **recipe})

@@ -199,10 +199,3 @@ def test_no_case_is_left_over() -> None:
     quotes = read_quotes()
     assert {words for words in WAYS if any(words in quote.text for quote in quotes)} == set(WAYS)
     assert len(quotes) == len(WAYS) == PAGE.count("\n| `")
-
-
-def test_a_quote_fits_its_own_message_alone() -> None:
-    assert fits("error: unknown key ‹a›, in ‹a›", "error: unknown key x, in x")
-    assert not fits("error: unknown key ‹a›, in ‹a›", "error: unknown key x, in y")
-    assert not fits("error: ‹a› is gated", "error: user/x is not there")
-    assert not fits("error: the output folder exists", "error: the output folder exists already")

@@ -12,7 +12,7 @@ from hub_server import HubServer
 from peft import PeftModel
 from torch import Tensor
 
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
 FULL = ("bert", "gpt2", "whisper", "convnext", "wavlm")
@@ -21,7 +21,7 @@ REPLACED_BIASES = {"whisper"}
 """Some of their Linears have no bias: peft replaces biases, and adds nothing to them."""
 
 
-@pytest.mark.parametrize("name", few_of(FULL, ("bert", "gpt2")))
+@pytest.mark.parametrize("name", few_of(FULL, ("bert",)))
 def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name: str) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
     result = calibrate(saved.recipe(norms="all"), output=tmp_path / "out", as_adapter=32)  # which holds every update
@@ -63,6 +63,7 @@ def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path) -> None:
     assert missed == pytest.approx(total - kept, rel=1e-3)
 
 
+@pytest.mark.matrix
 def test_what_no_adapter_can_hold_is_named(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["xlnet"])
     result = calibrate(saved.recipe(), output=tmp_path / "out", as_adapter=4)
@@ -98,27 +99,6 @@ def test_the_adapter_goes_to_the_hub_with_the_output(
     with adapted.disable_adapter():  # unload() leaves norms, which peft keeps whole
         torch.testing.assert_close(answer(adapted, inputs), answer(before, inputs))
     assert 'subfolder="adapter"' in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_an_interrupted_run_goes_on_with_an_adapter(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    recipe = saved.recipe()
-    calibrate(recipe, output=tmp_path / "whole", as_adapter=4)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("featcal_cli.workflows.calibrate.summarise", stop)
-        calibrate(recipe, output=tmp_path / "out")
-    result = calibrate(recipe, output=tmp_path / "out", as_adapter=4)
-    assert any("were taken over" in note for note in result.report.notes)
-    one, other = (
-        {file.name: file.read_bytes() for file in (tmp_path / name / "adapter").iterdir()} for name in ("whole", "out")
-    )
-    assert one == other
-    with pytest.raises(OutputError, match="--as-adapter was 4, and is 8"):
-        calibrate(recipe, output=tmp_path / "out", as_adapter=8)
 
 
 @pytest.mark.parametrize(

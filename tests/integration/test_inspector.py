@@ -25,10 +25,8 @@ from featcal_cli.models.tracing import first_tensor
 from featcal_cli.reporting.report import Inspection, ModelDrift
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
-CHOSEN = ["albert", "t5"]
-OTHERS = [
-    "clip-vision", "wav2vec2", "llava", "deberta-v2", "modernbert", "llama", "whisper", "swin",
-]  # fmt: skip
+CHOSEN = ["albert"]
+OTHERS = ["t5", "clip-vision", "wav2vec2", "llava", "deberta-v2", "swin"]
 
 
 @dataclass
@@ -149,10 +147,7 @@ def check_shares(
     assert sum(share or 0.0 for share in shares) == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "name",
-    few_of(["vit", "t5", "albert", "llava"], ("vit",)),
-)
+@pytest.mark.parametrize("name", few_of(["vit", "t5", "llava"], ("vit",)))
 def test_shares_are_those_of_experts_with_the_models_later_blocks_and_add_up(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
     saved = save_family(tmp_path, family)
@@ -169,6 +164,7 @@ def test_shares_are_those_of_experts_with_the_models_later_blocks_and_add_up(tmp
         assert drifts["base"].outside is None and drifts["base"].blocks[0].share is None
 
 
+@pytest.mark.matrix
 def test_tasks_that_end_at_different_blocks_have_shares_of_their_own_blocks(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["clip"])
     towers = {"red": ("vision_model.", ["pixel_values"]), "green": ("text_model.", ["input_ids", "attention_mask"])}

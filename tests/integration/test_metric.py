@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -13,15 +11,13 @@ import pytest
 import torch
 from families import BY_NAME, few_of, save_family
 from jobs import Stopper, prepare
+from oracle import record
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_equations
 from featcal_cli.calibration.output_metric import MetricEquations
-from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.models.architecture import Block
 from featcal_cli.recipe.reading import as_draft, complete_draft
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.errors import NumericsError
@@ -42,6 +38,7 @@ def mean_divergence(report: Report, role: str) -> float:
     return fmean(output.divergence for output in outputs)
 
 
+@pytest.mark.matrix
 def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> None:
     reports = {metric: run_demo(tmp_path, metric) for metric in ("features", "output")}
     divergence = {metric: mean_divergence(report, "calibrated") for metric, report in reports.items()}
@@ -52,9 +49,10 @@ def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> 
     assert "their effect on each expert's outputs" in card and "features, as in the paper" not in card
 
 
-@pytest.mark.parametrize("name", few_of(["vit", "t5", "mixtral"], ("vit",)))
+@pytest.mark.survive
+@pytest.mark.parametrize("name", ["vit", "t5"])
 def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
-    """So does one of the recipe that the output holds; nothing of the gradients is left beside it."""
+    """Nothing of the gradients is left beside it."""
     saved = save_family(tmp_path, BY_NAME[name])
     recipe = saved.recipe(examples=8, ridge=0.05, rho=1.0, alpha=0.3, metric="output")
     whole = calibrate(recipe, output=tmp_path / "whole")
@@ -62,15 +60,13 @@ def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) 
         calibrate(recipe, output=tmp_path / "parts", listener=Stopper())
     again = calibrate(recipe, output=tmp_path / "parts")
     assert any("taken over" in note for note in again.report.notes)
-    calibrate(tmp_path / "whole" / "featcal.yaml", output=tmp_path / "repeated")
-    first, *others = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "parts", "repeated"))
-    merged = load_file(saved.folder / "merged" / "model.safetensors")
+    first, other, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts", "merged"))
     assert any(not first[key].equal(merged[key]) for key in merged)
-    assert all(other[key].equal(first[key]) for other in others for key in first)
+    assert all(other[key].equal(first[key]) for key in first)
     assert not list(tmp_path.glob(".*.featcal")) and whole.report.settings["metric"] == "output"
 
 
-@pytest.mark.parametrize("name", few_of(["bert", "vit", "gpt2"], ("bert",)))
+@pytest.mark.parametrize("name", few_of(["bert", "gpt2"], ("bert",)))
 def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) -> None:
     """E[x xᵀ] of modules with one input is that of the model's own features, weighted by the mean of their sizes,
     over the examples to fit and over those that updates are checked on, whatever the size of batches."""
@@ -83,10 +79,12 @@ def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) ->
     halves = (("fitted", job.fitted, equations), ("checked", job.checked, equations.held_out))
     for (field, examples, system), (number, task) in product(halves, enumerate(job.experts)):
         sizes = visit.gradients(task, field)
-        inputs = [read_inputs(prepared.models.merged.module, visit.block, batch) for batch in examples[task]]
+        inputs = [record(prepared.models.merged.module, visit.block.name, batch) for batch in examples[task]]
         for names, linear in system.linear.items():
             gram, start = torch.zeros(()), 0
-            for batch, x in zip(examples[task], [given[names[0]].double() for given in inputs], strict=True):
+            for batch, x in zip(
+                examples[task], [given[f"{visit.block.name}.{names[0]}"][0] for given in inputs], strict=True
+            ):
                 here = [sizes[module][start : start + len(x), : x.shape[1]].double() for module in names]
                 weights = (0.5 + 0.5 * torch.stack(here).mean(0)) * batch.get("attention_mask", torch.ones(()))
                 gram, start = gram + torch.einsum("bt,btd,bte->de", weights, x, x), start + len(x)
@@ -95,30 +93,15 @@ def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) ->
             assert (ours / ours.norm() - gram / gram.norm()).norm() <= 1e-5
 
 
-def read_inputs(model: nn.Module, block: Block, batch: Batch) -> dict[str, Tensor]:
-    """What a model's own pass gives the modules of a block [B, length, d]."""
-    inputs: dict[str, Tensor] = {}
-
-    def keep(name: str, _: object, given: tuple[Tensor, ...]) -> None:
-        inputs[name] = given[0]
-
-    with ExitStack() as hooks:
-        for module in block.modules:
-            child = model.get_submodule(f"{block.name}.{module.name}")
-            hooks.callback(child.register_forward_pre_hook(partial(keep, module.name)).remove)
-        model(**{key: x for key, x in batch.items() if key in forward_names(model)})
-    return inputs
-
-
+@pytest.mark.matrix
 def test_who_says_how_tokens_count_is_obeyed(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["vit"])
     given: dict[str, Any] = {"examples": 8, "ridge": 0.05, "rho": 1.0, "alpha": 0.3, "metric": "output"}
-    told = {"auto": "gradients", "uniform": "uniform", "cls": "cls"}
-    for how, found in told.items():
+    for how, found in {"auto": "gradients", "uniform": "uniform"}.items():
         report = calibrate(saved.recipe(**given, token_weights=how), output=tmp_path / how).report
         assert report.settings["token_weights"] == found
-    first, *others = (load_file(tmp_path / how / "model.safetensors") for how in told)
-    assert all(any(not x.equal(other[name]) for name, x in first.items()) for other in others)
+    one, other = (load_file(tmp_path / how / "model.safetensors") for how in ("auto", "uniform"))
+    assert any(not value.equal(other[name]) for name, value in one.items())
 
 
 def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path) -> None:

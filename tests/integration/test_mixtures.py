@@ -43,6 +43,7 @@ def test_an_expert_that_few_tokens_reach_stays_as_merged(tmp_path: Path, saved: 
         assert torch.equal(new[tensor], merged[tensor]) == (name in skipped), name
 
 
+@pytest.mark.matrix
 def test_experts_are_calibrated_where_errors_are_measured_by_answers(tmp_path: Path, saved: Saved) -> None:
     result = calibrate(saved.recipe(metric="output", order="module"), output=tmp_path / "out", batch_size=5)
     calibrated, skipped = read_experts(result.report)

@@ -23,23 +23,16 @@ def test_a_family_is_calibrated_as_the_oracle_does_it(tmp_path: Path, family: Fa
 
 TURNS = {
     "bert": (
-        "query|key|value",
-        r"attention\.output\.dense",
-        r"attention\.output\.LayerNorm|intermediate",
-        r"^\.output",
+        "query|key|value", r"attention\.output\.dense", r"attention\.output\.LayerNorm|intermediate", r"^\.output",
     ),
     "t5": (
-        r"SelfAttention\.[qkv]|EncDecAttention\.[kv]",
-        r"SelfAttention\.o",
-        r"EncDecAttention\.q",
-        r"EncDecAttention\.o",
-        "wi",
-        "wo",
+        r"SelfAttention\.[qkv]|EncDecAttention\.[kv]", r"SelfAttention\.o", r"EncDecAttention\.q",
+        r"EncDecAttention\.o", "wi", "wo",
     ),
     "llama": ("[qkv]_proj|input_layernorm", "o_proj", "gate|up|post_attention", "down"),
     "mixtral": ("[qkv]_proj", "o_proj"),  # and then its experts, whose router stays
     "clip-vision": ("[qkv]_proj|layer_norm1", "out_proj", "fc1|layer_norm2", "fc2"),
-}
+}  # fmt: skip
 """What is solved at once where it is solved module by module, by the paths inside a block."""
 
 

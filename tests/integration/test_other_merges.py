@@ -14,29 +14,18 @@ from featcal_cli.workflows.verbs import calibrate, dry_run
 
 
 @pytest.mark.parametrize(
-    ("model", "order", "what"),
+    ("order", "what", "verb"),
     [
-        ("merged", [0, 1, 0, 1], r"base lacks the tensor model\.layers\.2\."),
-        ("red", [0, 1, 1], r"expert red has the tensor model\.layers\.2\..*, which merged lacks"),
+        ([0, 1, 0, 1], r"base lacks the tensor model\.layers\.2\.", dry_run),
+        ([1, 0], r"merged's model\.layers\.0 is made of base's model\.layers\.1", calibrate),
     ],
 )
-def test_models_with_more_or_fewer_layers_are_refused(tmp_path: Path, model: str, order: list[int], what: str) -> None:
-    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
-    restack(tmp_path / model, order)
-    check_refusal(tmp_path, recipe, what, dry_run if model == "merged" else calibrate)
-
-
-@pytest.mark.parametrize(
-    ("order", "what"),
-    [
-        ([1, 0], r"merged's model\.layers\.0 is made of base's model\.layers\.1"),
-        ([0, 0], r"merged's model\.layers\.1 is made of base's model\.layers\.0"),
-    ],
-)
-def test_layers_in_another_order_are_seen_by_their_weights(tmp_path: Path, order: list[int], what: str) -> None:
+def test_other_layers_and_layers_in_another_order_are_refused(
+    tmp_path: Path, order: list[int], what: str, verb: Any
+) -> None:
     recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
     restack(tmp_path / "merged", order)
-    check_refusal(tmp_path, recipe, what)
+    check_refusal(tmp_path, recipe, what, verb)
 
 
 def test_tokens_that_an_expert_does_not_know_are_named(tmp_path: Path) -> None:

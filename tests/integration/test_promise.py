@@ -23,7 +23,7 @@ from featcal_cli.data.batches import count_examples
 from featcal_cli.workflows.verbs import calibrate
 
 NAMES = ("bert", "gpt2", "llama", "vit", "clip-vision", "albert", "opt", "t5")
-IN_DEFAULT_SUITE = 2
+IN_DEFAULT_SUITE = 1
 CASES = 12
 SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {}, {"ridge": 1e-5}, {"rho": 50.0}, {"alpha": 1.0}, {"ridge": 1e-5, "alpha": 1.0}, {"rho": 30.0, "ridge": 10.0},
@@ -160,6 +160,7 @@ HOPELESS = 2
 """Of one that no update helps."""
 
 
+@pytest.mark.survive
 def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption(tmp_path: Path) -> None:
     saved, recipe = random_job(tmp_path / "family", WORSE)
     report = calibrate(recipe, output=tmp_path / "whole").report

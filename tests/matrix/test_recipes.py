@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import yaml
 
 from featcal_cli.hub.model_source import repo_of
 from featcal_cli.recipe.reading import as_draft, complete_draft, shipped_recipes
@@ -79,22 +76,3 @@ def test_recipes_of_one_set_of_tasks_differ_in_their_models_alone(names: tuple[s
     one, other = ({title: task.data for title, task in recipe_of(name).tasks.items()} for name in names)
     assert one == other
     assert names[0].startswith("clip") or all(data.template and "\n" not in data.template for data in one.values())
-
-
-@pytest.mark.parametrize("file", shipped_recipes(), ids=lambda file: file.stem)
-def test_every_key_is_explained_where_it_stands_first(file: Path) -> None:
-    lines = file.read_text().splitlines()
-    for key in set(keys_of(yaml.safe_load(file.read_text()))) - {"calibration", "tasks"}:
-        uses = re.compile(rf"(^|[\s{{]){re.escape(key)}:")
-        first = next(at for at, line in enumerate(lines) if uses.search(line.split("#")[0]))
-        assert "#" in lines[first] or lines[first - 1].lstrip().startswith("#"), key
-
-
-def keys_of(section: Mapping[str, Any]) -> Iterator[str]:
-    """Every key of a recipe but names: of tasks, of columns' roles, of lm-eval's tasks, of tables."""
-    for key, value in section.items():
-        yield key
-        inside = value.values() if key in ("tasks", "paper") else [value] if key not in ("columns", "lm_eval") else []
-        for part in inside:
-            if isinstance(part, dict):
-                yield from keys_of(part)

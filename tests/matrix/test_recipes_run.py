@@ -7,14 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 from command_line import featcal_inside
 from hub_server import HubServer
-from recipe_world import ROWS, World, write_table
+from recipe_world import ROWS, World
 
 from featcal_cli.recipe.reading import find_recipe, read_draft
-from featcal_cli.recipe.schema import Draft, Evaluate
-from featcal_cli.workflows.evaluate import evaluate
+from featcal_cli.recipe.schema import Draft
 
 LANGUAGE = ("llama-3.1-8b-mergebench", "llama-3.2-3b-mergebench", "two-language-models")
 EXAMPLES = 4
@@ -29,7 +27,7 @@ def read(name: str) -> Draft:
     return read_draft(find_recipe(name), {})
 
 
-NAMES = ("clip-vit-b32-20", "flan-t5-base-glue", "flan-t5-large-glue-lora", "llama-3.2-3b-mergebench", LANGUAGE[2])
+NAMES = ("clip-vit-b32-20", "flan-t5-large-glue-lora", "llama-3.2-3b-mergebench", LANGUAGE[2])
 """One recipe of each kind: the others have fewer of these tasks, or the same for models of another size, which
 test_recipes.py holds."""
 
@@ -63,28 +61,6 @@ def test_the_demo_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     means = json.loads(run.stdout)["means"]
     assert means["expert"]["value"] > means["merged"]["value"]
     assert means["expert"]["examples"] == 5 * 20
-
-
-def test_a_recipe_of_language_models_evaluates_with_lm_eval(world: World, tmp_path: Path) -> None:
-    """Of the six benchmarks the one that neither asks other hosts nor runs code."""
-    pytest.importorskip("lm_eval")
-    recipe = read(LANGUAGE[1])
-    task = recipe.tasks["math"]
-    assert task.evaluate is not None
-    how = Evaluate(lm_eval={name: metric for name, metric in task.evaluate.lm_eval.items() if name == "gsm8k_cot"})
-    recipe = recipe.model_copy(update={"tasks": {"math": task.model_copy(update={"evaluate": how})}})
-    world.publish(recipe)
-    rows = [{"question": f"{number} + 1?", "answer": f"So it is.\n#### {number + 1}"} for number in range(4)]
-    (tmp_path / "gsm8k" / "main").mkdir(parents=True)
-    for split in ("train", "test"):
-        write_table(tmp_path / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet", rows, {})
-    files = [{"split": split, "path": f"main/{split}-*"} for split in ("train", "test")]
-    configs = yaml.safe_dump({"configs": [{"config_name": "main", "data_files": files}]})
-    (tmp_path / "gsm8k" / "README.md").write_text(f"---\n{configs}---\n")
-    world.hub.add_repo("openai/gsm8k", tmp_path / "gsm8k", kind="dataset")
-    found = evaluate(recipe, limit=1, device="cpu")  # each writes 256 tokens
-    assert found.tasks["math"].metric == "gsm8k_cot exact_match,flexible-extract"
-    assert {score.examples for score in found.tasks["math"].scores.values()} == {1}
 
 
 def test_what_lm_eval_measures_is_refused_before_anything_is_computed(

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from hub_server import HubServer
-from PIL import Image
 from recipe_world import World
 from safetensors.torch import load_file
 
@@ -62,15 +61,6 @@ def test_a_table_holds_the_papers_figures_beside_the_measured_ones(
     assert make(*words) == table
 
 
-def test_costs_are_the_mean_over_the_seeds(cells: Path) -> None:
-    figures = make("5", "--seeds", "1", "2")["task_arithmetic + featcal, examples 4"]["figures"]
-    costs = [json.loads((cell / "featcal_report.json").read_text())["cost"] for cell in cells.iterdir()]
-    assert len(costs) == 2
-    assert figures["seconds"]["value"] == pytest.approx(mean(cost["seconds"] for cost in costs))
-    assert figures["rss_gib"]["value"] == pytest.approx(mean(cost["peak_rss_bytes"] for cost in costs) / 2**30)
-    assert (figures["seconds"]["paper"], figures["energy_wh"]["paper"]) == (53, 1.9)
-
-
 def test_what_is_fitted_is_corrupted_and_what_is_scored_is_not(cells: Path) -> None:
     table = make("6")
     weights = [
@@ -81,12 +71,3 @@ def test_what_is_fitted_is_corrupted_and_what_is_scored_is_not(cells: Path) -> N
     assert not any(one[name].equal(other[name]) for one, other in combinations(weights, 2))
     assert table["task_arithmetic + featcal, examples 4, corrupt fog:3"]["figures"]["mean"]["paper"] == 75.6
     assert all(line["figures"]["mean"]["value"] is not None for line in table.values() if not line["skipped"])
-
-
-@pytest.mark.parametrize("corruption", ["gaussian_noise:3", "motion_blur:3", "fog:3"])
-def test_a_corruption_changes_an_image_alike_each_time(corruption: str) -> None:
-    from corruptions import corrupt_image
-
-    image = Image.radial_gradient("L").convert("RGB").resize((60, 30))
-    once, again = (corrupt_image(image.copy(), corruption) for _ in range(2))
-    assert once.size == (448, 224) and once.tobytes() == again.tobytes() != image.resize(once.size).tobytes()

@@ -171,8 +171,6 @@ class HubServer:
             ("GET", f"{api}/revision/{revision}", self._info),
             ("GET", rf"{api}/tree/{revision}(?:/(?P<folder>.*))?", self._tree),
             ("POST", f"{api}/paths-info/{revision}", self._paths),
-            ("GET", f"{api}/refs", self._refs),
-            ("GET", f"{api}/commits/{revision}", self._commits),
             ("GET", f"{api}/discussions", self._discussions),
             ("GET HEAD", f"/(?:(?P<kind>dataset)s/)?{name}/resolve/{revision}/(?P<path>.+)", self._file),
             ("GET", api, self._info),
@@ -270,27 +268,6 @@ class HubServer:
             if any(file.startswith(f"{path}/") for file in files):
                 entries.append({"type": "directory", "oid": "0" * 40, "size": 0, "path": path})
         return to_json(entries)
-
-    def _refs(self, call: Call) -> Answer:
-        repo, _commit = self.open(call)
-        content: dict[str, list[dict[str, str]]] = {"branches": [], "converts": [], "tags": []}
-        if call.query.get("include_prs"):
-            content["pullRequests"] = []
-        for name, sha in repo.refs.items():
-            kind, short, ref = "branches", name, f"refs/heads/{name}"
-            if name.startswith("refs/"):
-                kind, ref = "tags" if name.startswith("refs/tags/") else "pullRequests", name
-                short = name.removeprefix("refs/tags/")
-            content.get(kind, []).append({"name": short, "ref": ref, "targetCommit": sha})
-        return to_json(content)
-
-    def _commits(self, call: Call) -> Answer:
-        repo, commit = self.open(call)
-        parents = {made.sha: made for made in repo.log}
-        listed = [commit]
-        while listed[-1] in parents:
-            listed.append(parents[listed[-1]].parent)
-        return to_json([{"id": sha, "title": "a commit", "message": "", "authors": [], "date": DATE} for sha in listed])
 
     def _discussions(self, call: Call) -> Answer:
         repo, _commit = self.open(call)

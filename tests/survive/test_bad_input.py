@@ -12,7 +12,7 @@ import bad_surroundings
 import bad_tensors
 import pytest
 from bad_input import Arrange, Stage, files_under, good_arguments
-from command_line import featcal, featcal_inside
+from command_line import featcal_inside
 
 CASES = [
     pytest.param(arrange, words, id=f"{kind.__name__}-{number}")
@@ -45,8 +45,3 @@ def test_the_good_arguments_are_good(stage: Stage, tmp_path: Path, capsys: pytes
     arguments = good_arguments(stage.folder) | {"-o": tmp_path / "out"}
     assert featcal_inside(capsys, "calibrate", arguments).code == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_a_process_exits_with_2(tmp_path: Path) -> None:
-    run = featcal("calibrate", tmp_path / "nowhere", "--base", "x", "--expert", "a=b", "--data", "a=c")
-    assert run.returncode == 2 and "error:" in run.stderr and run.stdout == ""

@@ -22,7 +22,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
-from featcal_cli.data.cells import KEPT_CHARACTERS, LARGEST_FILE, shorten_row
 from featcal_cli.data.examples import DrawnExamples, draw_examples
 from featcal_cli.data.local_files import open_file
 from featcal_cli.hub.snapshot import resolve
@@ -217,15 +216,6 @@ def test_a_long_line_on_the_hub_is_read_in_few_requests(stage: Stage) -> None:
     drawn = draw(stage, Data(dataset="strangers/long-line"))
     assert len(drawn.fitted) == 4 and time.process_time() - started < 15
     assert sum("a.jsonl" in request.path or "/cdn/" in request.path for request in stage.hub.requests) < 400
-
-
-def test_a_row_keeps_both_ends_of_a_text_and_no_bytes_beyond_an_image() -> None:
-    long = "a" * KEPT_CHARACTERS + "b" * 5 + "c" * KEPT_CHARACTERS
-    row = {"text": long, "bytes": bytes(LARGEST_FILE + 1), "messages": [{"role": "user", "content": long}], "n": 7}
-    short = shorten_row(row)
-    assert short["text"] == short["messages"][0]["content"] == "a" * KEPT_CHARACTERS + "c" * KEPT_CHARACTERS
-    assert (short["bytes"], short["n"]) == (b"", 7)
-    assert shorten_row({"text": "short", "label": None}) == {"text": "short", "label": None}
 
 
 @pytest.mark.parametrize("positions", [[3], [0, 1, 2], [4, 5, 50, 97], list(range(100))])

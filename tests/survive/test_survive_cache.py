@@ -62,10 +62,6 @@ def cached_contents() -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in blobs}
 
 
-def dry_run(_: HubServer, calibrate: Command) -> None:
-    check(calibrate("out", "--dry-run"))
-
-
 def cut(hub: HubServer, calibrate: Command) -> None:
     hub.fail("large file", "truncated", after=4, times=None)
     run = calibrate("out")
@@ -96,7 +92,7 @@ def real_client_cut(hub: HubServer, calibrate: Command) -> None:
     weights.resolve().unlink()
 
 
-@pytest.mark.parametrize("before", [dry_run, cut, kill_while_downloading, real_client, real_client_cut])
+@pytest.mark.parametrize("before", [cut, kill_while_downloading, real_client_cut])
 def test_the_next_run_goes_on_with_what_is_in_the_cache_and_the_one_after_needs_no_hub(
     stocked: HubServer, calibrate: Command, tmp_path: Path, before: Callable[[HubServer, Command], None]
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_line import Run, check_refusal, featcal_inside, unfold
+from command_line import Run, check_refusal, featcal_inside
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
@@ -178,15 +176,6 @@ def test_a_log_that_cannot_be_written_stops_nothing(
     assert (disk.folder / "log.jsonl").stat().st_size == 0
 
 
-def test_results_that_cannot_be_printed_are_one_message(disk: SmallDisk, inputs: Path) -> None:
-    disk.fill()
-    for line in ("--version", f"modules {inputs / 'merged'}"):
-        command = [sys.executable, "-m", "featcal_cli", *line.split()]
-        with Path("printed").open("wb") as stdout:
-            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
-        check_refusal(Run(done.returncode, "", unfold(done.stderr), done.stderr), FULL)
-
-
 def test_a_page_that_cannot_be_written_is_not_half_there(
     disk: SmallDisk, inputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,20 +236,6 @@ def test_a_cache_of_ours_without_room_is_filled_the_next_time(
     disk.clear()
     assert work("given", **options).code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected["given"]["model.safetensors"]
-
-
-def test_a_card_that_cannot_name_another_repo_stays_as_it_is(hub: HubServer, disk: SmallDisk, from_hub: Work) -> None:
-    hub.fail("create", Fault(status=403, carried_out=False))
-    assert from_hub(**{"--push-to": "disk/one"}).code == 2
-    files = disk.files()
-    whole = result(disk.folder / "out")
-    disk.fill()
-    check_refusal(from_hub(**{"--push-to": "disk/two"}), FULL)
-    assert (disk.files(), result(disk.folder / "out")) == (files, whole)
-    disk.clear()
-    assert from_hub(**{"--push-to": "disk/two"}).code == 0
-    assert "disk/two" in (disk.folder / "out" / "README.md").read_text()
-    assert len(hub.repos["model", "disk/two"].log) == 1
 
 
 def act_before(patch: pytest.MonkeyPatch, place: str, number: int, act: Callable[[], object]) -> None:

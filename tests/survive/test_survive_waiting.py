@@ -59,10 +59,9 @@ class Spoken:
     ("command", "kind", "fault", "told"),
     [
         (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "the Hub failed (500), next try in 1 s"),
-        (("modules", f"{ORG}/merged"), "model tree", "reset", "the Hub does not answer, next try in 1 s"),
         (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "the Hub does not answer, next try"),
     ],
-    ids=["calibrate, 500", "modules, reset", "dry run, no answer"],
+    ids=["calibrate, 500", "dry run, no answer"],
 )
 def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_two_minutes(
     hub: HubServer, merge: Path, tmp_path: Path, command: tuple[str, ...], kind: str, fault: str | Fault, told: str
@@ -151,28 +150,21 @@ def is_clean(lines: list[str]) -> bool:
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [
-        ("looking for models", signal.SIGINT),
-        ("calibrating", signal.SIGINT),
-        ("uploading", signal.SIGTERM),
-        ("writing", signal.SIGHUP),
-    ],
+    [("calibrating", signal.SIGINT), ("uploading", signal.SIGTERM)],
 )
 def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(
     hub: HubServer, merge: Path, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
     publish(hub, merge, ORG)
     token = hub.add_token(ORG)
-    kinds = {"looking for models": "model info", "uploading": "upload"}
     before = hub.faults.hits
-    if moment in kinds:
-        hub.fail(kinds[moment], STALL, times=None)
+    hub.fail("upload", STALL, times=None)
     log = tmp_path / "log.jsonl"
     terminal = Terminal(
         tmp_path, "calibrate", f"{ORG}/merged", "-n", "16", "-o", "out", "--push-to", f"{ORG}/out",
         "--log-file", str(log), HF_TOKEN=token, HF_HOME=str(tmp_path / "home"),
     )  # fmt: skip
-    if moment in kinds:
+    if moment == "uploading":
         terminal.wait_until(lambda: hub.faults.hits > before)
         time.sleep(0.3)
     else:

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Saved, save_family
+from families import BY_NAME, Saved, save_family
 from jobs import prepare
-from oracle import normalise
-from safetensors.torch import load_file, save_file
+from oracle import normalise, record
+from safetensors.torch import load_file
 from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
 from featcal_cli.calibration.backtracking import ALMOST_WHOLE, backtrack_block
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.moments import NormMoments
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
-from featcal_cli.calibration.solver import BlockEquations, LinearEquations, NormEquations, Solution, precise
+from featcal_cli.calibration.solver import precise
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.module_kinds import Affine, new_parameters
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
-BY_NAME = {family.name: family for family in FAMILIES}
 OVERFIT = Hyperparameters(ridge=1e-5, rho=1.0, alpha=1.0)
 """A fit to few rows with next to nothing that holds it back."""
 HELD_BACK = Hyperparameters(ridge=1.0, rho=1.0, alpha=0.3)
 """A fit to few rows of which some holds on others."""
 FITTED, HELD_OUT = 2, 8
-ALPHA, TASKS, ROWS = 0.4, 3, 7
+ALPHA, ROWS = 0.4, 7
 TIMES = (1.0, 0.5, 0.25, 0.0)
 """Shares of an update."""
 
 
 def affine(d_out: int, d_in: int, *, bias: bool) -> Affine:
-    shape = (d_out, d_in) if d_in else (d_out,)
-    return Affine(torch.randn(shape, dtype=torch.float64), torch.randn(d_out, dtype=torch.float64) if bias else None)
+    weight, shift = torch.randn(d_out, d_in, dtype=torch.float64), torch.randn(d_out, dtype=torch.float64)
+    return Affine(weight, shift if bias else None)
 
 
 def apply(parameters: Affine, x: Tensor) -> Tensor:
@@ -81,52 +77,6 @@ def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: boo
         assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_objective_of_a_norm_is_that_of_its_rows(bias: bool) -> None:
-    """A LayerNorm's, and that of a norm with a scale only."""
-    torch.manual_seed(0)
-    merged, new = (affine(5, 0, bias=bias) for _ in range(2))
-    system = NormEquations(merged, Hyperparameters(0.05, 2.0, ALPHA))
-    expected = dict.fromkeys(TIMES, 0.0)
-    for _ in range(TASKS):
-        expert, z = affine(5, 0, bias=bias), torch.randn(ROWS, 5, dtype=torch.float64) + 0.5
-        moments = NormMoments()
-        moments.add(z)
-        system.add_task(moments, expert)
-        for t in TIMES:
-            distance = (apply(between(merged, new, t), z) - apply(expert, z)).square().sum(1)
-            expected[t] += float(distance.mean())
-    shift = torch.zeros(5).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
-    curvature, descent = map(float, system.objective(new.weight - merged.weight, shift))
-    for t in TIMES:
-        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
-
-
-def test_an_update_ends_where_held_out_rows_want_it() -> None:
-    """Here the best weight lies at a known place between merged and the solution; near that, the update stays whole."""
-    merged, new = Affine(torch.zeros(1, 1).double(), None), Affine(torch.ones(1, 1).double(), None)
-    for best, step in {1.5: 1.0, 0.9: 1.0, 0.76: 1.0, 0.74: 0.74, 0.45: 0.45, 0.1: 0.1, -0.5: 0.0}.items():
-        expert = Affine(torch.full((1, 1), best), None)
-        system = LinearEquations({"m": merged}, Hyperparameters(0.05, 1.0, 0.0), with_bias=True)
-        one = torch.ones(1, 1)
-        system.add_task(sum_up("drift", one, one, expert, merged, 0.0), {"m": expert}, torch.tensor(1.0))
-        solutions, held_out = {"m": Solution(new, torch.tensor(1.0), 1)}, BlockEquations(linear={("m",): system})
-        held = backtrack_block(solutions, held_out, {"m": merged})
-        assert held["m"].step == pytest.approx(step)
-        assert float(held["m"].parameters.weight) == pytest.approx(step)
-
-
-def inputs(model: nn.Module, path: str, batch: Mapping[str, Tensor]) -> Tensor:
-    """Rows [T, d] that one of a model's modules is given, and that are no padding."""
-    kept: list[Tensor] = []
-    handle = model.get_submodule(path).register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    with torch.no_grad():
-        model(**batch)
-    handle.remove()
-    (x,) = kept
-    return x[batch["attention_mask"].bool()]
-
-
 def parameters(model: nn.Module, path: str) -> Affine:
     own = dict(model.get_submodule(path).named_parameters())
     return Affine(own["weight"].detach(), own["bias"].detach() if "bias" in own else None)
@@ -140,7 +90,9 @@ def slow_objective(
     shares = []
     for expert, fit, check in zip(experts, fitted, checked, strict=True):
         runs = ((student, fit), (student, check), (expert, check))
-        x_fit, x_cal, x_exp = (inputs(model, path, batch) for model, batch in runs)
+        x_fit, x_cal, x_exp = (
+            record(model, path, batch)[path][0][batch["attention_mask"].bool()] for model, batch in runs
+        )
         omega = 1 / float((x_fit.T @ x_fit / len(x_fit)).norm())
         target = HELD_BACK.alpha * x_exp + (1 - HELD_BACK.alpha) * x_cal
         if not isinstance(module, nn.Linear):
@@ -223,15 +175,3 @@ def test_modules_that_are_pulled_back_are_in_the_report(overfit: Saved, tmp_path
                 assert ours[name].equal((merged, theirs)[int(left * step)][name])
         before = of_paper[module.name]
         assert module.relative_change == pytest.approx(left * step * before.relative_change, rel=1e-6)
-
-
-def test_the_papers_method_fits_the_same_rows_with_and_without_further_ones(overfit: Saved, tmp_path: Path) -> None:
-    alone = recipe(overfit)
-    for task, inputs in overfit.inputs.items():
-        save_file({name: value[:FITTED].clone() for name, value in inputs.items()}, tmp_path / f"{task}.safetensors")
-        alone["tasks"][task]["data"] = str(tmp_path / f"{task}.safetensors")
-    report = calibrate(alone, output=tmp_path / "alone").report
-    assert not report.settings["guard"] and not any(drift.held_out for drift in report.drift.values())
-    calibrate(recipe(overfit), output=tmp_path / "spare")
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("alone", "spare"))
-    assert one == two

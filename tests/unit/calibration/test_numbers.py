@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, Saved, save_family
+from families import BY_NAME, Saved, save_family
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +28,6 @@ from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.output import check_built
 from featcal_cli.workflows.verbs import calibrate
 
-BY_NAME = {family.name: family for family in FAMILIES}
 CPU = torch.device("cpu")
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from summing import sum_up
+from summing import metric_of, solve_plainly, sum_up
 from torch import Tensor
 from torch.nn.functional import linear
 
 from featcal_cli.calibration import output_metric
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON
-from featcal_cli.calibration.output_metric import MOST_STEPS, SENSITIVITY, MetricEquations, OutputMetric
+from featcal_cli.calibration.output_metric import MOST_STEPS, MetricEquations
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine
 
@@ -43,41 +42,12 @@ def draw(*, sketched: bool = False) -> tuple[Affine, Affine, list[dict[str, Any]
     return merged, near(merged), tasks
 
 
-def metric_of(gradients: Tensor) -> Tensor:
-    """S [d, d] as it is defined."""
-    m, d = gradients.T @ gradients, gradients.shape[1]
-    rest = (1 - m.trace() / d) * torch.eye(d).double()
-    return (1 - SENSITIVITY) * torch.eye(d).double() + SENSITIVITY * (m + rest)
-
-
 def add_all(system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]], alpha: float) -> None:
     for task in tasks:
         rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
         moments = sum_up("drift", **rows, merged=merged, alpha=alpha, batches=2)
         moments.gradients = {"m": task["g"]}
         system.add_task(moments, {"m": task["expert"]})
-
-
-def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Hyperparameters) -> Affine:
-    """W* and b* by one large dense system each: vec(S W G) = (S ⊗ G) vec(W) by rows."""
-    ridge, rho = settings.ridge, settings.rho
-    left = (ridge + EPSILON) * torch.eye(D_OUT * D_IN).double()
-    towards = (1 - rho) * (base.weight - merged.weight)
-    right = ridge * towards
-    outer, parts = ridge * torch.eye(D_OUT).double(), []
-    for task in tasks:
-        x, target = task["x_cal"], settings.alpha * task["x_exp"] + (1 - settings.alpha) * task["x_cal"]
-        gram, metric = x.T @ x / ROWS, metric_of(task["g"])
-        omega = 1 / gram.norm()
-        lacking = linear(target, task["expert"].weight) - linear(x, merged.weight)
-        left = left + omega * torch.kron(metric, gram)
-        right = right + omega * metric @ (lacking.T @ x / ROWS)
-        outer = outer + omega * metric
-        parts.append((omega * metric, lacking.mean(0) + task["expert"].bias - merged.bias, x.mean(0)))
-    update = torch.linalg.solve(left, right.flatten()).view(D_OUT, D_IN)
-    assert merged.bias is not None and base.bias is not None
-    pull = ridge * (1 - rho) * (base.bias - merged.bias) + sum(s @ (r - update @ mean) for s, r, mean in parts)
-    return Affine(merged.weight + update, merged.bias + torch.linalg.solve(outer, pull))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -138,22 +108,6 @@ def test_without_gradients_the_equations_are_the_papers() -> None:
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-def test_who_is_indifferent_gives_way() -> None:
-    """Two tasks want opposite things of an output that only one of them looks at: it gets what it wants."""
-    merged = Affine(torch.zeros(2, 3), torch.zeros(2))
-    x = torch.eye(3).repeat(20, 1)
-    looks_at = {"first": torch.tensor([[2**0.5, 0.0]]), "second": torch.tensor([[0.0, 2**0.5]])}
-    system = MetricEquations({"m": merged}, Hyperparameters(1e-4, 1.0, 1.0))
-    for wanted, gradients in zip((1.0, -1.0), looks_at.values(), strict=True):
-        expert = Affine(torch.full((2, 3), wanted), torch.zeros(2))
-        moments = sum_up("drift", x, x, expert, merged, 1.0)
-        moments.gradients = {"m": gradients}
-        system.add_task(moments, {"m": expert})
-    weight = system.solve({"m": merged})["m"].parameters.weight
-    # rows of S are 0.1 and 1.9: each output goes to (1.9 − 0.1) / 2 of what the task that looks at it wants
-    assert torch.allclose(weight, torch.tensor([[0.9] * 3, [-0.9] * 3]), atol=2e-3)
-
-
 def test_the_guard_looks_at_the_same_metric() -> None:
     """The objective is Σ ω_i E of squares in the metric of S_i, weights and biases together."""
     merged, new, tasks = draw()
@@ -172,15 +126,6 @@ def test_the_guard_looks_at_the_same_metric() -> None:
             expected[t] += omega * float(((error @ metric) * error).sum() / ROWS)
     for t in expected:
         assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-6)
-
-
-def test_a_metric_and_its_matrix_are_one() -> None:
-    for _, _, tasks in (draw(), draw(sketched=True)):
-        for task in tasks:
-            metric, x = OutputMetric(task["g"], torch.float64), torch.randn(D_OUT, 4).double()
-            assert torch.allclose(metric(x), metric_of(task["g"]) @ x)
-            assert torch.allclose(metric(x[:, 0]), metric_of(task["g"]) @ x[:, 0])
-            assert metric_of(task["g"]).diagonal().mean() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from summing import SYSTEMS, WAYS, sum_up
+from summing import SYSTEMS, WAYS, solve_plainly, sum_up
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
-from featcal_cli.calibration.moments import NormMoments
+from featcal_cli.calibration.linear_algebra import Symmetric
 from featcal_cli.calibration.normal_equations import PRECISE_COST, is_dual_cheaper, is_residual_cheaper
-from featcal_cli.calibration.solver import LinearEquations, NormEquations
+from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
 CPU = torch.device("cpu")
-TASKS, D = 3, 7
+TASKS = 3
 SHAPES = [(20, 12, 5), (20, 5, 12), (6, 40, 9), (70, 33, 33)]
 """Rows of a task, d_in and d_out."""
 
@@ -41,29 +40,6 @@ def draw(
         expert = Affine(near(merged.weight), near(merged.bias))  # type: ignore[arg-type]
         tasks.append({"x_cal": x_cal, "x_exp": near(x_cal), "weights": weights, "expert": expert})
     return merged, Affine(near(merged.weight), near(merged.bias)), tasks  # type: ignore[arg-type]
-
-
-def solve_plainly(merged: Affine, base: Affine, tasks: list[dict[str, Any]], settings: Hyperparameters) -> Affine:
-    """W* and b* by the paper's equations as they stand, in float64."""
-    d_in = merged.weight.shape[1]
-    left, right = torch.zeros_like(merged.weight).double(), torch.zeros(d_in, d_in).double()
-    means = []
-    for task in tasks:
-        x, weight = task["x_cal"].double(), task["expert"].weight.double()
-        target = settings.alpha * task["x_exp"].double() + (1 - settings.alpha) * x
-        share = torch.ones(len(x)).double() if task["weights"] is None else task["weights"].double()
-        share = share / share.sum()
-        gram, cross = x.T @ (share[:, None] * x), target.T @ (share[:, None] * x)
-        omega = 1 / gram.norm()
-        left, right = left + omega * weight @ cross, right + omega * gram
-        means.append((omega, weight @ (share @ target) + task["expert"].bias.double(), share @ x))
-    assert merged.bias is not None and base.bias is not None
-    pairs = ((merged.weight, base.weight), (merged.bias, base.bias))
-    anchor = [settings.rho * one.double() + (1 - settings.rho) * other.double() for one, other in pairs]
-    ridge = settings.ridge
-    solved = (left + ridge * anchor[0]) @ torch.linalg.inv(right + (ridge + EPSILON) * torch.eye(d_in).double())
-    total = sum(omega * (y - solved @ x) for omega, y, x in means)
-    return Affine(solved, (total + ridge * anchor[1]) / (sum(omega for omega, *_ in means) + ridge))
 
 
 @pytest.mark.parametrize("settings", [PAPER["CLIP"], PAPER["Llama-3.1-8B"], Hyperparameters(0.05, 1.0, 1.0)])
@@ -116,28 +92,6 @@ def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int
     assert counted[chosen] <= counted[not chosen]
 
 
-@pytest.mark.parametrize("rows", [4, 50])
-@pytest.mark.parametrize("settings", [PAPER["CLIP"], Hyperparameters(1e-5, 0.5, 1.0), PAPER["Llama-3.1-8B"]])
-def test_linear_weight_minimises_the_stated_objective(rows: int, settings: Hyperparameters) -> None:
-    """Σ ω_i E‖W x_cal − W_i x_tgt‖² + λ‖W − W_anc‖², stacked into one least-squares problem."""
-    merged, base, tasks = draw(rows, 7, 5, weighted=False, dtype=torch.float64)
-    equations = LinearEquations({"m": merged}, settings)
-    left, right = [], []
-    for task in tasks:
-        equations.add_task(sum_up("drift", **task, merged=merged, alpha=settings.alpha), {"m": task["expert"]})
-        x_cal, target = task["x_cal"], settings.alpha * task["x_exp"] + (1 - settings.alpha) * task["x_cal"]
-        scale = (1 / torch.linalg.matrix_norm(x_cal.T @ x_cal / rows) / rows).sqrt()
-        left.append(scale * x_cal)
-        right.append(scale * target @ task["expert"].weight.T)
-    anchor = settings.rho * merged.weight + (1 - settings.rho) * base.weight
-    left.append(settings.ridge**0.5 * torch.eye(7, dtype=torch.float64))
-    right.append(settings.ridge**0.5 * anchor.T)
-    expected = torch.linalg.lstsq(torch.cat(left), torch.cat(right), driver="gelsd").solution.T
-    found = equations.solve({"m": base})["m"].parameters.weight
-    # ε = 1e-8 is part of the paper's inverse and not of the objective; at λ = 1e-5 it shows in the third digit of λ
-    assert (found - expected).norm() <= max(1e-6, 10 * EPSILON / settings.ridge) * expected.norm()
-
-
 def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
     merged, base, _ = draw(4, 7, 5, weighted=False)
     equations = LinearEquations({"m": merged}, PAPER["CLIP"])
@@ -145,44 +99,6 @@ def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
     equations.add_task(sum_up("drift", x, x, merged, merged, 0.3), {"m": merged})
     with pytest.raises(NumericsError, match="not finite"):
         equations.solve({"m": base})
-
-
-def test_norm_minimises_the_stated_objective() -> None:
-    """Σ E‖(γ z + β) − (γ_i z + β_i)‖² + λ(‖γ − γ_anc‖² + ‖β − β_anc‖²), coordinate by coordinate."""
-    torch.manual_seed(0)
-    merged, base, *experts = (Affine(*torch.randn(2, D, dtype=torch.float64).unbind()) for _ in range(2 + TASKS))
-    inputs = [torch.randn(40, D, dtype=torch.float64) for _ in experts]
-    system = NormEquations(merged, PAPER["CLIP"])
-    for z, expert in zip(inputs, experts, strict=True):
-        moments = NormMoments()
-        moments.add(z[:15])
-        moments.add(z[15:])
-        system.add_task(moments, expert)
-    found = system.solve(base).parameters
-    assert found.bias is not None and merged.bias is not None and base.bias is not None
-    for k in range(D):
-        left = [torch.stack([z[:, k], torch.ones(40, dtype=torch.float64)], 1) / 40**0.5 for z in inputs]
-        right = [e.weight[k] * z[:, k] / 40**0.5 + e.bias[k] / 40**0.5 for z, e in zip(inputs, experts, strict=True)]  # type: ignore[index]
-        left.append(0.05**0.5 * torch.eye(2, dtype=torch.float64))
-        anchor = torch.stack([2 * merged.weight[k] - base.weight[k], 2 * merged.bias[k] - base.bias[k]])
-        right.append(0.05**0.5 * anchor)
-        expected = torch.linalg.lstsq(torch.cat(left), torch.cat(right)[:, None]).solution[:, 0]
-        torch.testing.assert_close(torch.stack([found.weight[k], found.bias[k]]), expected)
-
-
-def test_scale_without_bias_is_the_weighted_mean() -> None:
-    torch.manual_seed(0)
-    merged, base, expert = (Affine(torch.randn(D, dtype=torch.float64), None) for _ in range(3))
-    z = torch.randn(40, D, dtype=torch.float64)
-    moments = NormMoments()
-    moments.add(z)
-    system = NormEquations(merged, PAPER["CLIP"])
-    system.add_task(moments, expert)
-    found = system.solve(base).parameters
-    second = z.square().mean(0)
-    expected = (second * expert.weight + 0.05 * (2 * merged.weight - base.weight)) / (second + 0.05)
-    torch.testing.assert_close(found.weight, expected)
-    assert found.bias is None
 
 
 def test_few_rows_are_solved_in_token_space_and_many_are_not() -> None:

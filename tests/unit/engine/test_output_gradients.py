@@ -133,7 +133,7 @@ def lay_out(sizes: Tensor, batch: Batch) -> Tensor:
 WIDE = sorted({*SPREAD, "lfm2", "llama4", "recurrent-gemma", "wavlm"})
 
 
-@pytest.mark.parametrize("name", few_of(WIDE, ("bert", "albert", "t5", "mixtral", "lfm2")))
+@pytest.mark.parametrize("name", few_of(WIDE, ("bert", "t5", "lfm2")))
 def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies between blocks, however often they run; also where batches go in several groups, and where the
     graphs of all blocks are kept, of the first one alone, or of none."""
@@ -155,9 +155,7 @@ def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monk
             assert (factor.T @ factor - sums).norm() <= 1e-4 * sums.norm(), path
 
 
-@pytest.mark.parametrize(
-    "name", few_of(["bert", "vit", "t5", "llama", "gpt2", "lfm2", "wav2vec2"], ("bert", "vit", "t5"))
-)
+@pytest.mark.parametrize("name", few_of(["bert", "vit", "t5", "llama", "gpt2", "lfm2", "wav2vec2"], ("bert", "t5")))
 def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None:
     """Over their mean at the tokens that count, whatever the batches."""
     prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)
@@ -238,21 +236,6 @@ def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monke
     for sizes in measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).fitted.values():
         assert len(sizes) == EXAMPLES
         assert sizes[:2].std() > 0 and sizes[2:].eq(1).all()
-
-
-def test_they_are_the_same_for_a_seed(tmp_path: Path) -> None:
-    prepared = prepare(save_family(tmp_path, BY_NAME["vit"]), examples=EXAMPLES)
-    task = next(iter(prepared.examples))
-    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-    measured = []
-    for seed in (1, 1, 2):
-        model = share_model(prepared.models.experts[task])
-        runner = BlockRunner(model, prepared.architecture, prepared.device, torch.float32)
-        measured.append(measure_output_gradients(runner, prepared.architecture, entry, batches, [], seed).factors)
-        runner.retire()
-    first, again, other = measured
-    assert all(torch.equal(first[path], again[path]) for path in first)
-    assert not any(torch.equal(first[path], other[path]) for path in first)
 
 
 @pytest.mark.parametrize("d", [96, 400, gradient_sums.WIDEST_SQUARE + 1])
