@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from featcal_cli.calibration.results import BlockReport
-from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Merge, Recipe
+from featcal_cli.recipe.schema import AsOption, Calibration, Data, Merge, Recipe
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import flush, name_reason, replace_durably, stamp_files, tell_fix
-from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import list_some, without_tokens
 
 if TYPE_CHECKING:  # what only looks for finished blocks need not wait for torch
@@ -54,17 +53,6 @@ def take_fingerprint(
         "environment": {**describe_environment(device), **read_versions()},
         "data": {task: {"examples": hashes[task], "batch size": examples[task].batch_size} for task in examples},
     }
-
-
-def name_local_files(draft: Draft) -> dict[Path, str]:
-    """Return the local data files that the job names itself, each with a phrase that says which task's data it is."""
-    files: dict[Path, str] = {}
-    for task, spec in draft.tasks.items():
-        path = existing_path(spec.data.path) if spec.data and spec.data.path else None
-        if path is not None:
-            inside = path.iterdir() if path.is_dir() else [path]
-            files |= {file: f"the data of {task}" for file in inside if file.is_file()}
-    return files
 
 
 class DamagedError(Exception):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
+from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, stamp_files, tell_fix, visible_files
 from featcal_cli.runtime.sanitise import exception_text, quoted
 from featcal_cli.runtime.structured_text import parse_json
 
@@ -167,7 +167,7 @@ def parse_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Entr
     if start > len(content):
         content += read(len(content), start)
     try:
-        header = parse_json(content[8:start].decode(), unique=True)
+        header = parse_json(content[8:start].decode())
         metadata = header.pop("__metadata__", None) or {}
         "".join((*header, *metadata.values())).encode()  # half characters have no place in a file
     except (ValueError, AttributeError, TypeError) as error:
@@ -246,7 +246,7 @@ def unwritable_cache(folder: Path, error: OSError) -> HubError:
 
 def folder_key(folder: Path) -> str:
     """Return a key for a local folder that changes whenever one of its files changes."""
-    stamps = [(str(file), *take_stamp(file)[1:]) for file in sorted(folder.rglob("*")) if file.is_file()]
+    stamps = stamp_files([folder, *(path for path in sorted(folder.rglob("*")) if path.is_dir())])
     return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
 

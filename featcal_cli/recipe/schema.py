@@ -192,13 +192,12 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_page(cls, values: Any) -> Any:
-        """Replace the address of a dataset's page by its parts; keys given beside it take precedence."""
+        """Replace the address of a dataset's page by its name and, unless it is given beside it, its revision."""
         name = values.get("dataset") if isinstance(values, dict) else None
         page = complaining(read_page)(name) if isinstance(name, str) else None
         if page is None:
             return values
-        parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
-        return {**{key: part for key, part in parts.items() if part}, **values, "dataset": page.name}
+        return {"revision": page.revision, **values, "dataset": page.id}
 
     @property
     def has_source(self) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
-from featcal_cli.calibration.journal import Journal, check_unfinished, name_local_files, take_fingerprint
+from featcal_cli.calibration.journal import Journal, check_unfinished, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
@@ -32,7 +33,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError, ShortageError
-from featcal_cli.runtime.files import Unchanged
+from featcal_cli.runtime.files import check_unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs
@@ -53,33 +54,24 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     processes does its part. target: the Hub repo to which the output is pushed later. Raises FeatCalError."""
     ranks, options = session.ranks, session.options
     stamps = stamp_inputs(inputs.recipe.local_paths)
-    data = Unchanged(name_local_files(session.draft))
     plan = make_plan(session, inputs, workspace.target)
-    data.check()
     recipe, origins = plan.recipe, inputs.origins
     if recipe.calibration.uses_output_metric and ranks.size > 1:
         what = "outputs are a metric in one process only"
         fix = "run it in one process, or take metric: output out of the recipe"
         _go_on_by_features(session, RecipeError(what, where="calibration.metric", fix=fix))
 
+    folders = [repo.folder for origin in origins.values() for repo in origin.repos() if repo.folder]
+    fingerprint = take_fingerprint(recipe, folders, session.device, plan.examples)
     # what blocks are computed from must stay what it is
-    owners = {repo.folder: role for role, origin in origins.items() for repo in origin.repos() if repo.folder}
-    folders = Unchanged({file: role for folder, role in owners.items() for file in folder.iterdir() if file.is_file()})
-    fingerprint = take_fingerprint(recipe, owners, session.device, plan.examples)
+    check_inputs = partial(check_unchanged, fingerprint["files"])
     fingerprint["files"] = ranks.unite(fingerprint["files"])
     own, merge = ranks.own(recipe.tasks), recipe.merged if isinstance(recipe.merged, Merge) else None
-    weights: list[Unchanged] = []
-
-    def check_inputs() -> None:
-        for files in (folders, *weights):
-            files.check()
-
     journal = None
     if ranks.is_first:
         again = {"restart": options.restart, "overwrite": options.overwrite}
         journal = Journal(workspace.journal, fingerprint, **again, note=session.note, check_inputs=check_inputs)
     snapshots = fetch_models(session, plan, None if merge else own)
-    weights.append(Unchanged({file: role for role, snapshot in snapshots.items() for file in snapshot.weights()}))
     session.stage("loading models")
     with workspace.scratch() as folder:
         scratch = ranks.of_machine(folder)
@@ -93,8 +85,6 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
         _note_outcome(session, outcome, journal)
         check_inputs()
-        if (change := data.find_change()) is not None:
-            session.note(f"{change.what}, after its rows were read")
         if target is not None and recipe.local_paths:
             names = f"{RECIPE}, {REPORT} and {ADAPTER}" if options.as_adapter else f"{RECIPE} and {REPORT}"
             session.note(f"{names} name folders of this machine, and are pushed with these names")

@@ -38,7 +38,6 @@ LIES: dict[str, tuple[bytes, str]] = {
     "nested mappings": (written('{"a":' * 20_000), "its header is invalid"),
     "metadata that are no texts": (written({"__metadata__": {"a": 1}, "a": entry()}), "its header is invalid"),
     "half a character": (written('{"\\ud800": 1}'), "its header is invalid"),
-    "a name twice": (written(b'{"a": %s, "a": %s}' % (dumped(entry()), dumped(entry()))), "twice"),
     "a tensor that is a number": (written({"a": 7}), "an invalid shape or position"),
     "a tensor without a place": (written({"a": {"dtype": "F32", "shape": [4]}}), "an invalid shape or position"),
     "a negative offset": (written({"a": entry(start=-16, stop=0)}), "an invalid shape or position"),
