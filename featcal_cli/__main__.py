@@ -9,6 +9,7 @@ import sys
 def main() -> None:
     """Import and run the command line."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # libraries being imported would make other errors of an interrupt
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some takes longer than to read a recipe
     use_large_pages()
     open_closed_streams()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
