@@ -66,8 +66,9 @@ def _describe_mistake(
     name = ".".join(map(plain, parts))
     if problem["type"] == "extra_forbidden":
         section = f" in {name.rpartition('.')[0]}" if parts[1:] else ""
-        hint = did_you_mean(parts[-1][:80], (key for key in _KEYS if key != parts[-1]), cutoff=0.5)
-        return f"unknown key {plain(parts[-1])}{section}", None, hint.strip() or "take the key out"
+        hint = "" if parts[-1] in _KEYS else did_you_mean(parts[-1][:80], _KEYS, cutoff=0.5)
+        fix = hint.strip() or "take the key out, or move it to the section that has it"
+        return f"unknown key {plain(parts[-1])}{section}", None, fix
     if parts == ["merged"] and problem["type"] == "missing":
         return "no merged model given", None, "give MERGED or --merge, or the key merged: in a recipe"
     option = _name_option(parts, typed)
@@ -80,7 +81,7 @@ def _describe_mistake(
     if wanted == complaint:
         return f"{name}: {complaint[:1].lower()}{complaint[1:]}", option, ""
     wanted = re.sub(", (unable|got) .*", "", wanted.replace("'", ""))
-    wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", wanted)
+    wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", wanted).replace("a valid tuple", "a list")
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
     return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), option, ""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from featcal_cli.recipe.mistakes import COMMAND_LINE, did_you_mean, explain
 from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
 from featcal_cli.runtime.errors import RecipeError, join_errors
-from featcal_cli.runtime.references import parse_merge, parse_source, path_exists
+from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents
 
@@ -30,8 +30,8 @@ COMPANIONS = {
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe that is given as a path or as the name of a shipped recipe. Raises RecipeError if
     there is none."""
-    if path_exists(path := Path(name)) and path.is_file():
-        return path
+    if (path := existing_path(name)) and path.is_file():
+        return Path(name).expanduser()
     return _find_shipped(name, shipped_recipes(), "give a YAML file or one of")
 
 
@@ -215,8 +215,8 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
     def anchored(value: Any) -> Any:
         if not isinstance(value, str) or not value:
             return value
-        if path_exists(folder / value):
-            return str((folder / value).resolve())
+        if path := existing_path(str(folder / value)):
+            return str(path.resolve())
         return "+".join(anchored(part) for part in value.split("+")) if "+" in value else value  # BASE+ADAPTER
 
     anchor(raw, "merged", "base")

@@ -19,7 +19,6 @@ CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggi
 """Loggers of the huggingface_hub modules that retry by themselves and log addresses that nobody should see."""
 _FAILURE = re.compile("thrown while requesting|Retrying in|Waiting|Trying to resume|Using cached commit")
 """Messages of huggingface_hub about a request that failed; its other ones are hidden."""
-_PHASE = re.compile(r"^(downloading|fetching|writing examples|evaluating|pushing)\b.*", re.DOTALL)
 _ADDRESS = re.compile(r"https?://[^\s'\")]+")
 
 
@@ -140,25 +139,6 @@ def tell_change(before: float, after: float) -> str:
         return "0 %" if f"{after:.3f}" == "0.000" else "new"
     percent = f"{100 * (after - before) / before:+.0f} %"
     return "0 %" if percent in ("+0 %", "-0 %") else percent
-
-
-class PhaseClock:
-    """A clock that adds up the seconds of each phase of a run; a new stage begins a phase."""
-
-    def __init__(self, began: float) -> None:
-        """began: the start by the monotonic clock."""
-        self._phase, self._since = "starting", began
-        self._seconds: dict[str, float] = {}
-
-    def begin(self, stage: str) -> None:
-        """Begin a stage. Its phase is the beginning of its text, up to the first name."""
-        self._seconds = self.read()
-        self._phase, self._since = _PHASE.sub(r"\1", stage), time.monotonic()
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds spent in each phase so far, in order."""
-        here = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
-        return {**self._seconds, self._phase: round(here, 3)}
 
 
 Watch: TypeAlias = "Callable[[Progress], None]"

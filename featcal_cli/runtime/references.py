@@ -21,8 +21,8 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNO
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     """Parse an existing path (relative to `folder`), `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address into
     keys of `Data`. Raises RecipeError."""
-    if path_exists(folder / text):
-        return {"path": str((folder / text).resolve())}
+    if path := existing_path(str(folder / text)):
+        return {"path": str(path.resolve())}
     if page := read_page(text):
         return {"dataset": page.id, **({"revision": page.revision} if page.revision else {})}
     if looks_like_path(text):
@@ -54,14 +54,6 @@ def write_number(value: float) -> str:
     """Write a number as a person would type it, without losing digits."""
     short = f"{value:g}"
     return short if float(short) == value and isinstance(value, float) else str(value)
-
-
-def path_exists(path: Path) -> bool:
-    """Whether a file or folder exists; False for text that cannot be a path at all (too long, a null byte)."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def looks_like_path(text: str) -> bool:
