@@ -73,9 +73,8 @@ def _describe_mistake(
         return "no merged model given", None, "give MERGED or --merge, or the key merged: in a recipe"
     option = _name_option(parts, typed)
     name = plain(option) if option else name
-    if problem["type"] == "recipe":
-        about = problem["ctx"]
-        return f"{name}: {about['what']}", option, about["fix"]
+    if isinstance(about := problem.get("ctx", {}).get("error"), RecipeError):
+        return f"{name}: {about.what}", option, about.fix
     complaint = problem["msg"].removeprefix("Value error, ")
     wanted = complaint.removeprefix("Input should be ")
     if wanted == complaint:

@@ -31,7 +31,7 @@ from pydantic.fields import FieldInfo
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
+from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page, write_number
 from featcal_cli.runtime.sanitise import quoted
 
 
@@ -43,7 +43,7 @@ def _check_name(text: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 """A name without control characters, so that it can be shown on a terminal and be part of a path."""
-ModelName = Annotated[Name, AfterValidator(complaining(bare_model))]
+ModelName = Annotated[Name, AfterValidator(bare_model)]
 """A model's Hub id or path, or the address of its page, which is converted to the id."""
 
 SELF = "self"
@@ -187,7 +187,7 @@ class Data(Section):
     def _read_page(cls, values: Any) -> Any:
         """Replace the address of a dataset's page by its name and, unless it is given beside it, its revision."""
         name = values.get("dataset") if isinstance(values, dict) else None
-        page = complaining(read_page)(name) if isinstance(name, str) else None
+        page = read_page(name) if isinstance(name, str) else None
         if page is None:
             return values
         return {"revision": page.revision, **values, "dataset": page.id}
@@ -245,7 +245,7 @@ def _parse_text(value: Any) -> Any:
     return parse_source(value) if isinstance(value, str) else value
 
 
-Source = Annotated[Data, BeforeValidator(complaining(_parse_text), json_schema_input_type=str | Data)]
+Source = Annotated[Data, BeforeValidator(_parse_text, json_schema_input_type=str | Data)]
 
 
 class TaskDraft(Section):

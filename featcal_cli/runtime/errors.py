@@ -71,8 +71,8 @@ def _describe(error: FeatCalError) -> str:
     return f"{place}{error.what}" + (f" ({error.fix})" if error.fix else "")
 
 
-class RecipeError(FeatCalError):
-    """A recipe key or a command-line option is wrong."""
+class RecipeError(FeatCalError, ValueError):
+    """A recipe key or a command-line option is wrong. As a ValueError, pydantic reports it with all other mistakes."""
 
 
 class HubError(FeatCalError):

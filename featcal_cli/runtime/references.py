@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.runtime.errors import RecipeError
 
@@ -118,23 +117,3 @@ def read_page(text: str) -> HfUri | None:
         fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"
         raise RecipeError(f"{shown} is not the page of a model or dataset on the Hub", where=shown, fix=fix)
     return found
-
-
-_Given = TypeVar("_Given")
-_Read = TypeVar("_Read")
-
-
-def complaining(read: Callable[[_Given], _Read]) -> Callable[[_Given], _Read]:
-    """Make a pydantic validator of a function: its RecipeError becomes a pydantic error, so that it is reported
-    together with all others."""
-
-    def validate(given: _Given) -> _Read:
-        try:
-            return read(given)
-        except RecipeError as error:
-            from pydantic_core import PydanticCustomError
-
-            about = {"what": error.what, "where": error.where, "fix": error.fix}
-            raise PydanticCustomError("recipe", "{what}: {fix}", about) from None
-
-    return validate
