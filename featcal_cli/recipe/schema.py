@@ -360,8 +360,7 @@ class Draft(Section):
 
     @property
     def name(self) -> str:
-        """The name for the output: the merged model's id or path; if featcal builds the merged model, the name of the
-        recipe's file or else of the merge method."""
+        """The name for the output: the merged model's id or path, else the recipe file's or the merge method's."""
         if isinstance(self.merged, Merge):
             return self._file or str(self.merged).replace(" ", "-")
         if existing_path(self.merged):
