@@ -2,32 +2,27 @@
 
 import gc
 import os
+import signal
 import sys
 
 
 def main() -> None:
-    """Import and run the command line; an interrupt during the import is handled too."""
+    """Import and run the command line."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # libraries being imported would make other errors of an interrupt
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some takes longer than to read a recipe
     use_large_pages()
     open_closed_streams()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
-    try:
-        from featcal_cli.runtime.process import count_from_start, stop_when_signalled
+    from featcal_cli.runtime.process import EXIT_CODE, end_at_once, exit_code  # first: the run's time counts from here
 
-        stop_when_signalled()
-        count_from_start()
+    try:
         from featcal_cli.cli.main import main
 
         gc.freeze()
         gc.enable()
         main()
-    except (KeyboardInterrupt, SystemExit) as end:
-        from featcal_cli.runtime.process import EXIT_CODE, STARTING, stop
-
-        if isinstance(end, KeyboardInterrupt) or end.code == EXIT_CODE:
-            stop(STARTING)
-        from featcal_cli.runtime.process import end_at_once
-
-        end_at_once(end.code)
+    except SystemExit as end:
+        end_at_once(exit_code() if end.code == EXIT_CODE else end.code)
         raise
     except Exception as error:
         from featcal_cli.runtime.libraries import explain_broken_package

@@ -17,7 +17,7 @@ from rich.text import Text
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
-from featcal_cli.runtime.process import read_start
+from featcal_cli.runtime.process import STARTED
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
@@ -51,7 +51,7 @@ class Screen(Listener):
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._began, self._spoke = read_start(), time.monotonic()
+        self._began, self._spoke = STARTED, time.monotonic()
         self._has_noted = False
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=40)),

@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
-from featcal_cli.recipe.mistakes import suggest_for_option
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 from featcal_cli.runtime.process import GONE, Launch, read_launch
 
@@ -77,6 +76,8 @@ def _call() -> None:
             r"\1 must be",
             error.format_message().strip().rstrip("."),
         )
+        from featcal_cli.recipe.mistakes import suggest_for_option  # with PyYAML, which the help does without
+
         # an option that is unknown, unlike one whose value is missing, comes with its possibilities
         fix = suggest_for_option(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else ""
         help_line = "" if fix else f"{command} --help"

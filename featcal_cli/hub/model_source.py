@@ -22,7 +22,7 @@ from featcal_cli.hub.adapter import (
 from featcal_cli.hub.repo import Opener, Repo, open_repo
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.references import existing_path, looks_like_path, read_page, split_revision
+from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]
@@ -170,10 +170,9 @@ def _locate_part(text: str, folder: Path | None) -> str:
         if path:
             return str(path.resolve())
     try:
-        page = read_page(text)
+        text = bare_id(text)
     except RecipeError:
-        raise UnusableError("is an address outside of the Hub") from None
-    text = page.reference if page else text
+        raise UnusableError("is the address of no model on the Hub") from None
     name, revision = split_revision(text)
     if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
         raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")

@@ -22,7 +22,7 @@ from huggingface_hub.utils import TensorInfo  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, take_stamp, tell_fix, visible_files
+from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, stamp_files, tell_fix, visible_files
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.runtime.structured_text import parse_json
 
@@ -177,7 +177,7 @@ def unwritable_cache(folder: Path, error: OSError) -> HubError:
 
 def folder_key(folder: Path) -> str:
     """Return a key for a local folder that changes whenever one of its files changes."""
-    stamps = [(str(file), *take_stamp(file)[1:]) for file in sorted(folder.rglob("*")) if file.is_file()]
+    stamps = stamp_files([folder, *(path for path in sorted(folder.rglob("*")) if path.is_dir())])
     return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
 

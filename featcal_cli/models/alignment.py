@@ -17,7 +17,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.runtime.sanitise import plain, tell_apart
+from featcal_cli.runtime.sanitise import plain
 
 HEAD_SUFFIXES = (
     "ForSequenceClassification",
@@ -155,7 +155,7 @@ def compare_configs(merged: Model, other: Model) -> list[str]:
         raise CheckpointError(what, where=f"{other.snapshot.name}/config.json", fix=SAME_LAYERS)
     reported = []
     for key, own, wanted in _differences(theirs, ours):
-        text = "{} {}, merged's {}".format(plain(key), *tell_apart(own, wanted, _show))
+        text = f"{plain(key)} {plain(_show(own))}, merged's {plain(_show(wanted))}"
         if DECISIVE_KEYS.fullmatch(key.rpartition(".")[2]):
             what = f"{other.role} and merged would compute different things with the same weights: config.json says "
             fix = "use models fine-tuned from the same base; if the config.json is wrong, correct it in a copy"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,27 +23,13 @@ if TYPE_CHECKING:
     Parameters = Callable[[], Iterator[tuple[str, Sources]]]
     """Function that begins another pass over all parameters, by their names."""
 
+Merge = Any
+"""A recipe's Merge (its module imports this one), of which a method reads scale, density and seed."""
 MethodName = Literal["average", "task_arithmetic", "ties", "dare_ties"]
 CHUNK_SIZE = 2**17
 """Number of elements processed at a time, for all experts together; they fit into the processor's cache."""
 BINS = 2**16
 """Number of bins for counting the values of 16 bits, half of a float32."""
-
-
-class Numbers(Protocol):
-    """The settings that a merge method may read."""
-
-    @property
-    def scale(self) -> float:
-        """Factor by which the experts' changes are multiplied."""
-
-    @property
-    def density(self) -> float:
-        """Share of each expert's changes that is kept."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random choice."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +40,12 @@ class MergeMethod:
     """The method's name in sentences and repo names."""
     numbers: tuple[str, ...]
     """The settings that it reads, in the order in which the command line gives them."""
-    make_rule: Callable[[Numbers, Parameters], Rule]
+    make_rule: Callable[[Merge, Parameters], Rule]
     """Function from settings and parameters to the rule that merges each parameter. It may read all parameters
     first."""
 
 
-def _average(_: Numbers, __: Parameters) -> Rule:
+def _average(_: Merge, __: Parameters) -> Rule:
     """Return the rule for the experts' mean."""
     import torch
 
@@ -72,7 +58,7 @@ def _average(_: Numbers, __: Parameters) -> Rule:
     return combine
 
 
-def _add_task_vectors(numbers: Numbers, _: Parameters) -> Rule:
+def _add_task_vectors(merge: Merge, _: Parameters) -> Rule:
     """Return the rule of task arithmetic: base + scale · Σ (expert − base)."""
     import torch
 
@@ -81,33 +67,33 @@ def _add_task_vectors(numbers: Numbers, _: Parameters) -> Rule:
         total = torch.zeros(base.shape, dtype=torch.float32)
         for expert in experts:
             total += expert.float() - base.float()
-        return base.float() + numbers.scale * total
+        return base.float() + float(merge.scale) * total
 
     return combine
 
 
-def _ties(numbers: Numbers, parameters: Parameters) -> Rule:
+def _ties(merge: Merge, parameters: Parameters) -> Rule:
     """Return the rule of TIES: only the steps of largest magnitude of each expert's whole task vector count."""
-    thresholds = _find_thresholds(numbers, parameters)[:, None]
+    thresholds = _find_thresholds(merge, parameters)[:, None]
     return _elect_signs(
-        numbers, parameters, lambda _, sources: (part * (part.abs() >= thresholds) for part in _steps(sources))
+        merge, parameters, lambda _, sources: (part * (part.abs() >= thresholds) for part in _steps(sources))
     )
 
 
-def _dare_ties(numbers: Numbers, parameters: Parameters) -> Rule:
-    return _elect_signs(numbers, parameters, partial(drop_at_random, numbers))
+def _dare_ties(merge: Merge, parameters: Parameters) -> Rule:
+    return _elect_signs(merge, parameters, partial(drop_at_random, merge))
 
 
-def drop_at_random(numbers: Numbers, name: str, sources: Sources) -> Iterator[Tensor]:
+def drop_at_random(merge: Merge, name: str, sources: Sources) -> Iterator[Tensor]:
     """Drop and rescale steps as DARE does: keep each with probability `density` and divide it by `density`, else yield
     0."""
     import torch
 
     # one parameter's choice does not depend on any other's
-    digest = sha256(f"{numbers.seed} {name}".encode()).digest()
+    digest = sha256(f"{merge.seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     for part in _steps(sources):
-        yield part * (torch.rand(part.shape, generator=generator) < numbers.density) / numbers.density
+        yield part * (torch.rand(part.shape, generator=generator) < merge.density) / merge.density
 
 
 METHODS: dict[MethodName, MergeMethod] = {
@@ -118,7 +104,7 @@ METHODS: dict[MethodName, MergeMethod] = {
 }
 
 
-def _elect_signs(numbers: Numbers, parameters: Parameters, trim: Trim) -> Rule:
+def _elect_signs(merge: Merge, parameters: Parameters, trim: Trim) -> Rule:
     """Return the rule of TIES' sign election and disjoint merge: base + scale · Σ of the kept steps that have the sign
     of the sum of all kept steps. If this sum is 0, the sign that most sums of the whole model have counts instead."""
     import torch
@@ -136,7 +122,7 @@ def _elect_signs(numbers: Numbers, parameters: Parameters, trim: Trim) -> Rule:
             upward, downward = _add_by_sign(part)
             total, place = upward + downward, slice(done, done := done + len(upward))
             rises = total >= 0 if votes > 0 else total > 0
-            merged[place] = base[place].double() + numbers.scale * torch.where(rises, upward, downward)
+            merged[place] = base[place].double() + merge.scale * torch.where(rises, upward, downward)
         return merged.view(sources[0].shape)
 
     return combine
@@ -164,7 +150,7 @@ def _steps(sources: Sources) -> Iterator[Tensor]:
         yield torch.stack([expert[place].float() - origin for expert in experts])
 
 
-def _find_thresholds(numbers: Numbers, parameters: Parameters) -> Tensor:
+def _find_thresholds(merge: Merge, parameters: Parameters) -> Tensor:
     """Find the trimming threshold of each expert: the k-th smallest magnitude in its task vector of d numbers, float32
     [experts].
 
@@ -175,7 +161,7 @@ def _find_thresholds(numbers: Numbers, parameters: Parameters) -> Tensor:
     import torch
 
     size = sum(sources[0].numel() for _, sources in parameters())
-    rank = size - int(numbers.density * size)
+    rank = size - int(merge.density * size)
     counts = _count(parameters, None).cumsum(1)
     upper = (counts < rank).sum(1)
     below = torch.where(upper > 0, counts.gather(1, (upper - 1).clamp(min=0)[:, None])[:, 0], 0)

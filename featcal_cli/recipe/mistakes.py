@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
-from featcal_cli.runtime.errors import RecipeError, SeveralErrors
+from featcal_cli.runtime.errors import FeatCalError, RecipeError, SeveralErrors
 from featcal_cli.runtime.sanitise import plain, quoted
 from featcal_cli.runtime.structured_text import find_line
 
 COMMAND_LINE = "the command line"
-_SECTIONS: Mapping[tuple[str, ...], type[BaseModel]] = {
-    (): Draft,
-    ("merged",): Merge,
-    ("tasks", "TASK"): TaskDraft,
-    ("tasks", "TASK", "data"): Data,
-    ("tasks", "TASK", "evaluate"): Evaluate,
-    ("calibration",): Calibration,
-    ("output",): Output,
-}
-"""The sections of a recipe, by the keys that lead to them."""
-_GONE = {
-    "select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)",
-    "chosen": "take it out: the method says whether updates are checked",
-}
-"""Keys and options of earlier versions, each with its fix."""
-
-
-_WANTED = {
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "dict_type": "a section of keys",
-    "mapping_type": "a section of keys",
-    "model_type": "a section of keys",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "{ge} or more",
-    "less_than": "less than {lt}",
-    "less_than_equal": "{le} or less",
-    "literal_error": "{expected}",
-}
-"""Descriptions of the allowed values, by the type of pydantic's error; the error's context fills in the numbers."""
-
-
-class RecipeMistakesError(SeveralErrors, RecipeError):
-    """Several mistakes in one recipe."""
+_KEYS = [
+    key for section in (Draft, Merge, TaskDraft, Data, Evaluate, Calibration, Output) for key in section.model_fields
+]
 
 
 def explain(
     error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
-) -> RecipeError:
-    """Turn all of pydantic's errors about `keys` into one RecipeError. whole: name of the file or other source of the
+) -> FeatCalError:
+    """Turn all of pydantic's errors about `keys` into one error. whole: name of the file or other source of the
     keys; text: the file's text, or empty; typed: the keys that the command line set."""
     complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
     for problem in error.errors(include_url=False):
@@ -76,7 +37,7 @@ def explain(
             line = f"line {find_line(text, place)}" if text else ""
             errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
     if len(errors) > 1:
-        return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
+        return SeveralErrors(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
     return RecipeError(only.what, where=where, fix=only.fix or f"change {only.what.split(' ')[0].rstrip(':')}")
@@ -104,49 +65,25 @@ def _describe_mistake(
     parts = list(map(str, place))
     name = ".".join(map(plain, parts))
     if problem["type"] == "extra_forbidden":
-        return (
-            f"unknown key {plain(parts[-1])}" + (f" in {name.rpartition('.')[0]}" if parts[1:] else ""),
-            None,
-            (_suggest_key(parts[-1][:80], parts[:-1])),
-        )
+        section = f" in {name.rpartition('.')[0]}" if parts[1:] else ""
+        hint = "" if parts[-1] in _KEYS else did_you_mean(parts[-1][:80], _KEYS, cutoff=0.5)
+        fix = hint.strip() or "take the key out, or move it to the section that has it"
+        return f"unknown key {plain(parts[-1])}{section}", None, fix
     if parts == ["merged"] and problem["type"] == "missing":
         return "no merged model given", None, "give MERGED or --merge, or the key merged: in a recipe"
     option = _name_option(parts, typed)
     name = plain(option) if option else name
-    if problem["type"] == "recipe":
-        about = problem["ctx"]
-        return f"{name}: {about['what']}", option, about["fix"]
-    complaint = _describe_complaint(problem)
-    return (
-        f"{name} {complaint}" if complaint.startswith("must be ") else f"{name}: {complaint}",
-        option,
-        "",
-    )
-
-
-def _describe_complaint(problem: Mapping[str, Any]) -> str:
-    """Describe one of pydantic's errors as the middle of a sentence: `must be …` if it is about a single value."""
-    if problem["type"] in _WANTED:
-        wanted = _WANTED[problem["type"]].format(**problem.get("ctx", {})).replace("'", "")
-        given = problem["input"]
-        is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
-        return f"must be {wanted}" + (f", not {quoted(str(given))}" if is_short else "")
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{message[:1].lower()}{message[1:]}"
-
-
-def _suggest_key(unknown: str, parts: Sequence[str]) -> str:
-    """Return the fix for a key that is not known in this section of a recipe."""
-    if unknown in _GONE and list(parts) == ["calibration"]:
-        return _GONE[unknown]
-    section = tuple("TASK" if number == 1 and parts[0] == "tasks" else part for number, part in enumerate(parts))
-    keys = {place: list(model.model_fields) for place, model in _SECTIONS.items()}
-    if homes := [".".join(place) or "the top level" for place, known in keys.items() if unknown in known]:
-        return f"it belongs to {homes[0]}: move it there"
-    if hint := did_you_mean(unknown, keys.get(section, ()), cutoff=0.5):
-        return hint.strip()
-    known = dict.fromkeys(key for of_section in keys.values() for key in of_section)
-    return did_you_mean(unknown, known, cutoff=0.5).strip() or "take the key out"
+    if isinstance(about := problem.get("ctx", {}).get("error"), RecipeError):
+        return f"{name}: {about.what}", option, about.fix
+    complaint = problem["msg"].removeprefix("Value error, ")
+    wanted = complaint.removeprefix("Input should be ")
+    if wanted == complaint:
+        return f"{name}: {complaint[:1].lower()}{complaint[1:]}", option, ""
+    wanted = re.sub(", (unable|got) .*", "", wanted.replace("'", ""))
+    wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", wanted).replace("a valid tuple", "a list")
+    given = problem["input"]
+    is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
+    return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), option, ""
 
 
 def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | None:
@@ -161,26 +98,20 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
         case ["merged", *rest]:
             built = isinstance(overrides["merged"], Mapping)
             return f"--merge ({rest[0] if rest else 'method'})" if built else "MERGED"
-        case ["base" | "skip_experts" as key, *_]:
-            return "--base" if key == "base" else "--skip-expert"
-        case ["calibration" | "output", key, *_]:
-            return "--examples (-n)" if key == "examples" else f"--{key.replace('_', '-')}"
-        case ["tasks", task, "evaluate", *rest]:
-            return f"--split {task}=…" if rest[:1] == ["split"] else None  # no option says the others
-        case ["tasks", task, "data"] if isinstance(value, Mapping) and value.keys().isdisjoint(("dataset", "path")):
-            return f"--{next(iter(value), 'data')} {task}=…"
-        case ["tasks", task, "data", *rest]:
-            return f"--{rest[0] if rest[:1] in (['columns'], ['split']) else 'data'} {task}=…"
-        case ["tasks", task, *_]:
-            return f"--expert {task}=…"
+        case ["tasks", task, key, *_]:
+            return f"--{'split' if key == 'evaluate' else key} {task}=…"
+        case ["calibration", "examples"]:
+            return "--examples (-n)"
+        case ["calibration" | "output", key, *_] | ["base" | "skip_experts" as key, *_]:
+            return f"--{key.replace('_', '-').removesuffix('s')}"  # --skip-expert, once for each
     return None
 
 
 def suggest_for_option(option: str) -> str:
-    """Return the fix for an unknown option that existed in an earlier version or is a key of a recipe; else empty."""
+    """Return the fix for an unknown option that is a key of a recipe; else an empty text."""
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
-    sections = [place[0] for place, model in _SECTIONS.items() if len(place) == 1 and key in model.model_fields]
-    return _GONE.get(key) or (f"write {key}: in the section {sections[0]}: of a recipe (-r FILE)" if sections else "")
+    known = {**dict.fromkeys(Calibration.model_fields, "calibration"), **dict.fromkeys(Output.model_fields, "output")}
+    return f"write {key}: in the section {known[key]}: of a recipe (-r FILE)" if key in known else ""
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -16,7 +14,7 @@ from pydantic import ValidationError
 from featcal_cli.recipe.mistakes import COMMAND_LINE, did_you_mean, explain
 from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
 from featcal_cli.runtime.errors import RecipeError, join_errors
-from featcal_cli.runtime.references import parse_merge, parse_source, path_exists
+from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents
 
@@ -32,30 +30,18 @@ COMPANIONS = {
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe that is given as a path or as the name of a shipped recipe. Raises RecipeError if
     there is none."""
-    if path_exists(path := Path(name)) and path.is_file():
-        return path
-    return _find(name, _recipes(), "--recipe", "give a YAML file or one of")
-
-
-def find_shipped(name: str) -> Path:
-    """Return the file of a shipped recipe by its name, or of one of COMPANIONS by its file name. Raises RecipeError."""
-    beside = {file: _folder() / file for file in COMPANIONS}
-    return _find(name, {**_recipes(), **beside}, "featcal recipes", "give one of")
+    if (path := existing_path(name)) and path.is_file():
+        return Path(name).expanduser()
+    return _find_shipped(name, shipped_recipes(), "give a YAML file or one of")
 
 
 def print_shipped(name: str) -> str:
-    """Return the text of the file that `find_shipped` finds. Relative paths in a recipe are made absolute, so that it
-    runs from any folder. Raises RecipeError."""
-    file = find_shipped(name)
-    text = file.read_text(encoding="utf-8")
-    if file.suffix != ".yaml":
-        return text
-
-    def anchor(line: re.Match[str]) -> str:
-        path = file.parent / line["value"].strip("\"'")
-        return f"{line['key']}{json.dumps(str(path), ensure_ascii=False)}" if path_exists(path) else line[0]
-
-    return re.sub(r"(?P<key>\b(?:merged|base|expert|data|path): )(?P<value>[^\s,{}]+)", anchor, text)
+    """Return the text of a shipped recipe, or of one of COMPANIONS. The paths of the demo's files are made absolute, so
+    that it runs from any folder. Raises RecipeError."""
+    file = _find_shipped(
+        name, [*shipped_recipes(), *(_folder() / companion for companion in COMPANIONS)], "give one of"
+    )
+    return file.read_text(encoding="utf-8").replace(": demo/", f": {file.parent}/demo/")
 
 
 def shipped_recipes() -> list[Path]:
@@ -63,16 +49,13 @@ def shipped_recipes() -> list[Path]:
     return sorted(_folder().glob("*.yaml"))
 
 
-def _recipes() -> dict[str, Path]:
-    return {file.stem: file for file in shipped_recipes()}
-
-
-def _find(name: str, known: Mapping[str, Path], where: str, fix: str) -> Path:
+def _find_shipped(name: str, files: Sequence[Path], fix: str) -> Path:
     """Return the file of this name; if there is none, raise RecipeError with the most similar name."""
+    known = {file.relative_to(_folder()).as_posix().removesuffix(".yaml"): file for file in files}
     if name in known:
         return known[name]
     hint = f"{did_you_mean(name, known)}{fix}: {', '.join(known)}"
-    raise RecipeError(f"there is no recipe {name}", where=where, fix=hint)
+    raise RecipeError(f"there is no recipe {name}", where="featcal recipes", fix=hint)
 
 
 def _folder() -> Path:
@@ -87,8 +70,6 @@ def describe_recipe(file: Path) -> str:
 
 
 _COLUMNS_FORM = "ROLE:COLUMN[,ROLE:COLUMN…]"
-_NEXT_ROLE = re.compile(rf",(?=\s*(?:{'|'.join(ROLES)})\s*:)")
-"""The comma between two columns; a column's own name may contain commas too."""
 
 
 def read_draft(file: Path | None, overrides: Mapping[str, Any]) -> Draft:
@@ -186,7 +167,7 @@ def _read_columns(values: Sequence[str] | None) -> dict[str, dict[str, str]]:
     """Parse the values of --columns into task → role → column."""
     columns: dict[str, dict[str, str]] = {}
     for task, text in _split_tasks("--columns", _COLUMNS_FORM, values):
-        for pair in _NEXT_ROLE.split(text):
+        for pair in text.split(","):
             role, _, column = (part.strip() for part in pair.partition(":"))
             where = f"--columns {task}=…"
             if not (role and column):
@@ -234,8 +215,8 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
     def anchored(value: Any) -> Any:
         if not isinstance(value, str) or not value:
             return value
-        if path_exists(folder / value):
-            return str((folder / value).resolve())
+        if path := existing_path(str(folder / value)):
+            return str(path.resolve())
         return "+".join(anchored(part) for part in value.split("+")) if "+" in value else value  # BASE+ADAPTER
 
     anchor(raw, "merged", "base")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
-from string import Formatter
 from typing import Annotated, Any, Literal
 from unicodedata import category
 
@@ -28,7 +31,7 @@ from pydantic.fields import FieldInfo
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import bare_model, complaining, existing_path, parse_source, read_page, write_number
+from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page, write_number
 from featcal_cli.runtime.sanitise import quoted
 
 
@@ -40,7 +43,7 @@ def _check_name(text: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 """A name without control characters, so that it can be shown on a terminal and be part of a path."""
-ModelName = Annotated[Name, AfterValidator(complaining(bare_model))]
+ModelName = Annotated[Name, AfterValidator(bare_model)]
 """A model's Hub id or path, or the address of its page, which is converted to the id."""
 
 SELF = "self"
@@ -69,7 +72,7 @@ class AsOption:
 class Section(BaseModel):
     """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Evaluate(Section):
@@ -103,8 +106,8 @@ class Evaluate(Section):
         for prompt in self.prompts:
             if prompt.count("{}") != 1:
                 raise ValueError(f"a prompt has one {{}} for the class's name: {prompt!r} has {prompt.count('{}')}")
-        if isinstance(self.answers, str):
-            _check_format(self.answers)
+        if isinstance(self.answers, str) and not re.fullmatch(r"[^{}]*\{(:[^{}]*)?\}[^{}]*", self.answers):
+            raise ValueError(f'answers is a list, or a format with one {{}} as "{{:.1f}}", not {self.answers!r}')
         if METRICS[self.metric].of_numbers and not isinstance(self.answers, str):
             raise ValueError(f'{self.metric} compares numbers: say how they are written, as answers: "{{:.1f}}"')
         if self.chat is not None and protocol != "lm_eval":
@@ -124,16 +127,6 @@ class Evaluate(Section):
         if self.answers is not None:
             return "generation"
         return "lm-eval" if self.lm_eval else "heads"
-
-
-def _check_format(text: str) -> None:
-    """Raise ValueError unless the format has exactly one field, {}, for the label."""
-    try:
-        fields = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
-    except ValueError as error:
-        raise ValueError(f"answers is no list and no format: {error}") from None
-    if fields != [""]:
-        raise ValueError(f'answers is a list of texts, or a format with one {{}} as "{{:.1f}}", not {text!r}')
 
 
 class Merge(Section):
@@ -192,13 +185,12 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_page(cls, values: Any) -> Any:
-        """Replace the address of a dataset's page by its parts; keys given beside it take precedence."""
+        """Replace the address of a dataset's page by its name and, unless it is given beside it, its revision."""
         name = values.get("dataset") if isinstance(values, dict) else None
-        page = complaining(read_page)(name) if isinstance(name, str) else None
+        page = read_page(name) if isinstance(name, str) else None
         if page is None:
             return values
-        parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
-        return {**{key: part for key, part in parts.items() if part}, **values, "dataset": page.name}
+        return {"revision": page.revision, **values, "dataset": page.id}
 
     @property
     def has_source(self) -> bool:
@@ -249,11 +241,12 @@ class Data(Section):
         return ":".join([self.reference or str(self.dataset), *parts])
 
 
-def _parse_text(value: Any) -> Any:
-    return parse_source(value) if isinstance(value, str) else value
-
-
-Source = Annotated[Data, BeforeValidator(complaining(_parse_text), json_schema_input_type=str | Data)]
+Source = Annotated[
+    Data,
+    BeforeValidator(
+        lambda value: parse_source(value) if isinstance(value, str) else value, json_schema_input_type=str | Data
+    ),
+]
 
 
 class TaskDraft(Section):
@@ -355,9 +348,9 @@ class Draft(Section):
     """The tasks by name; if left out, they are found in the merged repo."""
     skip_experts: tuple[Name, ...] | None = None
     """Tasks to leave out, e.g. if an expert was deleted."""
-    calibration: Calibration = Calibration()
+    calibration: Calibration = Field(default_factory=Calibration)
     """The settings of the method."""
-    output: Output = Output()
+    output: Output = Field(default_factory=Output)
     """Destination of the result."""
     paper: Mapping[str, Any] = Field(default={}, exclude=True)
     """Figures of the paper by table, for `benchmarks/reproduce.py`; the commands ignore them."""
@@ -367,8 +360,7 @@ class Draft(Section):
 
     @property
     def name(self) -> str:
-        """The name for the output: the merged model's id or path; if featcal builds the merged model, the name of the
-        recipe's file or else of the merge method."""
+        """The name for the output: the merged model's id or path, else the recipe file's or the merge method's."""
         if isinstance(self.merged, Merge):
             return self._file or str(self.merged).replace(" ", "-")
         if existing_path(self.merged):
@@ -391,3 +383,17 @@ class Recipe(Draft):
 
     base: ModelName
     tasks: Mapping[Name, Task] = Field(min_length=1)
+
+
+def _describe_keys() -> None:
+    """Give every key the string below it as its description, as pydantic's use_attribute_docstrings would do slowly."""
+    for section in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        fields = getattr(globals()[section.name], "model_fields", {}) if isinstance(section, ast.ClassDef) else {}
+        for pair in pairwise(getattr(section, "body", ())):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    if name in fields:
+                        fields[name].description = cleandoc(text)
+
+
+_describe_keys()

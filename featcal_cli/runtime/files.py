@@ -8,9 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 
 from featcal_cli.runtime.errors import CheckpointError, OutputError
@@ -166,66 +164,21 @@ def _check_link(folder: Path, link: Path) -> None:
         raise CheckpointError(what, where=str(folder), fix=fix)
 
 
-SAMPLED = (".safetensors", ".bin", ".json")
-"""Endings of a model's files, for which the contents are hashed too."""
-PIECES, PIECE = 512, 1 << 15
-"""Number of evenly spaced pieces of a file that are hashed, and bytes of each piece. Few matrices of a model are small
-enough to lie between two pieces."""
-
-
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
-    """Return a stamp for each file that shows whether the file changed, also days later and in a copy: size,
-    modification time and, for a model's files, a hash of the contents. `paths` are files and folders; only files
-    directly in a folder count."""
+    """Return size and modification time of each file, which show whether it changed, also days later. `paths` are files
+    and folders; only files directly in a folder count."""
     inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
-    files = sorted(file for file in inside if file.is_file())
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(map(str, files), pool.map(_stamp, files), strict=True))
+    status = {str(file): file.stat() for file in sorted(inside) if file.is_file()}
+    return {file: f"{found.st_size} {found.st_mtime_ns}" for file, found in status.items()}
 
 
-def _stamp(file: Path) -> str:
-    try:
-        size, changed = file.stat().st_size, file.stat().st_mtime_ns
-        if file.suffix not in SAMPLED:
-            return f"{size} {changed}"
-        digest, step = sha256(), max(1, -(-size // PIECES))
-        with file.open("rb", buffering=0) as stream:
-            for place in (*range(0, size, max(step, PIECE)), max(0, size - PIECE)):
-                digest.update(os.pread(stream.fileno(), PIECE, place))
-        return f"{size} {changed} {digest.hexdigest()[:32]}"
-    except OSError as error:  # it has just gone, or is not for us to read: whoever needs it will say so
-        return name_reason(error)
-
-
-class Unchanged:
-    """Remembers the state of files that a run uses, to notice later changes to them."""
-
-    def __init__(self) -> None:
-        self._owners: dict[Path, str] = {}
-        self._stamps: dict[Path, tuple[int, ...]] = {}
-
-    def watch(self, files: Mapping[Path, str]) -> None:
-        """Remember the state of `files` that are not watched yet, each given with its model, such as `expert mnist`."""
-        new = {file: owner for file, owner in files.items() if file not in self._owners}
-        self._owners |= new
-        self._stamps |= {file: take_stamp(file) for file in new}
-
-    def check(self) -> None:
-        """Raise CheckpointError if a file has since been written to, replaced or deleted, even if its size and
-        modification time are unchanged."""
-        for file, before in self._stamps.items():
-            try:
-                now = take_stamp(file)
-            except OSError as error:
-                what = f"cannot be read any more: {name_reason(error)}"
-                fix = "put it back and run the same command again: finished blocks are taken over"
-            else:
-                if now == before:
-                    continue
-                what = "was changed or replaced during the run"
-                fix = "let nothing write to what a run reads; put the file back and run the same command again, or "
-                fix += "give --restart to begin anew with the changed one"
-            raise CheckpointError(f"{file.name} of {self._owners[file]} {what}", where=str(file), fix=fix)
+def check_unchanged(stamps: Mapping[str, str]) -> None:
+    """Raise CheckpointError if a file no longer has the stamp that `stamp_files` gave it."""
+    for file, stamp in stamps.items():
+        if stamp_files([Path(file)]).get(file) != stamp:
+            fix = "let nothing write to what a run reads; put the file back and run the same command again, or give "
+            fix += "--restart to begin anew with the changed one"
+            raise CheckpointError("a file was changed, replaced or deleted during the run", where=file, fix=fix)
 
 
 @contextmanager
@@ -241,17 +194,8 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
         raise CheckpointError(what, where=str(lost), fix=fix) from error
 
 
-def take_stamp(file: Path) -> tuple[int, ...]:
-    """Return numbers of which at least one changes with any change to a file: a write, a reset modification time, or
-    another file under its name. Raises OSError."""
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 LOCK = "lock"
 """Name of the lock file in a hidden folder."""
-HELD = "another run is working on this output"
-WAIT = "wait for it, stop it, or give another --output"
 
 
 @contextmanager
@@ -261,7 +205,8 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:
-        raise OutputError(HELD, where=str(target), fix=WAIT) from None
+        what, fix = "another run is working on this output", "wait for it, stop it, or give another --output"
+        raise OutputError(what, where=str(target), fix=fix) from None
     except OSError as error:
         fix = tell_fix(error, "choose another --output")
         where = str(error.filename or folder)
@@ -272,17 +217,12 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
         os.close(descriptor)  # with it goes the lock
 
 
-def check_holdable(folder: Path, target: Path) -> None:
-    """Raise OutputError in the cases in which `hold` would, as far as they can be found without writing."""
+def check_holdable(folder: Path) -> None:
+    """Raise OutputError if `hold` could not create the folder."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         reason = "permission denied" if place.is_dir() else "this is no folder"
         raise OutputError(f"cannot write here: {reason}", where=str(place), fix="choose another --output")
-    with suppress(FileNotFoundError), (folder / LOCK).open("rb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(HELD, where=str(target), fix=WAIT) from None
 
 
 def _acquire(folder: Path) -> int:

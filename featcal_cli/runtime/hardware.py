@@ -135,23 +135,12 @@ def advise(start: int, size: int, advice: str) -> None:
 
 def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield start and size of the memory ranges that these tensors take in mapped files."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        for tensor in tensors
-        if tensor.device.type == "cpu" and tensor.numel() and tensor.is_contiguous()
-    )
     starts = [start for start, _ in files]
-    joined: list[list[int]] = []
-    for start, size in spans:
+    for tensor in tensors:
+        start, size = tensor.data_ptr(), tensor.nbytes
         place = bisect_right(starts, start) - 1
-        if place < 0 or start + size > files[place][1]:
-            continue
-        if joined and start <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], start + size)
-        else:
-            joined.append([start, start + size])
-    for first, last in joined:
-        yield first, last - first
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and place >= 0 and start + size <= files[place][1]:
+            yield start, size
 
 
 def _read_maps() -> list[tuple[int, int]]:
@@ -180,8 +169,8 @@ FEATURES_SHARE, DEVICE_SHARE = 4, 8
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for `auto`, `cpu` or `cuda[:K]`; under torchrun each process gets a GPU of its own. Raises
-    RecipeError if the device does not exist."""
+    """Return the device for a name that `check_device` accepts; under torchrun each process gets a GPU of its own.
+    Raises RecipeError if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     launch = read_launch()
@@ -190,10 +179,7 @@ def choose_device(name: str) -> torch.device:
     elif name.startswith("cuda:") and launch.local_size > 1:
         what = f"torchrun started {launch.local_size} processes here, and {name} is one device"
         raise RecipeError(what, where="--device", fix="leave --device out: each process takes a GPU of its own")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RecipeError(f"unknown device {name}", where="--device", fix="give auto, cpu or cuda[:K]") from None
+    device = torch.device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) not in range(count):  # torch takes 999 for -25
         fix = f"start {count} with --nproc-per-node {count}" if launch.local_size > count > 0 else "give --device cpu"

@@ -17,8 +17,8 @@ from featcal_cli import __version__
 from featcal_cli.runtime.errors import BugError, FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, name_reason
 from featcal_cli.runtime.libraries import MOST_WORDS, OURS, explain_broken_package
-from featcal_cli.runtime.process import exit_code, peak_resident_bytes, read_start
-from featcal_cli.runtime.progress import Listener, PhaseClock, Progress, heard
+from featcal_cli.runtime.process import STARTED, exit_code, peak_resident_bytes
+from featcal_cli.runtime.progress import Listener, Progress, heard
 from featcal_cli.runtime.sanitise import redact
 from featcal_cli.runtime.structured_text import write_json
 
@@ -28,8 +28,7 @@ class Log(Listener):
 
     def __init__(self, shown: Listener, file: BinaryIO | None) -> None:
         self._shown, self._file = shown, file
-        self.began: float = read_start()
-        self._clock = PhaseClock(self.began)
+        self.began: float = STARTED
 
     def write(self, event: str, **facts: Any) -> None:
         """Write one line: the time, the event and its facts, without secrets."""
@@ -46,11 +45,9 @@ class Log(Listener):
         if error is not None:
             self.write("error", kind=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
         seconds = round(time.monotonic() - self.began, 3)
-        phases = self._clock.read()
-        self.write("end", exit_code=code, seconds=seconds, phases=phases, peak_rss_bytes=peak_resident_bytes())
+        self.write("end", exit_code=code, seconds=seconds, peak_rss_bytes=peak_resident_bytes())
 
     def stage(self, text: str) -> None:
-        self._clock.begin(text)
         self.write("stage", text=text)
         self._shown.stage(text)
 

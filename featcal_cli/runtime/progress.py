@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -17,23 +17,14 @@ from featcal_cli.runtime.process import read_launch
 LOGGER = logging.getLogger(__name__)
 CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggingface_hub.hf_api")
 """Loggers of the huggingface_hub modules that retry by themselves and log addresses that nobody should see."""
-_FAILED = re.compile(r"HTTP Error (?P<status>\d+) thrown while requesting \w+ (?P<url>\S+)")
-_BROKE = re.compile(r"thrown while requesting \w+ (?P<url>\S+)\s*\Z")
-_RESUMED = re.compile(r"Error while downloading from (?P<url>\S+): .*Trying to resume", re.DOTALL)
-_PHASE = re.compile(r"^(downloading|fetching|writing examples|evaluating|pushing)\b.*", re.DOTALL)
+_FAILURE = re.compile("thrown while requesting|Retrying in|Waiting|Trying to resume|Using cached commit")
+"""Messages of huggingface_hub about a request that failed; its other ones are hidden."""
 _ADDRESS = re.compile(r"https?://[^\s'\")]+")
-_WAITS = re.compile(r"(?:Retrying in|Waiting) (?P<seconds>[\d.]+)s\b")
-_STATUSES = {
-    429: "refuses more requests for now",
-    **dict.fromkeys((502, 503, 504), "is busy"),
-    507: "has no room left",
-}
-_USES_CACHE = re.compile(r"Could not reach the Hub .*Using cached commit hash for '(?P<repo>[^']+)'", re.DOTALL)
 
 
-def announce(reason: str, pause: float | None = None) -> None:
-    """Log a problem, and that the next try follows after `pause` seconds (None: there is none)."""
-    LOGGER.warning("%s%s", reason, "" if pause is None else f", next try in {round(pause, 1):g} s")
+def announce(reason: str, pause: float) -> None:
+    """Log a problem, and that the next try follows after `pause` seconds."""
+    LOGGER.warning("%s, next try in %g s", reason, round(pause, 1))
 
 
 def hub_host() -> str:
@@ -64,7 +55,7 @@ def name_hosts(text: str) -> str:
 
 def describe_status(status: int) -> str:
     """Describe, in a phrase, how a host behaves that responds with this HTTP status."""
-    return f"{_STATUSES.get(status) or ('failed' if status >= 500 else 'refused')} ({status})"
+    return f"{'failed' if status >= 500 else 'refused'} ({status})"
 
 
 def name_host(address: str, *, by_name: bool = False) -> str:
@@ -93,45 +84,22 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class _WaitFilter(logging.Filter):
-    """A logging filter that passes each message about a wait to a listener once, and hides all messages of its loggers,
-    because the raised errors say more and contain no addresses."""
+    """A logging filter that passes messages about failed requests to a listener, without addresses, and hides all
+    messages of its loggers."""
 
     def __init__(self, listener: Callable[[str], None]) -> None:
         super().__init__()
         self._listener = listener
-        self._lock = threading.Lock()
-        self._reasons: dict[int | None, str] = {}
-        """The reason of the last failed request in each thread."""
         self._said: dict[str, float] = {}
-        """Messages already passed on, with the time until which they are not repeated, because eight downloads may wait
-        for one host."""
+        """Messages already passed on, with their times, because eight downloads may wait for one host."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if record.name == __name__:
-            self._say(text, 0.0)
-            return False
-        if match := _FAILED.search(text):
-            self._reasons[record.thread] = f"{name_host(match['url'])} {describe_status(int(match['status']))}"
-        elif match := _BROKE.search(text):
-            self._reasons[record.thread] = f"{name_host(match['url'])} does not answer"
-        elif match := _RESUMED.search(text):
-            self._say(f"{name_host(match['url'])} stopped in the middle of a file, next try in 1 s", 1.0)
-        elif match := _WAITS.search(text):
-            seconds = float(match["seconds"])
-            reason = self._reasons.pop(record.thread, "the Hub is busy")
-            self._say(f"{reason}, next try in {seconds:g} s", seconds)
-        elif match := _USES_CACHE.search(text):
-            self._say(f"the Hub cannot be asked for {match['repo']}: using the commit that was seen last", 60.0)
+        text, now = " ".join(name_hosts(record.getMessage()).split()), time.monotonic()
+        is_told = record.name == __name__ or _FAILURE.search(text)
+        if is_told and now - self._said.get(text, -inf) > 1.0:
+            self._said[text] = now
+            self._listener(text)
         return False
-
-    def _say(self, text: str, seconds: float) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if now < self._said.get(text, 0.0):
-                return
-            self._said[text] = now + max(seconds, 0.5)
-        self._listener(text)
 
 
 class Listener:
@@ -171,25 +139,6 @@ def tell_change(before: float, after: float) -> str:
         return "0 %" if f"{after:.3f}" == "0.000" else "new"
     percent = f"{100 * (after - before) / before:+.0f} %"
     return "0 %" if percent in ("+0 %", "-0 %") else percent
-
-
-class PhaseClock:
-    """A clock that adds up the seconds of each phase of a run; a new stage begins a phase."""
-
-    def __init__(self, began: float) -> None:
-        """began: the start by the monotonic clock."""
-        self._phase, self._since = "starting", began
-        self._seconds: dict[str, float] = {}
-
-    def begin(self, stage: str) -> None:
-        """Begin a stage. Its phase is the beginning of its text, up to the first name."""
-        self._seconds = self.read()
-        self._phase, self._since = _PHASE.sub(r"\1", stage), time.monotonic()
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds spent in each phase so far, in order."""
-        here = self._seconds.get(self._phase, 0.0) + time.monotonic() - self._since
-        return {**self._seconds, self._phase: round(here, 3)}
 
 
 Watch: TypeAlias = "Callable[[Progress], None]"

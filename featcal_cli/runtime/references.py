@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Literal
 
 from featcal_cli.runtime.errors import RecipeError
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfUri
+
 DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".safetensors")
 """Endings of data files; no Hub id ends like this."""
-HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
-"""Hosts of the Hub's web pages, besides the host in HF_ENDPOINT."""
-
-_NO_REPOS = ("spaces", "docs", "blog", "papers", "collections", "organizations", "learn", "posts", "buckets", "kernels")
-"""First parts of paths on the Hub that belong to neither a model nor a dataset."""
-_REVISION = r"refs/[^/:]+/[^/:]+|[^/:]+"
-_PAGES = "tree|blob|resolve|raw|blame|commits?|discussions|settings|viewer"
-_PAGE = re.compile(
-    rf"(?:api/)?(?P<kind>datasets/|models/)?(?P<name>[^/:@]+(?:/(?!(?:{_PAGES})(?:/|$))[^/:@]+)?)(?:@(?P<at>{_REVISION}))?"
-    rf"(?:/(?:tree|blob|resolve|raw|blame|commits?)/(?P<revision>{_REVISION})|/viewer/(?P<shown>[^/:]+)(?:/(?P<part>[^/:]+))?)?"
-    r"(?:/[^:]*)?(?::(?P<config>[^:]*)(?::(?P<split>[^:]*))?)?"
-)
-"""The path of a repo's address on the Hub: the repo, and optionally a revision, a page of the repo, and
-:CONFIG:SPLIT."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """The repo that a web address points to."""
-
-    name: str
-    """USER/NAME, or NAME alone for old repos."""
-    kind: Literal["model", "dataset"] | None
-    """Whether it is a model or a dataset; None if the address does not tell."""
-    revision: str | None = None
-    config: str | None = None
-    split: str | None = None
-
-    @property
-    def reference(self) -> str:
-        """The text `ID[@REVISION]`."""
-        return f"{self.name}@{self.revision}" if self.revision else self.name
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNORECASE)
+"""Beginning of a text that is an address."""
 
 
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     """Parse an existing path (relative to `folder`), `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address into
     keys of `Data`. Raises RecipeError."""
-    if path_exists(folder / text):
-        return {"path": str((folder / text).resolve())}
+    if path := existing_path(str(folder / text)):
+        return {"path": str(path.resolve())}
     if page := read_page(text):
-        parts = {"dataset": page.name, "revision": page.revision, "config": page.config, "split": page.split}
-        return {key: value for key, value in parts.items() if value}
+        return {"dataset": page.id, **({"revision": page.revision} if page.revision else {})}
     if looks_like_path(text):
         raise RecipeError(f"there is no file or folder {text}", where=f"data {text}", fix="check the path")
     name, *rest = text.split(":")
@@ -87,14 +55,6 @@ def write_number(value: float) -> str:
     return short if float(short) == value and isinstance(value, float) else str(value)
 
 
-def path_exists(path: Path) -> bool:
-    """Whether a file or folder exists; False for text that cannot be a path at all (too long, a null byte)."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
 def looks_like_path(text: str) -> bool:
     """Whether a text can only be meant as a path, never as a Hub id."""
     name = re.split("[@:]", text, maxsplit=1)[0]
@@ -123,10 +83,11 @@ def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
     page = read_page(text)
     if page is None:
         return text
-    if kind == "model" and page.kind == "dataset":
-        what = f"{page.name} is a dataset, not a model"
-        raise RecipeError(what, where=_shown(text), fix=f"give it as data: --data TASK={page.reference}")
-    return page.reference
+    reference = f"{page.id}@{page.revision}" if page.revision else page.id
+    if kind == "model" and page.type == "dataset":
+        what = f"{page.id} is a dataset, not a model"
+        raise RecipeError(what, where=page.id, fix=f"give it as data: --data TASK={reference}")
+    return reference
 
 
 def bare_model(text: str) -> str:
@@ -137,71 +98,22 @@ def bare_model(text: str) -> str:
     return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))
 
 
-def read_page(text: str) -> Page | None:
-    """Return the repo that a web address points to, or None for text that is no address. Addresses are
-    https://HOST/USER/NAME, hf://datasets/USER/NAME and HOST/USER/NAME, optionally followed by /tree/REVISION, /blob/…,
-    /resolve/… or /viewer/CONFIG/SPLIT. Raises RecipeError for other hosts, and for Hub pages that are no repo."""
-    rest = _below_the_hub(text)
-    if rest is None:
+def read_page(text: str) -> HfUri | None:
+    """Return the model or dataset that a web address points to, or None for text that is no address. Addresses are
+    https://HOST/[datasets/]USER/NAME, optionally followed by /tree/REVISION or /blob/REVISION/FILE, and
+    hf://[datasets/]USER/NAME[@REVISION]. Raises RecipeError for all others."""
+    if not _ADDRESS.match(text):
         return None
-    match = _PAGE.fullmatch(re.split("[?#]", rest, maxsplit=1)[0].strip("/"))
-    # a branch may have slashes, which an address writes as %2F
-    page = match and {name: part and unquote(part) for name, part in match.groupdict().items()}
-    if page is None or (page["kind"] is None and page["name"].partition("/")[0] in _NO_REPOS):
-        raise RecipeError(f"{_shown(text)} is no model and no dataset", where=_shown(text), fix="write USER/NAME")
-    kind: Literal["model", "dataset"] | None = None
-    if page["kind"]:
-        kind = "dataset" if page["kind"] == "datasets/" else "model"
-    revision = page["at"] or page["revision"]
-    config, split = page["shown"] or page["config"], page["part"] or page["split"]
-    return Page(page["name"], kind, revision or None, config or None, split or None)
+    from huggingface_hub import constants, parse_hf_uri
+    from huggingface_hub.errors import HfUriError
 
-
-def _below_the_hub(text: str) -> str | None:
-    """Return the part of an address after the Hub's host, or None if the text is not an address. Raises RecipeError."""
-    hosts = dict.fromkeys(HUB_HOSTS, "")
-    if endpoint := os.environ.get("HF_ENDPOINT", "").partition("://")[2]:
-        host, _, folder = endpoint.partition("/")
-        hosts[host.rpartition("@")[2].lower()] = folder.strip("/")
-    scheme, mark, rest = text.strip().partition("://")
-    if mark and scheme.lower() == "hf":
-        return rest
-    if not mark:
-        rest = text.strip()
-        begins = re.fullmatch(r"datasets/[^/:]+(/[^/:]+)?(:.*)?/?|[^/.~][^/:]*/[^/:]+(/|/tree/[^/:]+/?)", rest)
-        if begins and not rest.startswith("~"):
-            return rest
-    host, _, below = rest.partition("/")
-    host = host.rpartition("@")[2].lower()
-    if (mark and scheme.lower() in ("http", "https") and host in hosts) or (not mark and host in hosts and below):
-        return below.removeprefix(hosts[host]).strip("/") if hosts[host] else below
-    if not mark:
-        return None
-    fix = "give USER/NAME, or its page on https://huggingface.co; a file elsewhere must be downloaded first"
-    raise RecipeError(f"{_shown(text)} is not on the Hub", where=_shown(text), fix=fix)
-
-
-def _shown(text: str) -> str:
-    """Shorten an address for a message, without a password and without the part after a question mark."""
-    shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])
-    return shown if len(shown) <= 100 else shown[:99] + "…"
-
-
-_Given = TypeVar("_Given")
-_Read = TypeVar("_Read")
-
-
-def complaining(read: Callable[[_Given], _Read]) -> Callable[[_Given], _Read]:
-    """Make a pydantic validator of a function: its RecipeError becomes a pydantic error, so that it is reported
-    together with all others."""
-
-    def validate(given: _Given) -> _Read:
-        try:
-            return read(given)
-        except RecipeError as error:
-            from pydantic_core import PydanticCustomError
-
-            about = {"what": error.what, "where": error.where, "fix": error.fix}
-            raise PydanticCustomError("recipe", "{what}: {fix}", about) from None
-
-    return validate
+    shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])  # without a password
+    shown = shown if len(shown) <= 100 else shown[:99] + "…"
+    try:
+        found = parse_hf_uri(text, endpoint=constants.ENDPOINT)
+    except HfUriError:
+        found = None
+    if found is None or found.type not in ("model", "dataset"):
+        fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"
+        raise RecipeError(f"{shown} is not the page of a model or dataset on the Hub", where=shown, fix=fix)
+    return found

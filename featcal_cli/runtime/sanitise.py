@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from itertools import islice, takewhile
-from typing import Any
+from itertools import islice
 from unicodedata import category
 
-CONTEXT = 20
-"""Number of characters before the first difference that a message shows."""
 LISTED = 5
 """Maximum number of names that a message shows from a list; the rest are counted."""
 LONGEST_WORDS = 240
@@ -47,21 +44,6 @@ def exception_text(error: BaseException) -> str:
     if not text or isinstance(error, KeyError | AssertionError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return text.rstrip(".") if len(text) <= LONGEST_WORDS else f"{text[: LONGEST_WORDS - 3].rstrip()}..."
-
-
-def tell_apart(one: object, other: object, write: Callable[[Any], str] = str) -> tuple[str, str]:
-    """Write two different values for a message so that the difference shows: as `write` does, or else in full from a
-    little before the first difference."""
-    texts = plain(write(one)), plain(write(other))
-    if texts[0] != texts[1]:
-        return texts
-    full = repr(one), repr(other)
-    if full[0] == full[1]:
-        return f"{texts[0]} ({type(one).__name__})", f"{texts[1]} ({type(other).__name__})"
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*full, strict=False)))
-    start = max(0, alike - CONTEXT)
-    first, second = (("…" if start else "") + plain(text[start:]) for text in full)
-    return first, second
 
 
 def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", write: Callable[[str], str] = plain) -> str:

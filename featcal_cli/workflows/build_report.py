@@ -92,7 +92,6 @@ def add_up_cost(session: Session, job: Job) -> dict[str, Any]:
     resident, on_device, by_rank = zip(*session.ranks.gather(own), strict=True)
     cost = {
         "seconds": time.monotonic() - session.started,
-        "phases": session.phases.read(),
         "peak_rss_bytes": max(resident),
         "peak_device_bytes": max(on_device),
         "expert_bytes_read": sum(by_rank),

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError, ShortageError
-from featcal_cli.runtime.files import Unchanged
+from featcal_cli.runtime.files import check_unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs
@@ -60,19 +61,17 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         fix = "run it in one process, or take metric: output out of the recipe"
         _go_on_by_features(session, RecipeError(what, where="calibration.metric", fix=fix))
 
+    folders = [repo.folder for origin in origins.values() for repo in origin.repos() if repo.folder]
+    fingerprint = take_fingerprint(recipe, folders, session.device, plan.examples)
     # what blocks are computed from must stay what it is
-    owners = {repo.folder: role for role, origin in origins.items() for repo in origin.repos() if repo.folder}
-    files = Unchanged()
-    files.watch({file: role for folder, role in owners.items() for file in folder.iterdir() if file.is_file()})
-    fingerprint = take_fingerprint(recipe, owners, session.device, plan.examples)
+    check_inputs = partial(check_unchanged, fingerprint["files"])
     fingerprint["files"] = ranks.unite(fingerprint["files"])
     own, merge = ranks.own(recipe.tasks), recipe.merged if isinstance(recipe.merged, Merge) else None
     journal = None
     if ranks.is_first:
         again = {"restart": options.restart, "overwrite": options.overwrite}
-        journal = Journal(workspace.journal, fingerprint, **again, note=session.note, check_inputs=files.check)
+        journal = Journal(workspace.journal, fingerprint, **again, note=session.note, check_inputs=check_inputs)
     snapshots = fetch_models(session, plan, None if merge else own)
-    files.watch({file: role for role, snapshot in snapshots.items() for file in snapshot.weights()})
     session.stage("loading models")
     with workspace.scratch() as folder:
         scratch = ranks.of_machine(folder)
@@ -85,7 +84,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
 
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
         _note_outcome(session, outcome, journal)
-        files.check()
+        check_inputs()
         if target is not None and recipe.local_paths:
             names = f"{RECIPE}, {REPORT} and {ADAPTER}" if options.as_adapter else f"{RECIPE} and {REPORT}"
             session.note(f"{names} name folders of this machine, and are pushed with these names")
@@ -104,7 +103,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
             adapter, adapter_files = _extract_adapter(session, journal, models, plan, outcome)
         report = replace(summarise(session, plan, outcome, stamps), adapter=adapter)
         if journal:
-            report = _write(session, workspace, journal, models, report, plan, target, adapter_files, files.check)
+            report = _write(session, workspace, journal, models, report, plan, target, adapter_files, check_inputs)
     return report, models
 
 

@@ -21,7 +21,7 @@ from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.libraries import load_libraries
 from featcal_cli.runtime.process import check_device
-from featcal_cli.runtime.progress import Listener, PhaseClock
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import for_terminal
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class Session:
     def __init__(self, recipe: RecipeSource, options: RunOptions, listener: Listener | None = None) -> None:
         expect_answers()
         self.started = listener.began if listener and listener.began is not None else time.monotonic()
-        self.phases = PhaseClock(self.started)
         self.draft = as_draft(recipe)
         self.ranks = join_ranks()
         """All processes of this run; only the first one reports to the user and writes the output."""
@@ -108,8 +107,7 @@ class Session:
             self.note(*dict.fromkeys(text for notes in others for text in notes if text not in self.notes))
 
     def stage(self, text: str) -> None:
-        """Announce that a new stage of the work begins; its time is measured from now on."""
-        self.phases.begin(text)
+        """Announce that a new stage of the work begins."""
         self.listener.stage(text)
 
     def note(self, *texts: str) -> None:

@@ -38,7 +38,7 @@ CASES: list[Case] = [
     (recipe("? [a, b]\n: c"), ["r.yaml"]),
     (recipe("7: seven"), ["r.yaml, line 1", "unknown key 7"]),
     (recipe(f"{'k' * 900}: v"), ["unknown key kkk", "..."]),
-    (recipe("calibration: {examples: many}", n=None), ["examples", "a whole number, not 'many'"]),
+    (recipe("calibration: {examples: many}", n=None), ["examples", "a valid integer, not 'many'"]),
     (recipe("calibration: {examples: 10000000000000}", n=None), ["examples", "1000000000"]),
     (recipe("calibration: {ridge: .nan}"), ["ridge", "finite"]),
     (recipe("calibration: {alpha: .nan}"), ["alpha", "finite"]),

@@ -11,7 +11,7 @@ import pytest
 
 from featcal_cli.runtime.errors import HubError
 
-TIMES = ("seconds", "phases", "peak_rss_bytes", "expert_bytes_read")
+TIMES = ("seconds", "peak_rss_bytes", "expert_bytes_read")
 """What a report says of the run and not of the result."""
 TIME = re.compile(r"\d[\d.,]* (s|seconds|minutes|MB|GB|MiB|GiB)\b")
 """What a card says of it."""

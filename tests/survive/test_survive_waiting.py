@@ -58,8 +58,9 @@ class Spoken:
 @pytest.mark.parametrize(
     ("command", "kind", "fault", "told"),
     [
-        (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "the Hub failed (500), next try in 1 s"),
-        (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "the Hub does not answer, next try"),
+        (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "HTTP Error 500 thrown"),
+        (("modules", f"{ORG}/merged"), "model tree", "reset", "Retrying in 1s"),
+        (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "Retrying in"),
     ],
     ids=["calibrate, 500", "dry run, no answer"],
 )

@@ -21,6 +21,7 @@ from command_line import featcal, featcal_inside
 from families import FAMILIES, save_family
 from hub_server import HubServer
 from PIL import Image
+from pydantic import Field
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -41,8 +42,7 @@ def test_every_option_that_is_a_recipe_key_is_declared_in_the_schema_alone(capsy
     """A key that is marked there is an option of a command, with the key's sentence as its help."""
 
     class Wider(Calibration):
-        passes: Annotated[int, AsOption("N")] = 3
-        """Passes over the examples."""
+        passes: Annotated[int, AsOption("N")] = Field(default=3, description="Passes over the examples.")
 
     given: list[dict[str, Any]] = []
     probe = typer.Typer()
@@ -216,8 +216,8 @@ def test_a_saved_dry_run_is_the_job(folder: Path, hub: HubServer, capsys: pytest
 
 def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: HubServer) -> None:
     """Beside --data, over a recipe's data, and of data that is found."""
-    beside = collect_overrides(merged="a/m", data=["red=x/y"], columns=["red=text:a, label:b,c"])
-    assert read_draft(None, beside).tasks["red"].data == Data(dataset="x/y", columns={"text": "a", "label": "b,c"})
+    beside = collect_overrides(merged="a/m", data=["red=x/y"], columns=["red=text:a, label:b"])
+    assert read_draft(None, beside).tasks["red"].data == Data(dataset="x/y", columns={"text": "a", "label": "b"})
     file = tmp_path / "r.yaml"
     file.write_text("merged: a/m\ntasks: {red: {data: {dataset: x/y, config: z, split: train, columns: {text: a}}}}")
     over = collect_overrides(columns=["red=label:b"], split=["red=test"])

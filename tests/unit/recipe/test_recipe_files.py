@@ -92,10 +92,10 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
         "unknown key scal in merged (did you mean scale?)",
         "unknown key expret in tasks.mnist (did you mean expert?)",
         "there is no file or folder ./nowhere.jsonl",
-        "https://example.com/x is not on the Hub",
-        "calibration.examples must be a whole number, not 'many'",
+        "https://example.com/x is not the page of a model",
+        "calibration.examples must be a valid integer, not 'many'",
         "--rho must be",
-        "unknown key split in calibration (it belongs to tasks.TASK.data: move it there)",
+        "unknown key split in calibration",
     ):
         assert words in run.stderr
     assert f"in: {file}" in run.stderr.replace("\n    ", "")
