@@ -205,6 +205,13 @@ def _peft_settings(adapter: Adapter, fit: Fit) -> Any:
     holds. Raises MisfitError and whatever peft raises."""
     from peft import PeftConfig
 
+    pattern = adapter.config.get("rank_pattern")
+    ranks = [adapter.config.get(key) for key in ("r", "init_r", "target_r")]
+    ranks += pattern.values() if isinstance(pattern, dict) else []
+    longest = max((size for tensor in fit.tensors.values() for size in tensor.shape), default=0)
+    # peft would make room for a rank that no tensor has; LoKr takes one beyond its tensors for no rank at all
+    if adapter.config["peft_type"] != "LOKR" and any(isinstance(rank, int) and rank > longest for rank in ranks):
+        raise MisfitError("its rank is larger than its tensors")
     config = PeftConfig.from_pretrained(str(adapter.folder))
     config.inference_mode = True
     config.task_type = None  # peft would ask for a head even where none was trained

@@ -20,6 +20,9 @@ _KEYS = [
     key for section in (Draft, Merge, TaskDraft, Data, Evaluate, Calibration, Output) for key in section.model_fields
 ]
 
+_RENAMED = {"select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)"}
+"""Keys and options of earlier versions, each with its fix."""
+
 
 def explain(
     error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
@@ -67,7 +70,7 @@ def _describe_mistake(
     if problem["type"] == "extra_forbidden":
         section = f" in {name.rpartition('.')[0]}" if parts[1:] else ""
         hint = "" if parts[-1] in _KEYS else did_you_mean(parts[-1][:80], _KEYS, cutoff=0.5)
-        fix = hint.strip() or "take the key out, or move it to the section that has it"
+        fix = _RENAMED.get(parts[-1]) or hint.strip() or "take the key out, or move it to the section that has it"
         return f"unknown key {plain(parts[-1])}{section}", None, fix
     if parts == ["merged"] and problem["type"] == "missing":
         return "no merged model given", None, "give MERGED or --merge, or the key merged: in a recipe"
@@ -108,8 +111,10 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
 
 
 def suggest_for_option(option: str) -> str:
-    """Return the fix for an unknown option that is a key of a recipe; else an empty text."""
+    """Return the fix for an unknown option that was renamed or is a key of a recipe; else an empty text."""
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if key in _RENAMED:
+        return _RENAMED[key]
     known = {**dict.fromkeys(Calibration.model_fields, "calibration"), **dict.fromkeys(Output.model_fields, "output")}
     return f"write {key}: in the section {known[key]}: of a recipe (-r FILE)" if key in known else ""
 

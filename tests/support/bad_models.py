@@ -275,6 +275,7 @@ CASES: list[Case] = [
     (adapter(base_model_name_or_path=["a", "b"]), ["adapter", "base"]),
     (adapter(base_model_name_or_path=None), ["does not say which base"]),
     (adapter(peft_type="NEW\x1b[31m"), ["does not know", "NEW\\x1b"]),
+    (adapter(r=10**9), ["rank", "does not fit"]),
     (adapter(layer_replication=[[0, 10**9]]), ["repeats layers"]),
     (adapter(target_modules=["nothing"]), ["does not fit"]),
     (adapter(lora_alpha="x"), ["does not fit", "adapter_config.json"]),

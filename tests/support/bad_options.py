@@ -37,6 +37,7 @@ CASES: list[Case] = [
     (options(n=0), ["examples", "1"]),
     (options(seed=10**30), ["seed"]),
     (options(method="best"), ["--method", "featcal or paper"]),
+    (options(select="preset"), ["no such option: --select", "--method featcal and --method paper"]),
     (options(norms="all"), ["no such option: --norms", "write norms: in the section calibration: of a recipe"]),
     (options(no_bias=""), ["no such option: --no-bias", "write bias: in the section calibration: of a recipe"]),
     (options(commit_message="x"), ["no such option: --commit-message", "commit_message: in the section output:"]),
