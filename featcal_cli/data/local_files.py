@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from featcal_cli.data.cells import AUDIO_FILES, Row, Table
-from featcal_cli.data.parquet import open_parquet, read_group
+from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
 from featcal_cli.data.splits import (
     IMAGE_FILES,
     SPLIT_WORDS,
@@ -239,6 +239,7 @@ def _scan_csv(file: Path, separator: str) -> Scan:
         for values in reader:
             if values and not names:
                 names = values
+                check_repeated(names, f"{file}, line {start}")
             elif values:
                 yield partial(_name_values, names, values, f"{file}, line {start}")
             start = reader.line_num + 1
@@ -264,4 +265,5 @@ def _open_arrow(file: Path) -> Table:
         table = arrow.ipc.open_stream(mapped).read_all()
     except arrow.ArrowInvalid:
         table = arrow.ipc.open_file(mapped).read_all()
+    check_repeated(table.column_names, str(file))
     return Table(str(file), table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from featcal_cli.data.cells import Row
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.sanitise import quoted
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 2**26
 """Maximum number of rows of a row group, and of their uncompressed bytes, that are decoded at once."""
 
 
 def open_parquet(source: Any, **options: Any) -> Any:
-    """Open a parquet file (a path or a stream) and read its footer. Raises what the parser raises."""
+    """Open a parquet file (a path or a stream) and read its footer. Raises DataError if several columns have one name,
+    and what the parser raises."""
     from pyarrow import parquet  # it takes long to import, and most sources are none
 
-    return parquet.ParquetFile(source, **options)
+    opened = parquet.ParquetFile(source, **options)
+    check_repeated(opened.schema_arrow.names, str(getattr(source, "path", source)))
+    return opened
 
 
 def read_group(opened: Any, number: int, rows: Sequence[int]) -> Iterator[Row]:
@@ -41,3 +46,10 @@ def classes_in_footer(opened: Any, column: str) -> list[str] | None:
     except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes
         return None
     return list(map(str, names)) if isinstance(names, list) else None
+
+
+def check_repeated(names: Iterable[str], where: str) -> None:
+    """Raise DataError if several columns have one name, because a row could hold only one of their values."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        what = f"several columns are called {quoted(twice[0])}"
+        raise DataError(what, where=where, fix="give each a name of its own")

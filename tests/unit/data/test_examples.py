@@ -444,6 +444,17 @@ def test_only_a_line_feed_ends_a_row(at: Folder, name: str) -> None:
     assert [row["text"] for row in read_rows(source, None)] == texts
 
 
+def test_a_table_with_two_columns_of_one_name_is_refused_in_every_format(at: Folder, bert: Any) -> None:
+    at.prepare(bert)
+    table = arrow.table([arrow.array(["w1"]), arrow.array(["w2"])], names=["text", "text"])
+    parquet.write_table(table, at.path / "a.parquet")
+    with arrow.ipc.new_file(at.path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    at.file("a.csv", "text,text\nw1,w2\n")
+    for name in ("a.parquet", "a.arrow", "a.csv"):
+        refused(at, bert, Data(path=str(at.path / name)), "several columns are called 'text'")
+
+
 def test_what_datasets_saves_to_a_disk_is_read(at: Folder, bert: Any) -> None:
     import datasets
 
