@@ -169,14 +169,17 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
     module = expert.module
     if body is not None:
         module = load_model(expert.role, expert.snapshot, type(module)).module
-        if table is not None:  # the number of tokens may be another
+        named: dict[str, Tensor] = dict(body.module.base_model.named_parameters())
+        if table is not None:  # the expert's ids stay, because its config names some of them (padding, end)
             own, other = (part.base_model.get_input_embeddings().weight for part in (module, body.module))
-            own.data = other.data
-        _take_over(module.base_model, dict(body.module.base_model.named_parameters()), body.role, body.snapshot)
+            rows, count = own.data.clone(), min(len(table), len(own))
+            rows[:count] = other.data[table[:count].clamp(max=len(other) - 1)].to(rows.dtype)
+            named |= {name: rows for name, value in named.items() if value is other}
+        _take_over(module.base_model, named, body.role, body.snapshot)
 
     def predict(batch: Batch) -> list[int]:
         given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        chosen: list[int] = module(**renumber(given, table)).logits.argmax(-1).tolist()
+        chosen: list[int] = module(**given).logits.argmax(-1).tolist()
         return chosen
 
     return Predictor(module, predict)

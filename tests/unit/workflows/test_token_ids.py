@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from recipe_world import shake
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -233,12 +233,16 @@ def test_special_tokens_around_a_text_are_the_experts(tmp_path: Path) -> None:
     assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
 
 
-def test_a_head_answers_the_same_on_a_body_in_another_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Bert", "Llama"])
+def test_a_head_answers_the_same_on_a_body_in_another_order(tmp_path: Path, family: str) -> None:
+    """Llama's finds the end of a text by the id of padding in its config."""
     old, new = spell("words"), shuffled(spell("words"), 1)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    models = [BertForSequenceClassification(BertConfig(vocab_size=len(old), **sizes, num_labels=3, pad_token_id=0))]
-    models += [BertForSequenceClassification(models[0].config) for _ in range(2)]
+    classifier = getattr(transformers, f"{family}ForSequenceClassification")
+    config = getattr(transformers, f"{family}Config")
+    models = [classifier(config(vocab_size=len(old), **sizes, num_labels=3, pad_token_id=0))]
+    models += [classifier(copy.deepcopy(models[0].config)) for _ in range(2)]
     for name, module, tokens in zip(("expert", "plain", "other"), models, (old, old, new), strict=True):
         shake(module, seed=len(name))
         if name == "other":
