@@ -120,7 +120,7 @@ def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
     return {role: combine([task.scores[role] for task in tasks.values()]) for role in roles}
 
 
-VERSION = 1
+VERSION = 2
 """Version of the measuring code; cached scores of another version are not used."""
 
 
