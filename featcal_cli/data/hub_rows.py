@@ -110,7 +110,7 @@ def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
     tables: list[Table] = []
     rows, size = 0, 0
     for group in groups:
-        if rows >= count and (len(tables) == MOST_GROUPS or size >= MOST_BYTES):
+        if rows >= count and (len(tables) >= MOST_GROUPS or size >= MOST_BYTES):
             break
         reached = group.rows
         if group.rows > PAGE_ROWS and group.size > PART_BYTES:

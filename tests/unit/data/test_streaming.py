@@ -25,6 +25,7 @@ from hub_faults import FAULTS, Fault
 from hub_server import HubServer
 
 from featcal_cli.data import hub_rows
+from featcal_cli.data.hub_dataset import find_split
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Data
@@ -112,6 +113,11 @@ def test_a_label_sorted_dataset_gives_most_classes_for_few_of_its_bytes(
     numbers = data.model_copy(update={"columns": {"image": "number"}})
     first, second, other = ([row["number"] for row in take(numbers, 64, seed)] for seed in (1, 1, 2))
     assert first == second != other
+
+
+def test_of_tiny_row_groups_no_more_are_read_than_it_takes(publish: Publish) -> None:
+    split = find_split(publish({"train.parquet": parquet_file(400, size=10, group=1)}), None)
+    assert [len(hub_rows.open_row_groups(split, count, 0)) for count in (20, 150)] == [100, 150]
 
 
 def test_of_one_large_row_group_only_the_beginning_is_read(hub: HubServer, publish: Publish) -> None:
