@@ -77,6 +77,8 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
         match feature:
             case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
                 return [str(names[key]) for key in sorted(names, key=int)]
+            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
+                return list(map(str, names))
     return found
 
 

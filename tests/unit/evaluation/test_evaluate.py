@@ -407,8 +407,9 @@ def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path
 # --- names of classes ---
 
 
-def test_classes_are_read_from_the_card_where_files_do_not_say(hub: HubServer, tmp_path: Path) -> None:
-    label = {"name": "label", "dtype": {"class_label": {"names": {"10": "k", "0": "a", "2": "c"}}}}
+@pytest.mark.parametrize("names", [{"10": "k", "0": "a", "2": "c"}, ["a", "c", "k"]])
+def test_classes_are_read_from_the_card_where_files_do_not_say(hub: HubServer, tmp_path: Path, names: Any) -> None:
+    label = {"name": "label", "dtype": {"class_label": {"names": names}}}
     card = {"dataset_info": {"features": [{"name": "image", "dtype": "image"}, label]}}
     write_table(tmp_path / "train.parquet", [{"label": 1}], {})
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
