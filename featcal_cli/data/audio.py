@@ -61,6 +61,7 @@ class AudioReader(Reader):
         if not is_text(text):
             raise BadRowError(f"column {plain(self.transcript)} has no text")
         tokens = self.tokens.encode([text], getattr(config, "max_target_positions", MAX_TOKENS))["input_ids"]
+        self.target.check_ids(tokens, is_target=True)
         if tokens[:1] == [config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
         if not tokens:

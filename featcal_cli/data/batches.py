@@ -170,6 +170,14 @@ def count_vocabulary(model: PreTrainedModel) -> int | None:
     return None if weight is None else len(weight)
 
 
+def count_target_vocabulary(model: PreTrainedModel) -> int | None:
+    """Return the number of tokens that the model's decoder knows, or None if that is not known."""
+    if hasattr(model.config, "decoder"):  # a model of its own
+        return None
+    sizes = (getattr(model.config, key, None) for key in ("decoder_vocab_size", "tgt_vocab_size"))
+    return next((size for size in sizes if isinstance(size, int)), count_vocabulary(model))
+
+
 def padding_id(model: PreTrainedModel) -> int:
     """Return the token id to pad texts with: the model's own, because some models find the end of a text by it."""
     config = text_config(model)

@@ -60,7 +60,9 @@ class DialogueReader(Reader):
                 raise BadRowError(f"its image stands behind more than {MAX_TOKENS} tokens")
         if self.tokens.others:
             self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], MAX_TOKENS)
-        return Example(renumber(inputs, self.tokens.table))
+        inputs = renumber(inputs, self.tokens.table)
+        self.target.check_ids(inputs["input_ids"][0].tolist())
+        return Example(inputs)
 
 
 @dataclass(frozen=True)

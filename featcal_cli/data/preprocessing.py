@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,17 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import BadRowError, Batch, Example, forward_names
+from featcal_cli.data.batches import (
+    BadRowError,
+    Batch,
+    Example,
+    count_target_vocabulary,
+    count_vocabulary,
+    forward_names,
+)
 from featcal_cli.data.loading import Folders
 from featcal_cli.data.vocabulary import TextModels
+from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 
 
@@ -32,6 +40,13 @@ class Target:
     def names(self) -> set[str]:
         """The names of the model's forward arguments."""
         return forward_names(self.model)
+
+    def check_ids(self, ids: Sequence[int], *, is_target: bool = False) -> None:
+        """Raise DataError for token ids beyond the model's embeddings. is_target: the decoder reads them."""
+        count = count_target_vocabulary(self.model) if is_target else count_vocabulary(self.model)
+        if count is not None and (largest := max(ids, default=0)) >= count:
+            what = f"the tokenizer has token {largest}, but the model only {count} tokens"
+            raise DataError(what, where=self.where, fix="put each model's own tokenizer into its folder")
 
     def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
         """Call a preprocessor for one example, and return the tensors that the model takes, floating-point ones as

@@ -180,6 +180,8 @@ class TextReader(Reader):
             target = self.tokens.encode([given.target], self.max_tokens, is_target=True)["input_ids"]
         if not encoded["input_ids"] or (given.target is not None and not target):
             raise BadRowError("a text has no tokens")
+        self.target.check_ids(encoded["input_ids"])
+        self.target.check_ids(target, is_target=True)
         if self.formatter.kind == "encoder" and self.tokenizer.padding_side == "left":
             # the model may answer from the last position, padding or not: without a mask, texts are never padded
             del encoded["attention_mask"]

@@ -134,7 +134,7 @@ CASES: list[Case] = [
         options({"base/tokenizer.json": "[" * 100_000, "rows.txt": "w2 w3\n" * 20}, data="red={}/rows.txt"),
         ["no tokenizer can be loaded"],
     ),
-    (tokenizer_of_a_larger_model, ["1000000", "0 to 98"]),
+    (tokenizer_of_a_larger_model, ["token 1000000", "99 tokens"]),
     (images(b"no image"), ["rows cannot be used", "0.png", "example 1"]),
     (images(png(20_000, 20_000)), ["'0.png'", "red", "400000000 pixels", "example 1"]),
     (images(png(9_500, 9_500)), ["'0.png'", "red", "90250000 pixels"]),

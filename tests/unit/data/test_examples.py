@@ -940,6 +940,14 @@ def test_texts_that_the_tokenizer_does_not_know_are_bad_rows(at: Folder, bert: A
     assert at.labelled(bert, at.rows({**foreign[0], "label": 1}))[1] == [1]  # accuracy counts all rows
 
 
+@pytest.mark.parametrize("row", [{"text": "w1 x9"}, {"inputs": "w1", "targets": "w1 x9"}])
+def test_tokens_that_the_model_has_no_embeddings_for_are_refused(at: Folder, t5: Any, row: Row) -> None:
+    at.tokenizer(words=[*WORDS, *(f"x{number}" for number in range(10))])
+    refused(at, t5, at.rows(row), r"the tokenizer has token 68, but the model only 64 tokens[^$]*own tokenizer")
+    with pytest.raises(DataError, match="token 68"):
+        at.labelled(t5, at.rows({**row, "label": 0}))
+
+
 # --- labels ---
 
 
