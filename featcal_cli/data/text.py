@@ -187,8 +187,8 @@ class TextReader(Reader):
             # the model may answer from the last position, padding or not: without a mask, texts are never padded
             del encoded["attention_mask"]
         inputs = {name: torch.tensor([values]) for name, values in encoded.items() if name in self.target.names}
-        if GLOBAL_MASK in self.target.names and given.pair is None:
-            # classifiers and summarisers are trained so; of a pair, the model itself lets the question attend globally
+        if GLOBAL_MASK in self.target.names and (given.pair is None or self.formatter.kind == "encoder-decoder"):
+            # classifiers and summarisers are trained so; of a pair, Longformer itself lets the question attend globally
             inputs[GLOBAL_MASK] = torch.zeros_like(inputs["input_ids"])
             inputs[GLOBAL_MASK][:, 0] = 1
         return Example(inputs | decoder_inputs(self.target.model, target))

@@ -892,6 +892,13 @@ def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(
     assert batch["global_attention_mask"].tolist() == [[1, 0, 0, 0, 0]] * 2
     [pairs] = at.load(longformer, at.rows({"question": "w1", "context": "w2 w3"})).fitted
     assert "global_attention_mask" not in pairs
+    led = build(
+        "LEDForConditionalGeneration", "LEDConfig", vocab_size=64, d_model=8, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, attention_window=4,
+    )  # fmt: skip
+    roles = {"text": "a", "text_pair": "b"}
+    [pairs] = at.load(led, at.rows({"a": "w1", "b": "w2"}, columns=roles)).fitted
+    assert pairs["global_attention_mask"].tolist() == [[1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
