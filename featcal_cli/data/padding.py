@@ -36,7 +36,7 @@ def axis_lengths(batch: Batch) -> dict[str, int]:
     """Return the length of each token axis that has a mask or token ids."""
     lengths: dict[str, int] = {}
     for name in sorted(batch, key=lambda name: (not is_mask(name, batch[name]), not name.endswith("input_ids"), name)):
-        if batch[name].ndim == 2 and not batch[name].is_floating_point():
+        if batch[name].ndim == 2 and (is_mask(name, batch[name]) or not batch[name].is_floating_point()):
             lengths.setdefault(axis_of(name, batch[name]), batch[name].shape[1])
     return lengths
 

@@ -49,3 +49,8 @@ def test_what_a_model_wants_of_one_size_is_not_cut() -> None:
     assert find_along(batch, "encoder") == ["attention_mask"]
     [full] = remove_padding([batch], 2)
     assert torch.equal(full["attention_mask"], batch["attention_mask"])
+
+
+def test_a_mask_of_floating_point_numbers_cuts_like_any_other() -> None:
+    sound = {"input_values": torch.rand(2, 4), "attention_mask": torch.tensor([[1.0] * 4, [1.0, 1.0, 0.0, 0.0]])}
+    assert [x["input_values"].shape for x in remove_padding([sound], 2)] == [(1, 4), (1, 2)]
