@@ -115,6 +115,9 @@ def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Itera
         if ids is not None and ids.dim() == 2 and ids.shape != mask.shape:
             what = f"{_show(name, ids)} and {_show(mask_name, mask)} differ"
             yield what, f"write a value of {mask_name} for every token"
+        if ((mask != 0) & (mask != 1)).any():
+            what = f"{mask_name} holds {float(mask.min()):g} to {float(mask.max()):g}, and a mask is 0 or 1"
+            yield what, "write 1 for every token that counts, and 0 for padding"
         if (empty := (mask == 0).all(1)).any():
             what = f"{mask_name} of example {_first_row(empty) + 1} is all 0: nothing but padding"
             yield what, "leave this example out, or write 1 for the tokens that count"

@@ -549,6 +549,7 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
         ({"input_ids": -IDS}, "of example 1 holds -1"),
         ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 is all 0"),
         ({"input_ids": IDS, "attention_mask": IDS[:, :5].contiguous()}, "differ"),
+        ({"input_ids": IDS, "attention_mask": 10_000.0 * (HALF_MASK - 1)}, "holds -10000 to 0, and a mask is 0 or 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
