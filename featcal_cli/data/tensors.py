@@ -15,10 +15,12 @@ from featcal_cli.data.batches import (
     Example,
     count_examples,
     count_positions,
+    count_target_vocabulary,
     count_vocabulary,
     forward_names,
     padding_id,
     take_examples,
+    text_config,
 )
 from featcal_cli.data.columns import NAMES
 from featcal_cli.data.local_files import check_split_of_file, local_path
@@ -94,22 +96,28 @@ def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Itera
         what = f"the model has no input called {unknown}" if unknown else "the file holds nothing but labels"
         yield what, f"give each tensor the name of an input: {list_some(sorted(names))}"
     positions, is_hard = count_positions(model)
-    vocabulary = count_vocabulary(model)
+    limits = {
+        "input_ids": count_vocabulary(model),
+        "decoder_input_ids": count_target_vocabulary(model),
+        "token_type_ids": getattr(text_config(model), "type_vocab_size", None) or None,
+    }
+    for name, limit in limits.items():
+        if (ids := inputs.get(name)) is None:
+            continue
+        if ids.dtype != torch.int64 or ids.dim() < 2:
+            what = f"{_show(name, ids)} holds {str(ids.dtype).removeprefix('torch.')}"
+            yield f"{what}, and ids are whole numbers [examples, tokens]", f"write {name} as int64, one for every token"
+        wrong = (ids < 0) | (ids >= limit) if limit is not None else ids < 0
+        if wrong.any():
+            row = _first_row(wrong)
+            what = f"{name} of example {row + 1} holds {int(ids[row][wrong[row]].flatten()[0])}"
+            allowed = f", but the model knows only 0 to {limit - 1}" if limit else ", and ids are 0 or more"
+            yield what + allowed, "write the ids that this model's own tokenizer gives, and mask padding"
     for mask_name, name in MASKS.items():
         ids, mask = inputs.get(name), inputs.get(mask_name)
-        if ids is not None:
-            limit = vocabulary if name == "input_ids" else None
-            wrong = (ids < 0) | (ids >= limit) if limit is not None else ids < 0
-            if wrong.any():
-                row = _first_row(wrong)
-                what = f"{name} of example {row + 1} holds {int(ids[row][wrong[row]].flatten()[0])}"
-                allowed = f", but the model knows only 0 to {limit - 1}" if limit else ", and ids are 0 or more"
-                yield what + allowed, "write the ids that this model's own tokenizer gives, and mask padding"
-            if is_hard and positions is not None and ids.shape[-1] > positions:
-                what = (
-                    f"{name} has {ids.shape[-1]:,} tokens per example, but the model has only {positions:,} positions"
-                )
-                yield what, f"cut the examples to {positions:,} tokens"
+        if ids is not None and is_hard and positions is not None and ids.shape[-1] > positions:
+            what = f"{name} has {ids.shape[-1]:,} tokens per example, but the model has only {positions:,} positions"
+            yield what, f"cut the examples to {positions:,} tokens"
         if mask is None or mask.dim() != 2:
             continue
         if ids is not None and ids.dim() == 2 and ids.shape != mask.shape:

@@ -547,6 +547,9 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
             "of example 2 holds 64, but the model knows only 0 to 63",
         ),
         ({"input_ids": -IDS}, "of example 1 holds -1"),
+        ({"input_ids": IDS.float()}, r"input_ids \[4, 6\] holds float32, and ids are whole numbers"),
+        ({"input_ids": IDS[:, 0].contiguous()}, r"input_ids \[4\] holds int64, and ids are whole numbers"),
+        ({"input_ids": IDS, "token_type_ids": 2 * IDS}, "token_type_ids of example 1 holds 2"),
         ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 is all 0"),
         ({"input_ids": IDS, "attention_mask": IDS[:, :5].contiguous()}, "differ"),
         ({"input_ids": IDS, "attention_mask": 10_000.0 * (HALF_MASK - 1)}, "holds -10000 to 0, and a mask is 0 or 1"),
@@ -557,6 +560,10 @@ def test_tensors_that_the_model_cannot_take_are_refused_with_numbers(
     at: Folder, bert: Any, tensors: dict[str, Tensor], message: str
 ) -> None:
     refused(at, bert, at.tensors(**tensors), message)
+
+
+def test_ids_that_a_decoder_does_not_know_are_refused(at: Folder, t5: Any) -> None:
+    refused(at, t5, at.tensors(input_ids=IDS, decoder_input_ids=64 * IDS), "decoder_input_ids of example 1 holds 64")
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32])
