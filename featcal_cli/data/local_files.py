@@ -219,7 +219,7 @@ def _open_list(file: Path) -> Table:
 def _parse_json(file: Path, text: str, line: int) -> Any:
     """Parse JSON text that begins at this line of the file. Raises DataError."""
     try:
-        return parse_json(text)
+        return parse_json(text, unique=True)
     except json.JSONDecodeError as error:
         what, where = f"the text is not JSON: {error.msg} at column {error.colno}", line + error.lineno - 1
         raise DataError(what, where=f"{file}, line {where}", fix=WRITE_LINES) from None

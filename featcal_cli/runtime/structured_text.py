@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from featcal_cli.runtime.sanitise import plain
+from featcal_cli.runtime.sanitise import plain, quoted
 
 MAX_CHARACTERS = 1_000_000
 """Maximum number of characters of a YAML text that is parsed; no card or config is longer."""
@@ -154,13 +154,22 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
     return metadata if isinstance(metadata, dict) else None, body, ""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises JSONDecodeError for text that is not JSON, and another ValueError, with a reason, for
-    JSON beyond Python's limits."""
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """Parse a JSON text; with `unique`, repeated keys in an object are refused. Raises JSONDecodeError for text that is
+    not JSON, and another ValueError, with a reason, for JSON that is refused or beyond Python's limits."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in mapping:
+            raise ValueError(f"an object in it has the key {quoted(name)} twice")
+        mapping[name] = value
+    return mapping
 
 
 def write_json(value: Any, **settings: Any) -> str:
