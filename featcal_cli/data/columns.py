@@ -48,9 +48,9 @@ ABOUT = {
     "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
 }  # fmt: skip
 """Columns that may hold the text that a prompt is about, by the name of the prompt's column."""
-FIELD = re.compile(r"\{([^{}\[\]]+)(?:\[([^{}\[\]]+)\])?\}")
-"""A field of a template: {column}, or {column[key]} for a column of mappings. It asks for nothing but values of the
-row, because a template may come from a recipe by somebody else."""
+FIELD = re.compile(r"\{\{|\}\}|\{([^{}\[\]]+)(?:\[([^{}\[\]]+)\])?\}")
+"""A field of a template: {column}, or {column[key]} for a column of mappings or lists; {{ and }} are braces. It asks
+for nothing but values of the row, because a template may come from a recipe by somebody else."""
 MEDIA = {"image": IMAGE_FILES, "audio": AUDIO_FILES}
 """Endings of the files that columns of encoded media may name."""
 LOOKED_AT_CHARACTERS = 1000
@@ -67,10 +67,10 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
             raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
         if column not in columns:
             raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {list_some(columns)}")
-    fields = FIELD.findall(data.template or "")
+    fields = [name for name, _ in FIELD.findall(data.template or "") if name]
     if data.template is not None and not fields:
         raise DataError("the template names no column", where=where, fix="write e.g. {premise} {hypothesis}")
-    if missing := [name for name, _ in fields if name not in columns]:
+    if missing := [name for name in fields if name not in columns]:
         what = f"the template names a column that there is not: {{{missing[0]}}}"
         raise DataError(what, where=where, fix=f"use: {list_some(columns)}")
 

@@ -145,8 +145,12 @@ def _fill(template: str, row: Row) -> str:
 
     def value_of(field: re.Match[str]) -> str:
         name, key = field.groups()
+        if name is None:
+            return field[0][0]  # one of the doubled braces
         value = row.get(name)
         if key is not None:
+            if isinstance(value, list):
+                value = {str(place): item for place, item in enumerate(value)}
             value = value.get(key) if isinstance(value, dict) else None
         if value is None:
             raise BadRowError(f"{plain(field[0])} of the template is empty")

@@ -701,6 +701,10 @@ def test_no_usable_column_is_an_error_that_lists_the_columns(at: Folder, bert: A
     found = at.load(t5, at.rows(pair, template="{translation[de]}"))
     assert words_of(found.fitted) == ["[CLS] w1 [SEP]"]
     refused(at, t5, at.rows(pair, template="{translation[fr]}"), r"\{translation\[fr\]\} of the template is empty")
+    listed = {"question": "w1", "choices": ["w2", "w3"]}
+    found = at.load(t5, at.rows(listed, template="{{{question}}} w4 w5 {choices[1]}"))
+    assert words_of(found.fitted) == ["[CLS] [UNK] w1 [UNK] w4 w5 w3 [SEP]"]
+    refused(at, t5, at.rows(listed, template="{choices[2]}"), r"\{choices\[2\]\} of the template is empty")
     series = build("PatchTSTModel", "PatchTSTConfig", num_input_channels=1, context_length=8, patch_length=2,
                    patch_stride=2, d_model=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)  # fmt: skip
     refused(at, series, at.rows({"text": "w1"}), r"reads past_values[^$]*safetensors")
