@@ -117,7 +117,7 @@ def explaining(file: Path | str) -> Iterator[None]:
     """Turn what the parsers of a file raise into a DataError."""
     try:
         yield
-    except (OSError, EOFError, ValueError, NotImplementedError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, OverflowError, NotImplementedError, zlib.error) as error:
         what = f"the data cannot be read: {exception_text(error)}"
         raise DataError(what, where=str(file), fix="check that the file is whole") from error
 

@@ -455,6 +455,13 @@ def test_a_table_with_two_columns_of_one_name_is_refused_in_every_format(at: Fol
         refused(at, bert, Data(path=str(at.path / name)), "several columns are called 'text'")
 
 
+def test_a_value_beyond_what_python_can_hold_is_a_damaged_file(at: Folder, bert: Any) -> None:
+    at.prepare(bert)
+    parquet.write_table(arrow.table({"text": ["w1"], "spent": arrow.array([2**62], arrow.duration("s"))}),
+                        at.path / "a.parquet")  # fmt: skip
+    refused(at, bert, Data(path=str(at.path / "a.parquet")), r"the data cannot be read[^$]*a.parquet")
+
+
 def test_what_datasets_saves_to_a_disk_is_read(at: Folder, bert: Any) -> None:
     import datasets
 
