@@ -190,8 +190,15 @@ def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:
     memory."""
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
-        wanted, end = set(positions), max(positions, default=-1) + 1
-        return (parse() for position, parse in enumerate(islice(scan(), end)) if position in wanted)
+        wanted = positions if isinstance(positions, range) else set(positions)
+        left = len(wanted)
+        for position, parse in enumerate(islice(scan(), max(positions, default=-1) + 1)):
+            if position in wanted:
+                left -= 1
+                yield parse()
+        if left:
+            fix = "wait until it is written, and run again"
+            raise DataError("the file was changed while it was read", where=str(file), fix=fix)
 
     return Table(str(file), sum(1 for _ in scan()), read)
 

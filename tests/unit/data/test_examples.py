@@ -34,6 +34,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from featcal_cli.data.batches import Batch, count_examples, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
+from featcal_cli.data.local_files import open_file
 from featcal_cli.data.rows import read_rows
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -519,6 +520,23 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
     source = at.file("a.csv", f'text,label\n"{long}",0\n5" w5,1\n"w6 ""w7""",0\n')
     rows = [{"text": long, "label": "0"}, {"text": '5" w5', "label": "1"}, {"text": 'w6 "w7"', "label": "0"}]
     assert list(read_rows(source, None)) == rows
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_cut_is_said_to_be_changed(
+    tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / name
+    content = OBJECTS if name == "a.jsonl" else TABLE
+    file.write_text(content)
+    [table] = open_file(file)
+    before = list(table.read(range(table.length)))
+    file.write_text(content + (OBJECTS if name == "a.jsonl" else LINES))
+    assert list(table.read(range(table.length))) == before
+    file.write_text(content[: len(content) // 2].rpartition("\n")[0])
+    for positions in (range(table.length), [table.length - 1]):
+        with pytest.raises(DataError, match="changed while it was read"):
+            list(table.read(positions))
 
 
 # --- tensors ---
