@@ -36,6 +36,8 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.runtime.structured_text import parse_json
 
+WHOLE_JSON = 2**30
+"""Largest .json file that is read, in bytes, because such a file has to be in memory whole."""
 WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
 
 
@@ -217,6 +219,8 @@ def _parse_line(file: Path, number: int, line: str) -> Row:
 
 def _open_list(file: Path) -> Table:
     """Open a .json file that holds one list of objects."""
+    if file.stat().st_size > WHOLE_JSON:
+        raise DataError(f"{file.name} is too large to be read whole", where=str(file), fix=WRITE_LINES)
     rows = _parse_json(file, "".join(read_lines(file)), 1)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)

@@ -515,6 +515,13 @@ def test_files_that_would_be_misread_are_refused_with_the_place(
     refused(at, bert, at.file(name, content), message)
 
 
+def test_a_list_that_does_not_fit_into_memory_is_refused(at: Folder, bert: Any) -> None:
+    data = at.file("a.json", "[")
+    with (at.path / "a.json").open("r+b") as stream:
+        stream.truncate(2**30 + 1)  # without taking up room on the disk
+    refused(at, bert, data, r"a.json is too large to be read whole[^$]*\.jsonl file")
+
+
 def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at: Folder) -> None:
     long = "w1 w2\n" * 30
     source = at.file("a.csv", f'text,label\n"{long}",0\n5" w5,1\n"w6 ""w7""",0\n')
