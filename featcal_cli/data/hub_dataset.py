@@ -101,7 +101,8 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     sizes = {url: repo.files[url.removeprefix(f"{root}/")].size for url in splits[chosen]}
     described = _read_card(repo).get("dataset_info")
     infos = [info for info in (described if isinstance(described, list) else [described]) if isinstance(info, dict)]
-    of_config = (info for info in infos if not source.config or info.get("config_name", source.config) == source.config)
+    names = (str(info.get("config_name", source.config)) for info in infos)  # YAML makes 2024 a number
+    of_config = (info for name, info in zip(names, infos, strict=True) if not source.config or name == source.config)
     return HubSplit(chosen, kind, sizes, splits, next(of_config, {}), system)
 
 
