@@ -20,6 +20,7 @@ from featcal_cli.data.splits import (
     holds_rows,
     ignore,
     is_hidden,
+    is_table,
 )
 from featcal_cli.hub.client import root_of, with_retries
 from featcal_cli.hub.messages import explained
@@ -112,9 +113,9 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
     or that must be named, and when there is nothing to read; HubError when the Hub refuses or does not answer."""
     if repo.folder is not None:
         raise DataError(f"{repo.name} is a folder here", where=str(data), fix=f"write path: {repo.name}")
-    configs, files = _read_configs(repo), _readable_files(repo)
+    configs = _read_configs(repo)
     name = _choose_config(configs, data) if configs else ""
-    splits = _find_splits(configs.get(name, {}), files) if configs or data.config in (None, "default") else {}
+    splits = _find_splits(configs.get(name, {}), repo) if configs or data.config in (None, "default") else {}
     if splits and _infer_format([path for paths in splits.values() for path in paths]) == "parquet":
         return HubSource(repo, name, splits)
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
@@ -246,8 +247,9 @@ def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
 # --- which files are a config's ---
 
 
-def _find_splits(config: Config, paths: Sequence[str]) -> dict[str, list[str]]:
-    """Return the paths of each split of a config, without empty splits."""
+def _find_splits(config: Config, repo: Repo) -> dict[str, list[str]]:
+    """Return the paths of each split of a config, without empty splits. Files that the card names may have any name."""
+    paths = sorted(filter(is_table, repo.files)) if "data_files" in config else _readable_files(repo)
     folder = str(config.get("data_dir") or "").removeprefix("./").rstrip("/")
     before = f"{folder}/" if folder else ""
     inside = [path.removeprefix(before) for path in paths if path.startswith(before)]

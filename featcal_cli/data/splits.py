@@ -44,10 +44,14 @@ def ending_of(path: str) -> str:
     return endings[-2] if len(endings) > 1 and endings[-1] == ".gz" else "".join(endings[-1:])
 
 
+def is_table(path: str) -> bool:
+    """Whether a file has a table's ending and is not known to hold no examples."""
+    return ending_of(path) in TABLE_FILES and PurePosixPath(path).name not in NO_ROWS
+
+
 def holds_rows(path: str) -> bool:
-    """Whether a file has a table's ending and holds examples, rather than describing the data or a model."""
-    name = PurePosixPath(path).name
-    return ending_of(path) in TABLE_FILES and name not in NO_ROWS and not name.startswith(("metadata.", "cache-"))
+    """Whether a file that nothing says to be examples holds some, rather than describing other files or caching."""
+    return is_table(path) and not PurePosixPath(path).name.startswith(("metadata.", "cache-"))
 
 
 def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:

@@ -242,13 +242,15 @@ configs:
 - config_name: four
   data_dir: three
   data_files: test.jsonl
+- config_name: five
+  data_files: metadata.jsonl
 ---
 """
 PARTS = {
     "README.md": CARD,
     "one/a.jsonl": texts("1a"), "one/b.jsonl": texts("1b"),
     "two/a.jsonl": texts("2a"), "two/b1.jsonl": texts("2b"), "two/test.jsonl": texts("2t"),
-    "three/train.jsonl": texts("3"), "three/test.jsonl": texts("3t"),
+    "metadata.jsonl": texts("5"), "three/train.jsonl": texts("3"), "three/test.jsonl": texts("3t"),
 }  # fmt: skip
 
 
@@ -257,6 +259,7 @@ def test_the_card_says_which_files_are_which_config_and_split(publish: Publish) 
     for config, split, expected in (
         ("one", None, ["1a", "1b"]), ("two", None, ["2a", "2b"]), (None, None, ["2a", "2b"]), (None, "test", ["2t"]),
         ("three", None, ["3"]), ("three", "test", ["3t"]), ("four", None, ["3t"]),
+        ("five", None, ["5"]),
     ):  # fmt: skip
         assert drawn_texts(data.model_copy(update={"config": config, "split": split})) == expected, (config, split)
 
@@ -396,8 +399,8 @@ def test_a_commit_is_read_even_when_the_branch_has_moved_on(hub: HubServer, publ
     ("files", "settings", "message"),
     [
         ({"README.md": CARD.replace("  default: true\n", "")}, {},
-         r"several configs: one, two, three, four\n[^$]*name one, e.g. --data TASK=streaming/[^:]+:one"),
-        ({}, {"config": "five"}, r"no config five\n[^$]*one of its own \(one, two, three, four\)"),
+         r"several configs: one, two, three, four, five\n[^$]*name one, e.g. --data TASK=streaming/[^:]+:one"),
+        ({}, {"config": "six"}, r"no config six\n[^$]*one of its own \(one, two, three, four, five\)"),
         ({}, {"split": "extra"}, r"no split extra\n[^$]*--split TASK=train [^$]*; the splits are train, test"),
         ({"README.md": "---\nconfigs:\n- {config_name: a, data_files: a/*}\n---\n"}, {},
          r"no file[^$]*card names[^$]*a/\*"),
