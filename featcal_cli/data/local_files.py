@@ -42,11 +42,15 @@ WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of t
 
 
 def local_path(data: Data) -> Path:
-    """Return the file or folder that `data.path` names. Raises DataError if it does not exist or is neither."""
+    """Return the file or folder that `data.path` names. Raises DataError if it does not exist, or is a pipe or
+    device."""
     path = Path(data.path or "").expanduser()
     try:
         if path.is_file() or path.is_dir():
             return path
+        if path.exists():
+            what = f"{path} is a pipe, a socket or a device, and data are read in any order, more than once"
+            raise DataError(what, where=str(data), fix="write what it gives into a file first")
         reason = ""
     except (OSError, ValueError) as error:
         reason = f" that can be read ({exception_text(error)})"

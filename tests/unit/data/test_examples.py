@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import shutil
 import zlib
@@ -388,6 +389,9 @@ def test_images_of_other_sizes_are_in_other_batches_and_none_is_padded(at: Folde
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.safetensors", "pictures"])
 def test_what_is_no_file_is_refused(at: Folder, bert: Any, name: str) -> None:
     refused(at, bert, Data(path=str(at.path / name)), "there is no file")
+    os.mkfifo(at.path / name)
+    refused(at, bert, Data(path=str(at.path / name)), r"is a pipe, a socket or a device[^$]*into a file")
+    (at.path / name).unlink()
     if "." in name:
         refused(at, bert, at.file(name, b"\xff\xfe\x00broken" * 9), "cannot|is not")
 
