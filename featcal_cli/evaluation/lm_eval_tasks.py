@@ -100,10 +100,9 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
         return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", **INSTALL)
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
-    what, fix = (
-        f"lm-eval {read_version()} refuses: {exception_text(error)}",
-        "see the names of its tasks: lm-eval ls tasks",
-    )
+    is_unknown = isinstance(error, KeyError) or "not found" in text.lower()
+    what = f"lm-eval {read_version()} refuses: {exception_text(error)}"
+    fix = "see the names of its tasks: lm-eval ls tasks" if is_unknown else "see its documentation"
     return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
 
 

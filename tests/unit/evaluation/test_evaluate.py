@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from featcal_cli.data.rows import read_classes
-from featcal_cli.evaluation.lm_eval_tasks import _read_score
+from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
 from featcal_cli.evaluation.results import Evaluation, Score, combine, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
@@ -336,6 +336,19 @@ def test_a_figure_of_lm_evals_is_read_with_its_error(
         return
     spread = 1.959964 * error
     assert _read_score(answer, "sciq", metric, "it") == Score(value, value - spread, value + spread, error, 9)
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (KeyError("scq"), "names of its tasks"),
+        (ValueError("Tasks not found: scq"), "names of its tasks"),
+        (ValueError("the dataset has no split test"), "its documentation"),
+    ],
+)
+def test_what_lm_eval_refuses_is_told_with_what_helps(error: Exception, fix: str) -> None:
+    refusal = _explain(error, "it", "scq")
+    assert isinstance(refusal, RecipeError) and fix in refusal.fix
 
 
 def test_code_that_a_model_wrote_runs_only_when_that_is_allowed(t5: Path) -> None:
