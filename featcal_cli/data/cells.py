@@ -33,6 +33,8 @@ KEPT_CHARACTERS = 2**16
 """Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
+TOO_LARGE = b"(larger than is read)"
+"""What stands in rows for bytes that are more than LARGEST_FILE."""
 MOST_LEVELS = 6
 """How many levels of nested lists and mappings are searched for long values in a row."""
 
@@ -48,7 +50,7 @@ def _shorten(value: Any, levels: int) -> Any:
         case str():
             return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
         case bytes():
-            return value if len(value) <= LARGEST_FILE else b""
+            return value if len(value) <= LARGEST_FILE else TOO_LARGE
         case dict() if levels:
             return {name: _shorten(inner, levels - 1) for name, inner in value.items()}
         case list() if levels:
@@ -65,13 +67,16 @@ def decode_cell(
     content = (value.get("bytes") or name) if isinstance(value, dict) else value
     which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"
     try:
-        if isinstance(content, bytes) and len(content) <= LARGEST_FILE:
+        if content == TOO_LARGE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        if isinstance(content, bytes):
             return decode(BytesIO(content))
         if isinstance(content, str) and content and folder is not None:
             file = folder / content
             status = file.stat()
             if not S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
-                raise ValueError(f"it has {status.st_size:,} bytes, or is no plain file")
+                size = f"{status.st_size:,} bytes (at most {LARGEST_FILE:,} are read)"
+                raise ValueError(f"it has {size}, or is no plain file")
             return decode(file)
     except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
         reason = getattr(error, "error_string", exception_text(error))  # libsndfile's own words
