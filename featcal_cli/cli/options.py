@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import wraps
@@ -249,7 +250,9 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
         if file is None:
             continue
         place, where = _resolve(file), f"{option} {file}"
-        if option not in ("--output", "--save") and place.is_dir():
+        if option not in ("--output", "--save") and os.path.isdir(
+            place
+        ):  # unlike is_dir, it is no folder if its name is too long
             raise OutputError("this is a folder", where=where, fix="give the path of a file")
         # what --output may replace is looked at elsewhere, and a recipe may be saved over itself
         if place in taken and option != "--output" and not (option == "--save" and taken[place].startswith("--recipe")):
