@@ -349,8 +349,8 @@ def demo(
     """
     from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
-    from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.errors import RecipeError
+    from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.process import interruptible, read_launch
 
     if read_launch().size > 1:

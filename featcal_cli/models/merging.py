@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.merge_methods import METHODS
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import NumericsError
 
 Sources = Sequence[Tensor]
 """The values of one parameter in base and in every expert, all of one shape."""
@@ -33,8 +35,18 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     combine = METHODS[merge.method].make_rule(merge, read_all)
     for _, names in groupby(parameters, _block_of):
         held = list(names)
-        yield {name: combine(name, parameters[name]).to(parameters[name][1].dtype) for name in held}
+        yield {name: _to_dtype(name, combine(name, parameters[name]), parameters[name][1].dtype) for name in held}
         hardware.give_back(source for name in held for source in parameters[name])
+
+
+def _to_dtype(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a merged parameter to the first expert's dtype. Raises NumericsError if its values are too large for
+    float16."""
+    stored = merged.to(dtype)
+    if dtype == torch.float16 and stored.isinf().any():
+        fix = "give a smaller scale, or experts in bfloat16 or float32"
+        raise NumericsError(f"the merge does not fit into float16: {name} overflows", where="--merge", fix=fix)
+    return stored
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
