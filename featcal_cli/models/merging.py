@@ -35,17 +35,21 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     combine = METHODS[merge.method].make_rule(merge, read_all)
     for _, names in groupby(parameters, _block_of):
         held = list(names)
-        yield {name: _to_dtype(name, combine(name, parameters[name]), parameters[name][1].dtype) for name in held}
+        yield {name: _store(name, combine(name, parameters[name]), parameters[name]) for name in held}
         hardware.give_back(source for name in held for source in parameters[name])
 
 
-def _to_dtype(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
+def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
     """Convert a merged parameter to the first expert's dtype. Raises NumericsError if its values are too large for
     float16."""
-    stored = merged.to(dtype)
-    if dtype == torch.float16 and stored.isinf().any():
-        fix = "give a smaller scale, or experts in bfloat16 or float32"
-        raise NumericsError(f"the merge does not fit into float16: {name} overflows", where="--merge", fix=fix)
+    stored = merged.to(sources[1].dtype)
+    if stored.dtype == torch.float16 and bool(stored.isinf().any()) and all(bool(x.isfinite().all()) for x in sources):
+        raise NumericsError(
+            f"the merge does not fit into the first expert's float16: {name} would hold "
+            f"{float(merged.abs().max()):.4g}, and float16 ends at {torch.finfo(torch.float16).max:.4g}",
+            where="--merge",
+            fix="give a smaller scale, or save the first expert in bfloat16 or float32 and merge that",
+        )
     return stored
 
 

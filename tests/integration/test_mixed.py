@@ -31,6 +31,7 @@ def run(
     folder: Path,
     inputs: dict[str, dict[str, torch.Tensor]],
     method: str = "featcal",
+    metric: str | None = "features",
     **models: PreTrainedModel,
 ) -> Result:
     """Save `merged`, `base` and an expert a task, and calibrate."""
@@ -40,7 +41,7 @@ def run(
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
     recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
-    calibration = {"examples": 6, "method": method, "metric": "features"}
+    calibration = {"examples": 6, "method": method, "metric": metric}
     return calibrate({**recipe, "calibration": calibration}, output=folder / "out")
 
 
