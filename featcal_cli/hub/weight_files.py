@@ -208,8 +208,10 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in loaded.items():
-        memory = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        memory = storage.data_ptr()
         # safetensors refuses shared memory; which name of a tie to keep only the model class knows, so keep all
-        tensors[str(name)] = (tensor.detach().clone() if memory in seen else tensor.detach()).contiguous()
+        is_part = memory in seen or storage.nbytes() != tensor.nbytes
+        tensors[str(name)] = (tensor.detach().clone() if is_part else tensor.detach()).contiguous()
         seen.add(memory)
     return tensors

@@ -579,9 +579,18 @@ def test_a_folder_that_changed_is_converted_again(pickled: Path) -> None:
     assert_equal(loaded(before), tensors())
 
 
-def test_tied_and_overlapping_weights_survive_the_conversion(pickled: Path) -> None:
-    table = torch.randn(6, 4)
-    wanted = {"embed": table, "head": table, "turned": table.t(), "rows": table[1:3], "alone": torch.ones(2)}
+TABLE = torch.arange(24.0).view(6, 4)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"embed": TABLE, "head": TABLE, "turned": TABLE.t(), "rows": TABLE[1:3], "alone": torch.ones(2)},
+        {"part": TABLE[:1]},
+        {"part": TABLE[:1], "whole": TABLE},
+    ],
+)
+def test_tied_and_overlapping_weights_survive_the_conversion(pickled: Path, wanted: dict[str, torch.Tensor]) -> None:
     torch.save(wanted, pickled / "pytorch_model.bin")
     assert_equal(loaded(resolve(str(pickled), allow_pickle=True)), wanted)
 
