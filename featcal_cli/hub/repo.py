@@ -22,10 +22,11 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import is_unreachable, with_retries
-from featcal_cli.hub.messages import explained
+from featcal_cli.hub.messages import CHECK_ENDPOINT, explained
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, as_entries, parse_index, read_header
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import name_reason
+from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import exception_text, quoted
 
@@ -175,11 +176,11 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     """List every file of a commit, from huggingface_hub's stored listing or else from the Hub. If neither is available,
     list the cached files, provided that they are a whole model."""
     try:
-        files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind))
+        files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind), name)
     except CachedRepoTreeNotFoundError:
         try:
             tree = partial(HfApi().list_repo_tree, name, recursive=True, revision=commit, repo_type=kind)
-            files = with_retries(lambda: _read_listing(tree()))
+            files = with_retries(lambda: _read_listing(tree(), name))
         except Exception as error:
             files = _cached_files(name, commit, kind) if is_unreachable(error) else {}
             if not files:
@@ -191,8 +192,16 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     return files
 
 
-def _read_listing(tree: Iterable[object]) -> dict[str, RepoFile]:
-    return {file.path: RepoFile(file.size) for file in tree if isinstance(file, ListedFile)}
+def _read_listing(tree: Iterable[object], name: str) -> dict[str, RepoFile]:
+    files: dict[str, RepoFile] = {}
+    for file in tree:
+        if not isinstance(file, ListedFile):
+            continue
+        if file.path in files:  # pages that lead to each other would never end
+            what = f"{hub_host()} does not answer like a Hub: it lists {quoted(file.path)} twice"
+            raise HubError(what, where=name, fix=CHECK_ENDPOINT)
+        files[file.path] = RepoFile(file.size)
+    return files
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:

@@ -442,6 +442,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
+ENDLESS = Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'})
 ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),
     "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
@@ -455,6 +456,8 @@ ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "an odd listing": ("model tree", Fault(body=b'[{"type": "file"}]'), "does not answer like a Hub"),
     "a listing of nothing": ("model tree", Fault(body=b"null"), "does not answer like a Hub"),
     "a circle": ("file head", Fault(status=302, headers={"Location": "?again"}), "reached .TooManyRedirects."),
+    "pages without end": ("model tree", ENDLESS, "twice"),
+    "a day of waiting": ("file head", Fault(status=429, headers={"Retry-After": "86400"}), "refuses more requests"),
 }  # fmt: skip
 
 
@@ -466,7 +469,8 @@ def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
     name = case.replace(" ", "-")
     hub.add_repo(f"user/{name}", folder)
     if isinstance(fault, Fault):
-        fault = replace(fault, carried_out=fault.status < 400)
+        headers = {key: value.format(hub.url, name) for key, value in fault.headers.items()}
+        fault = replace(fault, headers=headers, carried_out=fault.status < 400)
     hub.fail(kind, fault, times=None)
     waits: list[str] = []
     with heard(waits.append):

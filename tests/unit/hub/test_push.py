@@ -324,6 +324,15 @@ def test_what_the_hub_says_of_a_refusal_is_passed_on(hub: HubServer, folder: Pat
     assert "\x1b" not in message and "\u202e" not in message
 
 
+def test_a_repo_that_somebody_else_is_creating_is_not_waited_for_without_end(hub: HubServer, folder: Path) -> None:
+    busy = Fault(status=409, body=b'{"error": "Another conflicting operation is in progress"}', carried_out=False)
+    hub.fail("create", busy, times=2)
+    send(folder, "alice/busy")
+    assert stored(hub, "alice/busy") == visible(folder)
+    hub.fail("create", busy, times=None)
+    assert "was changed by somebody else" in refusal(lambda: send(folder, "alice/always-busy"))
+
+
 @pytest.mark.usefixtures("hub")
 def test_bytes_that_are_sent_are_told(folder: Path) -> None:
     told: list[tuple[str, int, int]] = []
