@@ -23,7 +23,15 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import is_unreachable, with_retries
 from featcal_cli.hub.messages import CHECK_ENDPOINT, explained
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, as_entries, parse_index, read_header
+from featcal_cli.hub.weight_files import (
+    PICKLES,
+    SAFETENSORS,
+    Entry,
+    as_entries,
+    check_unique,
+    parse_index,
+    read_header,
+)
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import name_reason
 from featcal_cli.runtime.progress import hub_host
@@ -155,11 +163,12 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
     for name in names:
         with repo.explained(name):
             try:
-                tensors |= _read_header(repo, name)
+                check_unique(header := _read_header(repo, name), tensors)
             except (SafetensorsParsingError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 what = f"{name} of {repo.name} is not a whole safetensors file: {exception_text(error)}"
                 fix = "use another revision, or download it again"
                 raise HubError(what, where=repo.pinned, fix=fix) from error
+        tensors |= header
     return tensors
 
 

@@ -19,6 +19,7 @@ from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
     SAFETENSORS,
+    check_unique,
     converted_copy,
     folder_key,
     read_header,
@@ -122,9 +123,11 @@ def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
         what = f"the copy of {snapshot.name} is incomplete: {lost[0]} is missing"
         raise HubError(what, where=str(folder), fix=fix or "run once with the Hub in reach")
 
+    known: set[str] = set()
     for file in snapshot.weights():
         try:
-            read_header(file)
+            check_unique(header := read_header(file), known)
+            known |= header.keys()
         except (ValueError, OSError) as error:
             what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
             raise HubError(what, where=str(file), fix=fix or f"{_delete(file.resolve())} and run again") from error

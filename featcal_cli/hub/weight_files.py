@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, stamp_files, tell_fix, visible_files
-from featcal_cli.runtime.sanitise import exception_text
+from featcal_cli.runtime.sanitise import exception_text, quoted
 from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
@@ -128,6 +128,12 @@ def as_entries(tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]
         begin, end = map(int, info.data_offsets)
         entries[name] = Entry(str(info.dtype), tuple(map(int, info.shape)), size - stop + begin, end - begin)
     return entries
+
+
+def check_unique(header: Mapping[str, Entry], known: Iterable[str]) -> None:
+    """Raise ValueError if a tensor of a file is among those that the model's earlier files hold."""
+    if twice := header.keys() & set(known):
+        raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
 
 
 def converted_copy(source: Path, key: str) -> Path:

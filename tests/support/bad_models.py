@@ -138,6 +138,12 @@ def shards(*files: object) -> Arrange:
     return index({"metadata": {}, "weight_map": {str(number): file for number, file in enumerate(files)}})
 
 
+def a_tensor_in_two_shards(stage: Stage) -> None:
+    shards("a.safetensors", "b.safetensors")(stage)
+    whole = load_file(stage.folder / "red" / "a.safetensors")
+    save_file({"embeddings.LayerNorm.bias": whole["embeddings.LayerNorm.bias"]}, stage.folder / "red/b.safetensors")
+
+
 @case
 def link(stage: Stage, path: str, target: str) -> None:
     """A link in the merged model's folder, in place of what may be there."""
@@ -263,6 +269,7 @@ CASES: list[Case] = [
     (shards(1, 2), [INDEX, "weight index"]),
     (index("[" * 100_000), [INDEX, "weight index"]),
     (index({"weight_map": "../x"}), [INDEX, "weight index"]),
+    (a_tensor_in_two_shards, ["another file of the model", "embeddings.LayerNorm.bias"]),
     (config_that_is_a_link, ["config.json is a link", "replace the link"]),
     (link("notes.txt", "secret/note.txt"), ["notes.txt is a link", "secret/note.txt"]),
     (link("extras", "secret"), ["extras is a link", "secret"]),
