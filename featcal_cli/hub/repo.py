@@ -45,6 +45,11 @@ CARD = "README.md"
 MAX_TEXT_BYTES = 10_000_000
 """Largest size in bytes of a config, index or card; a larger file is not read."""
 
+BAD_HEADER = (
+    SafetensorsParsingError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""Errors that parsing a header raises if it holds other values than it should."""
+
 
 @dataclass(frozen=True)
 class RepoFile:
@@ -164,7 +169,7 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
         with repo.explained(name):
             try:
                 check_unique(header := _read_header(repo, name), tensors)
-            except (SafetensorsParsingError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            except BAD_HEADER as error:
                 what = f"{name} of {repo.name} is not a whole safetensors file: {exception_text(error)}"
                 fix = "use another revision, or download it again"
                 raise HubError(what, where=repo.pinned, fix=fix) from error

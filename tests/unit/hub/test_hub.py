@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from featcal_cli.hub.client import TIMEOUT, expect_answers
 from featcal_cli.hub.download import download
-from featcal_cli.hub.repo import open_repo
+from featcal_cli.hub.repo import open_repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
 from featcal_cli.runtime.progress import heard
 
@@ -154,6 +154,30 @@ def test_a_weight_file_that_is_cut_short_or_a_pointer_is_refused(
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5] if content is None else content)
     assert what in refusal(str(folder))
+
+
+HEADERS: dict[str, tuple[str, str]] = {
+    "one offset": ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', "not a whole safetensors file"),
+    "no end": ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}', "not a whole safetensors file"),
+}
+
+
+@pytest.mark.parametrize(("header", "told"), HEADERS.values(), ids=HEADERS)
+def test_a_header_on_the_hub_that_makes_no_sense_is_refused(
+    hub: HubServer, folder: Path, header: str, told: str
+) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    hub.add_repo(f"user/header-{len(header)}", folder)
+    assert told in refusal_of(lambda: read_headers(open_repo(f"user/header-{len(header)}")))
+
+
+def test_a_tensor_in_two_files_is_refused_before_and_after_the_download(hub: HubServer, folder: Path) -> None:
+    sharded(folder, "model.safetensors", save_file)
+    shutil.copyfile(folder / SHARDS[0], folder / SHARDS[1])
+    hub.add_repo("user/two", folder)
+    told = "another file of the model holds the tensor 'b.weight', too"
+    assert told in refusal_of(lambda: read_headers(open_repo("user/two")))
+    assert told in refusal("user/two")
 
 
 def test_what_is_no_id_is_refused_without_asking_the_hub(hub: HubServer) -> None:
