@@ -33,7 +33,7 @@ from featcal_cli.hub.weight_files import (
     read_header,
 )
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import name_reason
+from featcal_cli.runtime.files import name_reason, tell_fix
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import exception_text, quoted
@@ -181,7 +181,11 @@ def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
     """Read the header of a safetensors file from the folder or the cache, or else its first bytes from the Hub."""
     file = repo.folder / name if repo.folder else try_to_load_from_cache(repo.name, name, revision=repo.commit)
     if isinstance(file, (str, Path)):
-        return read_header(Path(file))
+        try:
+            return read_header(Path(file))
+        except OSError as error:
+            what = f"{name} of {repo.name} cannot be read: {name_reason(error)}"
+            raise HubError(what, where=str(file), fix=tell_fix(error, "make the file readable")) from error
     fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
     return as_entries(with_retries(fetch).tensors, repo.files[name].size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -178,6 +179,14 @@ def test_a_tensor_in_two_files_is_refused_before_and_after_the_download(hub: Hub
     told = "another file of the model holds the tensor 'b.weight', too"
     assert told in refusal_of(lambda: read_headers(open_repo("user/two")))
     assert told in refusal("user/two")
+
+
+def test_a_weight_file_that_cannot_be_read_is_no_failed_download(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr("featcal_cli.hub.repo.read_header", closed)
+    message = refusal_of(lambda: read_headers(open_repo(str(folder))))
+    assert "model.safetensors" in message and "cannot be read: Permission denied" in message
+    assert "download" not in message
 
 
 def test_what_is_no_id_is_refused_without_asking_the_hub(hub: HubServer) -> None:
