@@ -12,7 +12,9 @@ from threading import Lock
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, is_offline_mode, snapshot_download, try_to_load_from_cache
+from huggingface_hub import RepoFile as ListedFile
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # public by its docs
+from huggingface_hub.utils._verification import verify_maps
 from tqdm import tqdm
 
 from featcal_cli.hub.client import with_retries
@@ -34,15 +36,16 @@ Watch = Callable[[str, int, int], None]
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
     """Download a repo's files and return their folder in the Hub's cache: the files that match `only`, or all files
     that do not match `skip`. Raises HubError if a file cannot be downloaded or is damaged."""
-    # a run that dies between arrival and check leaves the mark, and the next one checks
-    mark = cache_folder() / "unverified" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
+    # a run that dies between arrival and check leaves the marks, and the next one checks
+    marks = cache_folder() / "unchecked" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
     missing = missing_files(repo, only=only, skip=skip)
     if missing and not is_offline_mode():
         try:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+            for path in missing:
+                _mark(marks, path).parent.mkdir(parents=True, exist_ok=True)
+                _mark(marks, path).touch()
         except OSError as error:
-            raise unwritable_cache(mark, error) from error
+            raise unwritable_cache(marks, error) from error
         _fetch_files(repo, missing, watch)
     # all is here by now, but huggingface_hub also keeps the listing, for when the Hub is out of reach
     options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
@@ -52,10 +55,18 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
         if not (folder / path).is_file():
             what = f"the copy of {repo.name} is incomplete: {path} is missing"
             raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
-    if (missing or mark.exists()) and not is_offline_mode():
-        _verify(repo, folder)
-        mark.unlink(missing_ok=True)
+    unchecked = [path for path in chosen_files(repo, only, skip) if _mark(marks, path).exists()]
+    if unchecked and not is_offline_mode():
+        _verify(repo, folder, unchecked)
+        for path in unchecked:
+            _mark(marks, path).unlink(missing_ok=True)
     return folder
+
+
+def _mark(marks: Path, path: str) -> Path:
+    """Return the empty file that stands for a file of a commit that has arrived, or is arriving, and was not compared
+    with its checksum yet."""
+    return marks / path.replace("/", "--")
 
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
@@ -72,11 +83,13 @@ def other_weights(repo: Repo) -> list[str]:
     return [escape(path) for path in find_second_copies(repo.files)]
 
 
-def _verify(repo: Repo, folder: Path) -> None:
-    """Compare the cached files of a commit with the Hub's checksums. Raises HubError for a damaged file, and deletes
-    it."""
+def _verify(repo: Repo, folder: Path, paths: Sequence[str]) -> None:
+    """Compare cached files of a commit with the Hub's checksums. Raises HubError for a damaged file, and deletes it."""
+    local = {path: folder / path for path in paths}
     with repo.explained():
-        found = HfApi().verify_repo_checksums(repo.name, repo_type=repo.kind, revision=repo.commit)
+        listing = HfApi().list_repo_tree(repo.name, recursive=True, revision=repo.commit, repo_type=repo.kind)
+        remote = {entry.path: entry for entry in listing if isinstance(entry, ListedFile) and entry.path in local}
+    found = verify_maps(remote_by_path=remote, local_by_path=local, revision=str(repo.commit), verified_path=folder)
     damaged = [mismatch["path"] for mismatch in found.mismatches]
     for path in damaged:
         (folder / path).resolve().unlink(missing_ok=True)

@@ -436,6 +436,17 @@ def test_a_file_that_nobody_checked_is_checked_by_the_next_run(
     assert_equal(loaded(resolve("user/mine")), tensors())
 
 
+def test_a_file_that_no_run_downloaded_is_neither_checked_nor_deleted(hub: HubServer, folder: Path) -> None:
+    commit = hub.add_repo("user/theirs", folder)
+    # a folder where one version kept a folder, and another a file
+    (Path(os.environ["FEATCAL_CACHE"]) / "unverified" / f"model--user--theirs--{commit}").mkdir(parents=True)
+    file = cached_file(resolve_config("user/theirs"), "config.json")
+    spoilt = file.read_bytes()[:-1] + b"?"
+    file.write_bytes(spoilt)
+    download(open_repo("user/theirs"))
+    assert file.read_bytes() == spoilt
+
+
 def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path) -> None:
     hub.add_repo("user/told", folder)
     told: list[tuple[str, int, int]] = []
