@@ -14,11 +14,8 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RevisionResolutionError,
 )
-from huggingface_hub.utils import (
-    hf_raise_for_status,
-    httpx,  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
-)
-from huggingface_hub.utils._http import default_client_factory, parse_ratelimit_headers
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
+from huggingface_hub.utils._http import default_client_factory, hf_raise_for_status, parse_ratelimit_headers
 
 from featcal_cli.runtime.progress import announce, describe_status, host_of, is_hub, name_host
 
