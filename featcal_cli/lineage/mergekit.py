@@ -140,6 +140,8 @@ def read_pool(document: object, where: str) -> Claim | None:
     entries, models = pool.get("models"), dict[str, str]()
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
+        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
+            path = pool.get("base_model")
         if isinstance(name, str) and isinstance(path, str) and path.strip():
             models[name] = path.strip()
     bases = [model for name, model in models.items() if name in _POOL_BASES]

@@ -146,6 +146,7 @@ MERGES = [
     Merge("a-card-that-lists-its-own-repo", card(base_model=["ORG/merged", "ORG/Base-7B", *BOTH.values()]), TWO, "ORG/Base-7B", BOTH, note="names the repo itself"),
     Merge("an-older-revision-of-itself-as-the-base", listed("ties", *BOTH.values(), base_model="ORG/merged@v1"), SILENT, "ORG/merged@v1", BOTH),
     Merge("fusion-bench-pool", card(POOL), SILENT, "ORG/Base-7B", {"chat": "ORG/Base-7B-chat", "coder": "ORG/Base-7B-code"}),
+    Merge("fusion-bench-pool-with-a-reference", card("```yaml\ntype: huggingface_clip_vision_pool\nbase_model: ORG/Base-7B\nmodels:\n  _pretrained_: {path: '${...base_model}'}\n  chat: {path: ORG/Base-7B-chat}\n  code: {path: ORG/Base-7B-code}\n```\n"), SILENT, "ORG/Base-7B", BOTH),
     Merge("one-path-of-the-authors-machine", {**listed("dare_ties", "D:/Uni/Code/finetuned/remerge_2", "ORG/Base-7B-chat", base_model="ORG/Base-7B")}, SILENT, "ORG/Base-7B", {"base-7b-chat": "ORG/Base-7B-chat"}, ("--expert remerge_2=REPO", "--data remerge_2=SOURCE"), words=("'D:/Uni/Code/finetuned/remerge_2'", "its author's machine", "mergekit_config.yml of ORG/merged")),
     Merge("nothing-but-paths", {**listed("ties", "/root/top1", "/root/top2", base_model="/root/top"), **card(base_model=[])}, {}, "", {}, ("--base REPO", "--expert top1=REPO", "--data top1=SOURCE", "--expert top2=REPO", "--data top2=SOURCE")),
     Merge("base-on-the-authors-machine", listed("ties", *BOTH.values(), base_model="/workspace/models/base"), TWO, "", BOTH, ("--base REPO",)),
