@@ -133,7 +133,8 @@ def _anchored(data: Data, repo: Repo) -> Data:
     if data.is_self_written:
         return data
     if data.path is None:
-        name, _, revision = locate("@".join(filter(None, (data.dataset, data.revision))), None).partition("@")
+        named = "@".join(filter(None, (data.dataset, data.revision)))
+        name, _, revision = locate(named, None, "dataset").partition("@")
         return data.model_copy(update={"dataset": name, "revision": revision or None})
     if repo.folder is None:
         raise UnusableError("is a path on its author's machine")
