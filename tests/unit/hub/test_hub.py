@@ -485,6 +485,14 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert "HF_HOME" in message
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_token_that_no_header_can_hold_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh\u00fc")
+    message = refusal("user/full")
+    assert "the token holds signs that no token of the Hub has" in message and "HF_TOKEN" in message
+    assert "hf_abcdefgh" not in message and "like a Hub" not in message
+
+
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
 ENDLESS = Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'})
 ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
