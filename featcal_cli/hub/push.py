@@ -67,11 +67,11 @@ def describe_account(user: Mapping[str, Any]) -> Account:
     permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
     permissions |= set(fine_grained.get("global") or [])
     granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
-    orgs = {str(org.get("name", "")) for org in user.get("orgs") or [] if org.get("roleInOrg") != "read"}
+    roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
     # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
-    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0] for scope in scopes}
-    namespaces = frozenset(one.lower() for one in {name, *orgs, *scoped} if one)
-    return Account(name, namespaces, granted.get(str(token.get("role")), RIGHTS))
+    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
+    namespaces = {name.lower(), *roles, *scoped} - {"", *(org for org, role in roles.items() if role == "read")}
+    return Account(name, frozenset(namespaces), granted.get(str(token.get("role")), RIGHTS))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from outcome import refusal_of
 from safetensors.torch import save_file
 
-from featcal_cli.hub.push import Pushed, Target, check_target, push
+from featcal_cli.hub.push import Pushed, Target, check_target, describe_account, push
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.runtime.errors import CheckpointError, HubError
 
@@ -250,6 +250,14 @@ def test_namespaces_are_the_users_and_their_organisations(hub: HubServer, folder
     for name in ("alice/out/more", "alice/a--b", "alice/ü", "alice/"):
         assert "USER/NAME" in refusal(lambda name=name: aim(name))  # type: ignore[misc]
     assert "leave out --create-pr" in refusal(lambda: aim("alice/absent", create_pr=True))
+
+
+def test_a_token_for_an_organisation_in_which_its_user_may_only_read_does_not_write_there() -> None:
+    scopes = [{"entity": {"type": "org", "name": org}, "permissions": ["repo.write"]} for org in ("Team", "Readers")]
+    token = {"role": "fineGrained", "fineGrained": {"scoped": scopes}}
+    orgs = [{"name": "Team", "roleInOrg": "write"}, {"name": "Readers", "roleInOrg": "read"}]
+    account = describe_account({"name": "Alice", "orgs": orgs, "auth": {"accessToken": token}})
+    assert account.namespaces == {"alice", "team"}
 
 
 # What goes wrong on the way
