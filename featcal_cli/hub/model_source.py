@@ -89,6 +89,19 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
     return Origin(repo, "pickle")
 
 
+def find_config(name: str) -> tuple[str, Path]:
+    """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
+    An adapter leads to the base that it names. Raises HubError like `find_origin`."""
+    base, model = _split(name)
+    if base:
+        return find_config(base)
+    repo = open_repo(model)
+    if is_adapter(repo.files) and (named := _name_base(repo)):
+        repo = open_repo(_split(named)[0] or named)
+    check_model(repo.name, repo.files)
+    return repo.name, repo.fetch_text("config.json").parent
+
+
 def check_model(name: str, files: Collection[str]) -> None:
     """Raise HubError if the files are not those of a transformers model."""
     if "config.json" not in files:

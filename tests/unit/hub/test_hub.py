@@ -189,6 +189,20 @@ def test_a_weight_file_that_cannot_be_read_is_no_failed_download(folder: Path, m
     assert "download" not in message
 
 
+@pytest.mark.parametrize("place", ["hub", "folder", "adapter", "base and adapter"])
+def test_a_config_needs_no_weights(hub: HubServer, tmp_path: Path, place: str) -> None:
+    model, name = bare(tmp_path / "model"), str(tmp_path / "model")
+    hub.add_repo("user/no-weights", model)
+    if "adapter" in place:
+        (tmp_path / "adapter").mkdir()
+        said = {"peft_type": "LORA", "base_model_name_or_path": name}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+        name = f"{name}+user/none" if "base" in place else str(tmp_path / "adapter")
+    snapshot = resolve_config("user/no-weights" if place == "hub" else name)
+    assert snapshot.name == ("user/no-weights" if place == "hub" else str(model))
+    assert snapshot.config["hidden_size"] == 8
+
+
 def test_what_is_no_id_is_refused_without_asking_the_hub(hub: HubServer) -> None:
     for name in ("./nothing", "/nothing/here", "~/nothing-here", "a/b/c"):
         assert f"there is no folder {name}" in refusal(name)
