@@ -17,7 +17,7 @@ from featcal_cli.hub import client
 from featcal_cli.hub.download import Watch
 from featcal_cli.hub.messages import LOGIN, explained, gone, hub_page
 from featcal_cli.hub.weight_files import find_second_copies
-from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.errors import FeatCalError, HubError
 from featcal_cli.runtime.files import check_links, visible_files
 from featcal_cli.runtime.sanitise import list_some
 
@@ -208,7 +208,7 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
             fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
             raise HubError(what, where=pushed.url, fix=fix)
         return pushed
-    except HubError as error:
+    except FeatCalError as error:
         again = "the same command again pushes it, or finds it where it has arrived all the same"
         fix = f"{error.fix}; the finished model is in {folder}, and {again}"
         raise HubError(error.what, where=error.where, fix=fix) from error
