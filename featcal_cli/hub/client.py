@@ -189,6 +189,8 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{who} stopped answering"
     if isinstance(cause, CUT):
         return f"{who} cut the connection ({kind})"
+    if isinstance(cause, OSError) and cause.errno is None:
+        return f"{who} sent another number of bytes than it announced"
     return f"{who} cannot be reached ({kind})"
 
 

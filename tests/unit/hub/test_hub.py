@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from outcome import refusal_of
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.hub.client import TIMEOUT, expect_answers
+from featcal_cli.hub.client import TIMEOUT, describe_failure, expect_answers
 from featcal_cli.hub.download import download
 from featcal_cli.hub.repo import open_repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
@@ -568,6 +568,11 @@ def test_waiting_is_announced(hub: HubServer, folder: Path, kind: str, fault: st
         resolve(name)
     told = re.sub("(localhost|127.0.0.1):[0-9]+", "CDN", "; ".join(said))
     assert told == waited or re.fullmatch(waited, told), told
+
+
+def test_a_file_of_another_size_is_no_hub_out_of_reach() -> None:
+    told = describe_failure(OSError("Consistency check failed: file should be of size 9 but has size 3"))
+    assert told == "the Hub sent another number of bytes than it announced"
 
 
 @pytest.mark.parametrize("status", [403, 404])
