@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from glob import escape
@@ -101,12 +101,12 @@ def _verify(repo: Repo, folder: Path, paths: Sequence[str]) -> None:
 
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
     """Download files into the cache, several at a time. Raises HubError for the first file that fails."""
-    meter = Meter(repo.name, sum(repo.files[path].size for path in paths), watch)
+    meter = Meter(repo.name, {path: repo.files[path].size for path in paths}, watch)
 
     def fetch(path: str) -> None:
         options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit}
         with repo.explained(path):
-            with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(), **options))
+            with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(path), **options))
 
     # snapshot_download would wait for what is on its way where the user interrupts
     threads = ThreadPoolExecutor(AT_A_TIME)
@@ -121,14 +121,14 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
 class Meter:
     """Adds up the progress of several downloads and reports it to `watch`."""
 
-    def __init__(self, name: str, total: int, watch: Watch | None) -> None:
-        self._name, self._total, self._watch = name, total, watch
-        self._arrived = 0
+    def __init__(self, name: str, sizes: Mapping[str, int], watch: Watch | None) -> None:
+        self._name, self._total, self._watch = name, sum(sizes.values()), watch
+        self._positions = dict.fromkeys(sizes, 0)
         self._lock = Lock()
         self.is_stopped = False
         """Whether the downloads were abandoned."""
 
-    def make_bar(self) -> type[tqdm]:
+    def make_bar(self, path: str) -> type[tqdm]:
         """Return a progress bar class for the download of one file. Its bars show nothing, report to the meter, and
         raise CancelledError once the downloads were abandoned."""
         numbers = count()
@@ -139,18 +139,21 @@ class Meter:
                 super().__init__(*arguments, **{**options, "disable": True})
                 # with Xet, one bar counts the bytes on disk and the next one those on the wire, which may be fewer
                 self._counts = next(numbers) == 0
-                self.update(options.get("initial", 0))
+                self.update(0)
 
             def update(self, n: float | None = 1) -> None:
                 if meter.is_stopped:
                     raise CancelledError
+                self.n += n or 0
                 if self._counts:
-                    meter.add(int(n or 0))
+                    meter.reach(path, int(self.n))
 
         return Bar
 
-    def add(self, size: int) -> None:
+    def reach(self, path: str, position: int) -> None:
+        """Record that `position` bytes of a file have arrived; a download that starts again reports fewer than
+        before."""
         with self._lock:
-            self._arrived += size
-            if self._watch:
-                self._watch(self._name, min(self._arrived, self._total), self._total)
+            if self._watch and self._positions[path] != position:
+                self._positions[path] = position
+                self._watch(self._name, min(sum(self._positions.values()), self._total), self._total)

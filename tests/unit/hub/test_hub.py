@@ -24,7 +24,7 @@ from outcome import refusal_of
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.hub.client import TIMEOUT, describe_failure, expect_answers
-from featcal_cli.hub.download import download
+from featcal_cli.hub.download import Meter, download
 from featcal_cli.hub.repo import open_repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
 from featcal_cli.runtime.progress import heard
@@ -459,6 +459,17 @@ def test_a_file_that_no_run_downloaded_is_neither_checked_nor_deleted(hub: HubSe
     file.write_bytes(spoilt)
     download(open_repo("user/theirs"))
     assert file.read_bytes() == spoilt
+
+
+def test_what_a_resumed_download_had_is_counted_once() -> None:
+    told: list[tuple[str, int, int]] = []
+    meter = Meter("user/resumed", {"one": 10, "two": 10}, lambda *what: told.append(what))
+    meter.make_bar("one")().update(6)
+    again = meter.make_bar("one")(initial=6)
+    again.update(4)
+    assert [arrived for _, arrived, _ in told] == [6, 10]
+    meter.make_bar("two")(initial=0).update(3)
+    assert told[-1] == ("user/resumed", 13, 20)
 
 
 def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path) -> None:
