@@ -2,20 +2,20 @@
 
 import gc
 import os
-import signal
 import sys
 
 
 def main() -> None:
     """Import and run the command line."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # libraries being imported would make other errors of an interrupt
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some takes longer than to read a recipe
     use_large_pages()
     open_closed_streams()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
-    from featcal_cli.runtime.process import EXIT_CODE, end_at_once, exit_code  # first: the run's time counts from here
+    # first: the run's time counts from here
+    from featcal_cli.runtime.process import EXIT_CODE, end_at_once, exit_code, stop_when_signalled
 
     try:
+        stop_when_signalled()
         from featcal_cli.cli.main import main
 
         gc.freeze()

@@ -349,9 +349,12 @@ def demo(
     """
     from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
+    from featcal_cli.runtime.errors import RecipeError
     from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.runtime.process import interruptible
+    from featcal_cli.runtime.process import interruptible, read_launch
 
+    if read_launch().size > 1:
+        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
         results.show_demo()

@@ -200,7 +200,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
         what = " ".join(fit(word, FITTED) for word in for_terminal(what).split(" "))
     if not isinstance(error, OpenQuestionsError):
         what = fit(shorten_commits(for_terminal(what)), MOST_LINES * ERR.width // 2)
-    where = fit(for_terminal(where), ERR.width - len("  in: "))
+    where = fit(for_terminal(where), 2 * ERR.width)
     _print_part(head, what, "bold red")
     for line in listed:
         for part in fold(shorten_commits(line), ERR.width, "    - "):

@@ -249,7 +249,7 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
         if file is None:
             continue
         place, where = _resolve(file), f"{option} {file}"
-        if option not in ("--output", "--save") and place.is_dir():
+        if option not in ("--output", "--save") and _is_folder(place):
             raise OutputError("this is a folder", where=where, fix="give the path of a file")
         # what --output may replace is looked at elsewhere, and a recipe may be saved over itself
         if place in taken and option != "--output" and not (option == "--save" and taken[place].startswith("--recipe")):
@@ -260,6 +260,13 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
             what = f"{option} would write into {quoted(inside[0])}"
             raise OutputError(what, where=where, fix=f"give {option} another path")
         taken.setdefault(place, where)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _resolve(path: Path) -> Path:

@@ -71,8 +71,6 @@ class OutputShift:
     """Sum of the norms of the expert's outputs, Σ ‖z_exp‖, in the same norm."""
     divergence_sum: float = 0.0
     """Sum of the divergences KL(expert ‖ model) of the predicted distributions, in nats."""
-    variation_sum: float = 0.0
-    """Sum of the total variation distances between the two predicted distributions; each is between 0 and 1."""
     agreed: int = 0
     """Number of predictions whose most likely class is the expert's."""
     certain: int = 0
@@ -84,11 +82,6 @@ class OutputShift:
     def relative(self) -> float:
         """Relative output distance, mean ‖z − z_exp‖ / mean ‖z_exp‖."""
         return relate(self.distance, self.size, self.rows)
-
-    @property
-    def variation(self) -> float:
-        """Mean total variation distance of the predicted distributions, 0 to 1."""
-        return self.variation_sum / self.rows if self.rows else 0.0
 
 
 class OutputMeter(Meter[OutputShift]):
@@ -110,8 +103,8 @@ class OutputMeter(Meter[OutputShift]):
 
     def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
         rows, distance, size, *of_logits = numbers
-        divergence_sum, variation_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0, 0.0)
-        sums = distance, size, divergence_sum, variation_sum
+        divergence_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0)
+        sums = distance, size, divergence_sum
         return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
 
     def read(self, task: str, role: str) -> OutputShift | None:
@@ -133,7 +126,6 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
     log_p, log_p_exp = z.log_softmax(-1), z_exp.log_softmax(-1)
     # 0 · log 0 = 0: what the expert rules out adds nothing to the divergence
     yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
-    yield add_up((log_p_exp.exp() - log_p.exp()).abs()) / 2
     yield (z.argmax(-1) == z_exp.argmax(-1)).sum()
     best = z_exp.topk(2, dim=-1).values
     yield (best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum()

@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
-from huggingface_hub.utils._http import default_client_factory, parse_ratelimit_headers
+from huggingface_hub.utils._http import default_client_factory, hf_raise_for_status, parse_ratelimit_headers
 
 from featcal_cli.runtime.progress import announce, describe_status, host_of, is_hub, name_host
 
@@ -25,6 +25,8 @@ TIMEOUT = 10.0
 """Seconds without a byte of an answer, after which a request has failed: huggingface_hub's own limit for files."""
 WRITING_TIMEOUT = 120.0
 """Seconds without a byte of an answer to a request that writes: a commit of many files takes its time."""
+LONGEST_PAUSE = 300.0
+"""Seconds that a run waits at most because the Hub asks for it."""
 SILENCE = 60.0
 """Seconds for which a Hub that was given up is not asked again: a job reads many repos, and waits for one alone."""
 TRIES = 5
@@ -52,6 +54,7 @@ def expect_answers() -> None:
 def make_client() -> Any:
     client = default_client_factory()
     client.event_hooks["request"].append(_limit)
+    client.event_hooks["response"].append(_refuse_endless_waits)
     return client
 
 
@@ -65,6 +68,15 @@ def _limit(request: Any) -> None:
         request.headers.pop("Authorization", None)
     elif time.monotonic() - _given_up.at < SILENCE:
         raise OfflineModeIsEnabled("the Hub did not answer just now")  # huggingface_hub then looks into its cache
+
+
+def _refuse_endless_waits(response: Any) -> None:
+    """Raise the error of an answer after which huggingface_hub would wait for hours, or ask again without a pause."""
+    path = response.request.url.path
+    is_creating = response.status_code == 409 and path.endswith("/repos/create")
+    if asked_pause(response) > LONGEST_PAUSE or (is_creating and b"conflicting operation" in response.read()):
+        response.read()
+        hf_raise_for_status(response)
 
 
 def asked_pause(response: Any) -> float:
@@ -149,6 +161,8 @@ def may_pass(error: BaseException) -> bool:
             return False
         if request is not None and request.method == "HEAD":
             return isinstance(cause, CUT)  # it has asked again after everything else
+        if isinstance(cause, HfHubHTTPError) and asked_pause(cause.response) > LONGEST_PAUSE:
+            return False
         busy = isinstance(cause, HfHubHTTPError) and cause.response.status_code in (408, 416, 429)
         return busy or is_lapsed(cause) or is_unreachable(cause)
     # another thread had the client made anew; or another number of bytes arrived than was announced
@@ -175,6 +189,8 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{who} stopped answering"
     if isinstance(cause, CUT):
         return f"{who} cut the connection ({kind})"
+    if isinstance(cause, OSError) and cause.errno is None:
+        return f"{who} sent another number of bytes than it announced"
     return f"{who} cannot be reached ({kind})"
 
 

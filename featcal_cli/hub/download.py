@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from glob import escape
@@ -12,7 +12,9 @@ from threading import Lock
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, is_offline_mode, snapshot_download, try_to_load_from_cache
+from huggingface_hub import RepoFile as ListedFile
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # public by its docs
+from huggingface_hub.utils._verification import verify_maps
 from tqdm import tqdm
 
 from featcal_cli.hub.client import with_retries
@@ -34,15 +36,16 @@ Watch = Callable[[str, int, int], None]
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
     """Download a repo's files and return their folder in the Hub's cache: the files that match `only`, or all files
     that do not match `skip`. Raises HubError if a file cannot be downloaded or is damaged."""
-    # a run that dies between arrival and check leaves the mark, and the next one checks
-    mark = cache_folder() / "unverified" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
+    # a run that dies between arrival and check leaves the marks, and the next one checks
+    marks = cache_folder() / "unchecked" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
     missing = missing_files(repo, only=only, skip=skip)
     if missing and not is_offline_mode():
         try:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+            for path in missing:
+                _mark(marks, path).parent.mkdir(parents=True, exist_ok=True)
+                _mark(marks, path).touch()
         except OSError as error:
-            raise unwritable_cache(mark, error) from error
+            raise unwritable_cache(marks, error) from error
         _fetch_files(repo, missing, watch)
     # all is here by now, but huggingface_hub also keeps the listing, for when the Hub is out of reach
     options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
@@ -52,10 +55,18 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
         if not (folder / path).is_file():
             what = f"the copy of {repo.name} is incomplete: {path} is missing"
             raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
-    if (missing or mark.exists()) and not is_offline_mode():
-        _verify(repo, folder)
-        mark.unlink(missing_ok=True)
+    unchecked = [path for path in chosen_files(repo, only, skip) if _mark(marks, path).exists()]
+    if unchecked and not is_offline_mode():
+        _verify(repo, folder, unchecked)
+        for path in unchecked:
+            _mark(marks, path).unlink(missing_ok=True)
     return folder
+
+
+def _mark(marks: Path, path: str) -> Path:
+    """Return the empty file that stands for a file of a commit that has arrived, or is arriving, and was not compared
+    with its checksum yet."""
+    return marks / path.replace("/", "--")
 
 
 def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
@@ -72,11 +83,13 @@ def other_weights(repo: Repo) -> list[str]:
     return [escape(path) for path in find_second_copies(repo.files)]
 
 
-def _verify(repo: Repo, folder: Path) -> None:
-    """Compare the cached files of a commit with the Hub's checksums. Raises HubError for a damaged file, and deletes
-    it."""
+def _verify(repo: Repo, folder: Path, paths: Sequence[str]) -> None:
+    """Compare cached files of a commit with the Hub's checksums. Raises HubError for a damaged file, and deletes it."""
+    local = {path: folder / path for path in paths}
     with repo.explained():
-        found = HfApi().verify_repo_checksums(repo.name, repo_type=repo.kind, revision=repo.commit)
+        listing = HfApi().list_repo_tree(repo.name, recursive=True, revision=repo.commit, repo_type=repo.kind)
+        remote = {entry.path: entry for entry in listing if isinstance(entry, ListedFile) and entry.path in local}
+    found = verify_maps(remote_by_path=remote, local_by_path=local, revision=str(repo.commit), verified_path=folder)
     damaged = [mismatch["path"] for mismatch in found.mismatches]
     for path in damaged:
         (folder / path).resolve().unlink(missing_ok=True)
@@ -88,12 +101,12 @@ def _verify(repo: Repo, folder: Path) -> None:
 
 def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
     """Download files into the cache, several at a time. Raises HubError for the first file that fails."""
-    meter = Meter(repo.name, sum(repo.files[path].size for path in paths), watch)
+    meter = Meter(repo.name, {path: repo.files[path].size for path in paths}, watch)
 
     def fetch(path: str) -> None:
         options: dict[str, Any] = {"repo_type": repo.kind, "revision": repo.commit}
         with repo.explained(path):
-            with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(), **options))
+            with_retries(lambda: hf_hub_download(repo.name, path, tqdm_class=meter.make_bar(path), **options))
 
     # snapshot_download would wait for what is on its way where the user interrupts
     threads = ThreadPoolExecutor(AT_A_TIME)
@@ -108,14 +121,14 @@ def _fetch_files(repo: Repo, paths: Sequence[str], watch: Watch | None) -> None:
 class Meter:
     """Adds up the progress of several downloads and reports it to `watch`."""
 
-    def __init__(self, name: str, total: int, watch: Watch | None) -> None:
-        self._name, self._total, self._watch = name, total, watch
-        self._arrived = 0
+    def __init__(self, name: str, sizes: Mapping[str, int], watch: Watch | None) -> None:
+        self._name, self._total, self._watch = name, sum(sizes.values()), watch
+        self._positions = dict.fromkeys(sizes, 0)
         self._lock = Lock()
         self.is_stopped = False
         """Whether the downloads were abandoned."""
 
-    def make_bar(self) -> type[tqdm]:
+    def make_bar(self, path: str) -> type[tqdm]:
         """Return a progress bar class for the download of one file. Its bars show nothing, report to the meter, and
         raise CancelledError once the downloads were abandoned."""
         numbers = count()
@@ -126,18 +139,21 @@ class Meter:
                 super().__init__(*arguments, **{**options, "disable": True})
                 # with Xet, one bar counts the bytes on disk and the next one those on the wire, which may be fewer
                 self._counts = next(numbers) == 0
-                self.update(options.get("initial", 0))
+                self.update(0)
 
             def update(self, n: float | None = 1) -> None:
                 if meter.is_stopped:
                     raise CancelledError
+                self.n += n or 0
                 if self._counts:
-                    meter.add(int(n or 0))
+                    meter.reach(path, int(self.n))
 
         return Bar
 
-    def add(self, size: int) -> None:
+    def reach(self, path: str, position: int) -> None:
+        """Record that `position` bytes of a file have arrived; a download that starts again reports fewer than
+        before."""
         with self._lock:
-            self._arrived += size
-            if self._watch:
-                self._watch(self._name, min(self._arrived, self._total), self._total)
+            if self._watch and self._positions[path] != position:
+                self._positions[path] = position
+                self._watch(self._name, min(sum(self._positions.values()), self._total), self._total)

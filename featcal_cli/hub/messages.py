@@ -28,8 +28,8 @@ LOGIN = "set HF_TOKEN or run `hf auth login`"
 CHECK_ENDPOINT = "check HF_ENDPOINT and the proxy"
 
 # kinds of failures that no class and no status tells apart
-SILENT, OFFLINE, CHANGED, METADATA, ODD_ANSWER, BROKEN = (
-    "silent", "offline", "changed", "metadata", "odd answer", "broken",
+SILENT, OFFLINE, CHANGED, METADATA, TOKEN, ODD_ANSWER, BROKEN = (
+    "silent", "offline", "changed", "metadata", "token", "odd answer", "broken",
 )  # fmt: skip
 READING: dict[object, tuple[str, str]] = {
     errors.HFValidationError: (
@@ -51,6 +51,7 @@ READING: dict[object, tuple[str, str]] = {
     ),
     OFFLINE: ("offline mode is on{missing}", "unset HF_HUB_OFFLINE and run again"),
     SILENT: ("{silence}", "check the connection, the proxy and HF_ENDPOINT, and run again"),
+    TOKEN: ("the token holds signs that no token of the Hub has, and cannot be sent", f"copy it again: {LOGIN}"),
     ODD_ANSWER: ("{hub} does not answer like a Hub when asked for {name} ({words})", CHECK_ENDPOINT),
     BROKEN: ("{name} could not be downloaded ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
 }  # fmt: skip
@@ -184,6 +185,8 @@ def _find_kind(error: BaseException, cause: BaseException, subject: _Subject) ->
         return None
     if not isinstance(cause, (errors.FileMetadataError, *ODD)):
         return BROKEN
+    if not (get_token() or "").isascii():
+        return TOKEN
     is_metadata = isinstance(cause, ValueError) and "metadata" in str(cause)
     is_metadata = is_metadata and subject.is_written and not isinstance(cause, json.JSONDecodeError)
     return METADATA if is_metadata else ODD_ANSWER

@@ -1,9 +1,10 @@
-"""Read a model's config.json, refuse what would run code, and build a transformers config from it. Error messages name
-the model, the file and, if known, the key at fault."""
+"""Read a model's config.json, refuse what would run code or never end, and build a transformers config from it. Error
+messages name the model, the file and, if known, the key at fault."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
@@ -17,6 +18,8 @@ from featcal_cli.runtime.structured_text import parse_json
 
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
+_LIMITS = {re.compile(r"(layers?|blocks|depths?|stages)$"): 4096, re.compile(r"experts$"): 2**14}
+"""Most layers of a model and most experts of a layer: building more takes hours, before any size can be checked."""
 _KERNELS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation")
 """Keys that can make transformers download compiled code from the Hub and run it."""
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
@@ -32,8 +35,8 @@ CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16
 
 
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
-    """Read config.json of the model `name` from its folder. Raises CheckpointError if it cannot be read, or if it
-    asks for code and is not `trusted`."""
+    """Read config.json of the model `name` from its folder. Raises CheckpointError if it cannot be read, if it has more
+    layers than any model, or if it asks for code and is not `trusted`."""
     where, fix = f"{name}/{CONFIG}", "use the config.json that belongs to the weights"
     try:
         config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
@@ -45,21 +48,28 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         what = f"config.json says architectures {plain(json.dumps(named))}, which is no list of transformers classes"
         raise CheckpointError(what, where=where, fix='write it like ["BertModel"], with the class of the weights')
-    if not trusted:
-        _check_kernels(config, where)
+    try:
+        _check_values(config, where, trusted)
+    except RecursionError:
+        raise CheckpointError("config.json is nested too deep", where=where, fix=fix) from None
     return config
 
 
-def _check_kernels(value: Any, where: str, key: str = "") -> None:
-    """Raise CheckpointError if a value of config.json, or one nested in it, names a kernel that transformers would
-    fetch as code from another repo. `key` is the key of the value, or of the list or mapping around it."""
+def _check_values(value: Any, where: str, trusted: bool, key: str = "") -> None:
+    """Raise CheckpointError if a value of config.json, or one nested in it, is a number of layers or experts that no
+    model has, or, unless `trusted`, names a kernel that transformers would fetch as code from another repo. `key` is
+    the key of the value, or of the list or mapping around it."""
     if isinstance(value, dict):
         for inner, part in value.items():
-            _check_kernels(part, where, key if key in _KERNELS else inner)
+            _check_values(part, where, trusted, key if key in _KERNELS else inner)
     elif isinstance(value, list):
         for part in value:
-            _check_kernels(part, where, key)
-    elif key in _KERNELS and isinstance(value, str) and "/" in value:
+            _check_values(part, where, trusted, key)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if any(value > most and pattern.search(key) for pattern, most in _LIMITS.items()):
+            what = f"config.json says {plain(key)} {plain(str(value))}, which is too large for any model"
+            raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
+    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
         what = f"config.json asks for code from another repo: {key} {quoted(value)}"
         fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
         raise CheckpointError(what, where=where, fix=fix)

@@ -19,7 +19,7 @@ from featcal_cli.hub.adapter import (
     read_adapter,
     split_adapter,
 )
-from featcal_cli.hub.repo import Opener, Repo, open_repo
+from featcal_cli.hub.repo import Kind, Opener, Repo, open_repo
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
@@ -89,6 +89,19 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
     return Origin(repo, "pickle")
 
 
+def find_config(name: str) -> tuple[str, Path]:
+    """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
+    An adapter leads to the base that it names. Raises HubError like `find_origin`."""
+    base, model = _split(name)
+    if base:
+        return find_config(base)
+    repo = open_repo(model)
+    if is_adapter(repo.files) and (named := _name_base(repo)):
+        repo = open_repo(_split(named)[0] or named)
+    check_model(repo.name, repo.files)
+    return repo.name, repo.fetch_text("config.json").parent
+
+
 def check_model(name: str, files: Collection[str]) -> None:
     """Raise HubError if the files are not those of a transformers model."""
     if "config.json" not in files:
@@ -143,36 +156,36 @@ class UnusableError(ValueError):
     name."""
 
 
-def locate(text: str, repo: Repo | None) -> str:
-    """Turn a name that a file in `repo` contains into a reference as a user would type it: `ID[@REVISION]`,
-    BASE+ADAPTER, or an absolute path. A Hub repo may only name Hub repos, never local paths. A folder may also name
-    paths relative to itself or, if they look like paths, to the current folder. Raises UnusableError."""
+def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
+    """Turn a name of a model or dataset that a file in `repo` contains into a reference as a user would type it:
+    `ID[@REVISION]`, BASE+ADAPTER, or an absolute path. A Hub repo may only name Hub repos, never local paths. A folder
+    may also name paths relative to itself or, if they look like paths, to the current folder. Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(path.resolve())
-    reference = "+".join(_locate_part(part, folder) for part in text.split("+"))
+    reference = "+".join(_locate_part(part, folder, kind) for part in text.split("+"))
     if "+" in reference and existing_path(reference):
         raise UnusableError("is also the name of a folder here, which hides it")
     return reference
 
 
-def find(text: str, repo: Repo | None) -> str | None:
+def find(text: str, repo: Repo | None, kind: Kind = "model") -> str | None:
     """Return the reference that `locate` gives, or None if it raises UnusableError."""
     try:
-        return locate(text, repo)
+        return locate(text, repo, kind)
     except UnusableError:
         return None
 
 
-def _locate_part(text: str, folder: Path | None) -> str:
+def _locate_part(text: str, folder: Path | None, kind: Kind) -> str:
     if folder:
         path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
         if path:
             return str(path.resolve())
     try:
-        text = bare_id(text)
+        text = bare_id(text, kind)
     except RecipeError:
-        raise UnusableError("is the address of no model on the Hub") from None
+        raise UnusableError(f"is the address of no {kind} on the Hub") from None
     name, revision = split_revision(text)
     if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
         raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")

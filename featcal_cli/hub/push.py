@@ -17,7 +17,7 @@ from featcal_cli.hub import client
 from featcal_cli.hub.download import Watch
 from featcal_cli.hub.messages import LOGIN, explained, gone, hub_page
 from featcal_cli.hub.weight_files import find_second_copies
-from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.errors import FeatCalError, HubError
 from featcal_cli.runtime.files import check_links, visible_files
 from featcal_cli.runtime.sanitise import list_some
 
@@ -67,11 +67,11 @@ def describe_account(user: Mapping[str, Any]) -> Account:
     permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
     permissions |= set(fine_grained.get("global") or [])
     granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
-    orgs = {str(org.get("name", "")) for org in user.get("orgs") or [] if org.get("roleInOrg") != "read"}
+    roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
     # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
-    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0] for scope in scopes}
-    namespaces = frozenset(one.lower() for one in {name, *orgs, *scoped} if one)
-    return Account(name, namespaces, granted.get(str(token.get("role")), RIGHTS))
+    scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
+    namespaces = {name.lower(), *roles, *scoped} - {"", *(org for org, role in roles.items() if role == "read")}
+    return Account(name, frozenset(namespaces), granted.get(str(token.get("role")), RIGHTS))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
             fix = f"do not use commit {pushed.commit}, and push with --overwrite-repo"
             raise HubError(what, where=pushed.url, fix=fix)
         return pushed
-    except HubError as error:
+    except FeatCalError as error:
         again = "the same command again pushes it, or finds it where it has arrived all the same"
         fix = f"{error.fix}; the finished model is in {folder}, and {again}"
         raise HubError(error.what, where=error.where, fix=fix) from error

@@ -22,10 +22,19 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import is_unreachable, with_retries
-from featcal_cli.hub.messages import explained
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, Entry, as_entries, parse_index, read_header
+from featcal_cli.hub.messages import CHECK_ENDPOINT, explained
+from featcal_cli.hub.weight_files import (
+    PICKLES,
+    SAFETENSORS,
+    Entry,
+    as_entries,
+    check_unique,
+    parse_index,
+    read_header,
+)
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import name_reason
+from featcal_cli.runtime.files import name_reason, tell_fix
+from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import exception_text, quoted
 
@@ -35,6 +44,11 @@ COMMIT = re.compile("[0-9a-f]{40}")
 CARD = "README.md"
 MAX_TEXT_BYTES = 10_000_000
 """Largest size in bytes of a config, index or card; a larger file is not read."""
+
+BAD_HEADER = (
+    SafetensorsParsingError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""Errors that parsing a header raises if it holds other values than it should."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +168,12 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
     for name in names:
         with repo.explained(name):
             try:
-                tensors |= _read_header(repo, name)
-            except (SafetensorsParsingError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                check_unique(header := _read_header(repo, name), tensors)
+            except BAD_HEADER as error:
                 what = f"{name} of {repo.name} is not a whole safetensors file: {exception_text(error)}"
                 fix = "use another revision, or download it again"
                 raise HubError(what, where=repo.pinned, fix=fix) from error
+        tensors |= header
     return tensors
 
 
@@ -166,7 +181,11 @@ def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
     """Read the header of a safetensors file from the folder or the cache, or else its first bytes from the Hub."""
     file = repo.folder / name if repo.folder else try_to_load_from_cache(repo.name, name, revision=repo.commit)
     if isinstance(file, (str, Path)):
-        return read_header(Path(file))
+        try:
+            return read_header(Path(file))
+        except OSError as error:
+            what = f"{name} of {repo.name} cannot be read: {name_reason(error)}"
+            raise HubError(what, where=str(file), fix=tell_fix(error, "make the file readable")) from error
     fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
     return as_entries(with_retries(fetch).tensors, repo.files[name].size)
 
@@ -175,11 +194,11 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     """List every file of a commit, from huggingface_hub's stored listing or else from the Hub. If neither is available,
     list the cached files, provided that they are a whole model."""
     try:
-        files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind))
+        files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind), name)
     except CachedRepoTreeNotFoundError:
         try:
             tree = partial(HfApi().list_repo_tree, name, recursive=True, revision=commit, repo_type=kind)
-            files = with_retries(lambda: _read_listing(tree()))
+            files = with_retries(lambda: _read_listing(tree(), name))
         except Exception as error:
             files = _cached_files(name, commit, kind) if is_unreachable(error) else {}
             if not files:
@@ -191,8 +210,16 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     return files
 
 
-def _read_listing(tree: Iterable[object]) -> dict[str, RepoFile]:
-    return {file.path: RepoFile(file.size) for file in tree if isinstance(file, ListedFile)}
+def _read_listing(tree: Iterable[object], name: str) -> dict[str, RepoFile]:
+    files: dict[str, RepoFile] = {}
+    for file in tree:
+        if not isinstance(file, ListedFile):
+            continue
+        if file.path in files:  # pages that lead to each other would never end
+            what = f"{hub_host()} does not answer like a Hub: it lists {quoted(file.path)} twice"
+            raise HubError(what, where=name, fix=CHECK_ENDPOINT)
+        files[file.path] = RepoFile(file.size)
+    return files
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:

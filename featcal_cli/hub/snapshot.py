@@ -14,11 +14,12 @@ from featcal_cli.hub.adapter import read_adapter
 from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download, other_weights
 from featcal_cli.hub.model_config import read_config
-from featcal_cli.hub.model_source import Origin, check_model, find_origin
+from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
 from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
     SAFETENSORS,
+    check_unique,
     converted_copy,
     folder_key,
     read_header,
@@ -62,10 +63,9 @@ def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
 
 
 def resolve_config(name: str) -> Snapshot:
-    """Return a snapshot of `name` with its config alone; no weights are downloaded. An adapter has the config of its
-    base. Raises HubError like `resolve`."""
-    body = find_origin(name, allow_pickle=True).body
-    return Snapshot(body.name, body.repo.fetch_text("config.json").parent, None)
+    """Return a snapshot of `name` with its config alone; no weights are downloaded or needed. An adapter has the config
+    of its base. Raises HubError like `resolve`."""
+    return Snapshot(*find_config(name), None)
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
@@ -122,9 +122,11 @@ def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
         what = f"the copy of {snapshot.name} is incomplete: {lost[0]} is missing"
         raise HubError(what, where=str(folder), fix=fix or "run once with the Hub in reach")
 
+    known: set[str] = set()
     for file in snapshot.weights():
         try:
-            read_header(file)
+            check_unique(header := read_header(file), known)
+            known |= header.keys()
         except (ValueError, OSError) as error:
             what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
             raise HubError(what, where=str(file), fix=fix or f"{_delete(file.resolve())} and run again") from error

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files, flush, name_reason, stamp_files, tell_fix, visible_files
-from featcal_cli.runtime.sanitise import exception_text
+from featcal_cli.runtime.sanitise import exception_text, quoted
 from featcal_cli.runtime.structured_text import parse_json
 
 if TYPE_CHECKING:
@@ -130,6 +130,12 @@ def as_entries(tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]
     return entries
 
 
+def check_unique(header: Mapping[str, Entry], known: Iterable[str]) -> None:
+    """Raise ValueError if a tensor of a file is among those that the model's earlier files hold."""
+    if twice := header.keys() & set(known):
+        raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
+
+
 def converted_copy(source: Path, key: str) -> Path:
     """Copy the model in `source` with its pickled weights converted to safetensors, once per `key`, and return the
     folder. Tensor names stay; tensors that share memory are written separately. Pickles are read with
@@ -208,8 +214,10 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in loaded.items():
-        memory = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        memory = storage.data_ptr()
         # safetensors refuses shared memory; which name of a tie to keep only the model class knows, so keep all
-        tensors[str(name)] = (tensor.detach().clone() if memory in seen else tensor.detach()).contiguous()
+        is_part = memory in seen or storage.nbytes() != tensor.nbytes
+        tensors[str(name)] = (tensor.detach().clone() if is_part else tensor.detach()).contiguous()
         seen.add(memory)
     return tensors

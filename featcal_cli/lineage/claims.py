@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
-from featcal_cli.hub.model_source import UnusableError, locate
+from featcal_cli.hub.model_source import UnusableError, find, locate, same_repo
 from featcal_cli.hub.repo import CARD, Repo
 from featcal_cli.lineage.card import Card, read_card
 from featcal_cli.lineage.mergekit import Claim, MalformedError, is_mergekit, read_mergekit, read_pool
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import LineageError, RecipeError
+from featcal_cli.runtime.references import split_revision
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents
 
@@ -28,7 +30,7 @@ def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
         raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
     card = read_card(repo.read_card())
     notes += [f"the card of {repo.name}: {card.problem}"] if card.problem else []
-    claims = list(_claims(repo, card, notes))
+    claims = [_without_itself(claim, repo, notes) for claim in _claims(repo, card, notes)]
     notes += [claim.note for claim in claims if claim.note]
     return claims
 
@@ -100,6 +102,26 @@ def _read_base_models(repo: Repo, card: Card) -> Claim | None:
     return Claim(source, experts=dict.fromkeys(card.base_models, ""), mixed=True) if card.base_models else None
 
 
+def names_itself(name: str, repo: Repo) -> bool:
+    """Whether a name in one of the repo's files refers to the repo itself, at this revision or at main."""
+    reference = find(name, repo)
+    if reference is None or repo.folder is not None:
+        return repo.folder is not None and reference == str(repo.folder.resolve())
+    return same_repo(reference, repo.name) and split_revision(reference)[1] in (None, "main", repo.commit)
+
+
+def _without_itself(claim: Claim, repo: Repo, notes: list[str]) -> Claim:
+    """Return the claim without the merged repo itself: its present content cannot be what was merged."""
+    base = None if claim.base and names_itself(claim.base, repo) else claim.base
+    experts = {name: task for name, task in claim.experts.items() if not names_itself(name, repo)}
+    if base == claim.base and len(experts) == len(claim.experts):
+        return claim
+    notes.append(f"{claim.source} names the repo itself, which is left out")
+    if claim.mixed and len(experts) == 1:  # a card that lists the repo itself beside its base
+        return replace(claim, base=next(iter(experts)), experts={}, mixed=False)
+    return replace(claim, base=base, experts=experts)
+
+
 def _anchored(data: Data, repo: Repo) -> Data:
     """Resolve a data source named in another author's recipe, so that it can be opened on this machine.
 
@@ -111,7 +133,8 @@ def _anchored(data: Data, repo: Repo) -> Data:
     if data.is_self_written:
         return data
     if data.path is None:
-        name, _, revision = locate("@".join(filter(None, (data.dataset, data.revision))), None).partition("@")
+        named = "@".join(filter(None, (data.dataset, data.revision)))
+        name, _, revision = locate(named, None, "dataset").partition("@")
         return data.model_copy(update={"dataset": name, "revision": revision or None})
     if repo.folder is None:
         raise UnusableError("is a path on its author's machine")

@@ -48,7 +48,7 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     """Read the merge that a mergekit configuration describes; `where` names the configuration, and `documents` are its
     YAML documents. Raises MalformedError for a configuration that mergekit itself would refuse and for several merges
     in one, and LineageError with the reason for a merge that cannot be calibrated: a mixture of experts, or stacked
-    layers."""
+    or shifted layers."""
     if len(documents) != 1:
         raise MalformedError(f"it holds {len(documents)} merges, and it is not told what went into the last one")
     config = documents[0]
@@ -67,7 +67,7 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     parts = [config] if modules is None else _listed([*modules.values()] if isinstance(modules, dict) else modules)
     stated = [config.get("base_model"), *(piece.get("base_model") for part in parts for piece in _slices(part))]
     bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
-    models = dict.fromkeys((model for part in parts for model in _models(part)), "")
+    models = dict.fromkeys((model for part in parts for model in _models(part, where)), "")
     # linear averages all that it lists, the base_model too if that is among them
     averaged = method == "linear" and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
@@ -85,11 +85,27 @@ def _is_mixture(config: Mapping[Any, Any]) -> bool:
     return isinstance(experts, list) and any(isinstance(entry, dict) and "source_model" in entry for entry in experts)
 
 
-def _models(part: dict[Any, Any]) -> Iterator[str]:
-    """Yield the models of a merge, or of one of its modules, in order."""
-    listed = [] if part.get("models") is None else _listed(part["models"], "models")
-    for entry in (*listed, *(source for piece in _slices(part) for source in _listed(piece.get("sources"), "sources"))):
-        yield _read_reference(entry.get("model"))
+def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
+    """Yield the models of a merge, or of one of its modules, in order. Raises LineageError if layers were shifted or
+    restacked."""
+    if part.get("models") is not None:
+        for entry in _listed(part["models"], "models"):
+            yield _read_reference(entry.get("model"))
+    layer = 0
+    for piece in _slices(part):
+        sources = _listed(piece.get("sources"), "sources")
+        ranges = {_read_range(source.get("layer_range")) for source in sources}
+        if len(ranges) > 1:
+            shifted = " with ".join(f"{start}–{stop - 1}" for start, stop in sorted(ranges))
+            what = f"its layers are shifted: one slice averages layers {shifted}"
+            raise LineageError(what, where=where, fix=_OTHER_MERGE)
+        for start, stop in ranges:
+            if start != layer:
+                what = f"its layers are restacked: layers {start}–{stop - 1} of a model became {layer} and up"
+                raise LineageError(what, where=where, fix=_OTHER_MERGE)
+            layer = stop
+        for source in sources:
+            yield _read_reference(source.get("model"))
 
 
 def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
@@ -100,6 +116,13 @@ def _read_reference(model: Any) -> str:
     if not isinstance(model, str) or not model.strip():
         raise MalformedError("a model in it has no name")
     return model.strip()
+
+
+def _read_range(value: object) -> tuple[int, int]:
+    match value:
+        case [int(start), int(stop)] if 0 <= start < stop < 10_000:
+            return start, stop
+    raise MalformedError("a layer_range in it is no range of layers")
 
 
 def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
@@ -117,6 +140,8 @@ def read_pool(document: object, where: str) -> Claim | None:
     entries, models = pool.get("models"), dict[str, str]()
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         path = entry.get("pretrained_model_name_or_path", entry.get("path")) if isinstance(entry, dict) else entry
+        if isinstance(path, str) and re.fullmatch(r"\$\{\.*base_model\}", path):
+            path = pool.get("base_model")
         if isinstance(name, str) and isinstance(path, str) and path.strip():
             models[name] = path.strip()
     bases = [model for name, model in models.items() if name in _POOL_BASES]

@@ -107,7 +107,7 @@ def _ask_for_all(search: Search, base: Finding | None) -> None:
         looked_at = (file if file in search.repo.files else f"{file} (not there)" for file in READ_FILES)
         where = f"looked at {list_some(looked_at, write=str)} of {search.repo.name}"
     first: list[Option] = [] if base else [("--base", "REPO")]
-    what = "; ".join([what, *search.notes])
+    what = "; ".join([what, *dict.fromkeys(search.notes)])
     search.ask(what, *first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"), where=where)
 
 

@@ -14,6 +14,7 @@ from featcal_cli.hub.client import is_lapsed
 from featcal_cli.hub.model_source import UnusableError, find, locate, same_repo
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.lineage.card import Card, read_card
+from featcal_cli.lineage.claims import names_itself
 from featcal_cli.lineage.mergekit import Claim
 from featcal_cli.lineage.questions import FROM_USER, Option, Question, show_merged
 from featcal_cli.recipe.schema import Draft, Merge
@@ -88,7 +89,7 @@ class Search:
 
     def find_parents(self, reference: str, source: str = FROM_USER) -> list[str]:
         """Return the models that a model was made from, by its adapter config or card: one, several for a merge, or
-        none if unknown. Raises HubError."""
+        none if unknown. The merged model, which some cards name, is left out. Raises HubError."""
         if halves := split_model(reference):
             return [halves[0]]
         repo = self.open(reference, "model", source)
@@ -99,7 +100,7 @@ class Search:
             except UnusableError as error:
                 self.notes.append(f"the base that {reference} names, {quoted(name)}, {error}")
                 continue
-            if not same_repo(parent, reference):
+            if not same_repo(parent, reference) and not (self.repo and names_itself(parent, self.repo)):
                 parents.append(parent)
         return parents
 

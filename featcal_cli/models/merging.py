@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.merge_methods import METHODS
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import NumericsError
 
 Sources = Sequence[Tensor]
 """The values of one parameter in base and in every expert, all of one shape."""
@@ -33,8 +35,22 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     combine = METHODS[merge.method].make_rule(merge, read_all)
     for _, names in groupby(parameters, _block_of):
         held = list(names)
-        yield {name: combine(name, parameters[name]).to(parameters[name][1].dtype) for name in held}
+        yield {name: _store(name, combine(name, parameters[name]), parameters[name]) for name in held}
         hardware.give_back(source for name in held for source in parameters[name])
+
+
+def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
+    """Convert a merged parameter to the first expert's dtype. Raises NumericsError if its values are too large for
+    float16."""
+    stored = merged.to(sources[1].dtype)
+    if stored.dtype == torch.float16 and bool(stored.isinf().any()) and all(bool(x.isfinite().all()) for x in sources):
+        raise NumericsError(
+            f"the merge does not fit into the first expert's float16: {name} would hold "
+            f"{float(merged.abs().max()):.4g}, and float16 ends at {torch.finfo(torch.float16).max:.4g}",
+            where="--merge",
+            fix="give a smaller scale, or save the first expert in bfloat16 or float32 and merge that",
+        )
+    return stored
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
-from featcal_cli.runtime.errors import FeatCalError, RecipeError, SeveralErrors
+from featcal_cli.runtime.errors import RecipeError, SeveralErrors
 from featcal_cli.runtime.sanitise import plain, quoted
 from featcal_cli.runtime.structured_text import find_line
 
@@ -24,10 +24,14 @@ _RENAMED = {"select": "choose between --method featcal and --method paper (the k
 """Keys and options of earlier versions, each with its fix."""
 
 
+class RecipeMistakesError(SeveralErrors, RecipeError):
+    """Several mistakes in one recipe."""
+
+
 def explain(
     error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
-) -> FeatCalError:
-    """Turn all of pydantic's errors about `keys` into one error. whole: name of the file or other source of the
+) -> RecipeError:
+    """Turn all of pydantic's errors about `keys` into one RecipeError. whole: name of the file or other source of the
     keys; text: the file's text, or empty; typed: the keys that the command line set."""
     complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
     for problem in error.errors(include_url=False):
@@ -40,7 +44,7 @@ def explain(
             line = f"line {find_line(text, place)}" if text else ""
             errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
     if len(errors) > 1:
-        return SeveralErrors(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
+        return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
     return RecipeError(only.what, where=where, fix=only.fix or f"change {only.what.split(' ')[0].rstrip(':')}")
@@ -101,8 +105,10 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
         case ["merged", *rest]:
             built = isinstance(overrides["merged"], Mapping)
             return f"--merge ({rest[0] if rest else 'method'})" if built else "MERGED"
+        case ["tasks", task, "evaluate", *rest]:
+            return f"--split {task}=…" if rest[:1] == ["split"] else None  # no option says the others
         case ["tasks", task, key, *_]:
-            return f"--{'split' if key == 'evaluate' else key} {task}=…"
+            return f"--{key} {task}=…"
         case ["calibration", "examples"]:
             return "--examples (-n)"
         case ["calibration" | "output", key, *_] | ["base" | "skip_experts" as key, *_]:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISREG
 
 from featcal_cli.runtime.errors import CheckpointError, OutputError
 
@@ -168,8 +169,12 @@ def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
     """Return size and modification time of each file, which show whether it changed, also days later. `paths` are files
     and folders; only files directly in a folder count."""
     inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
-    status = {str(file): file.stat() for file in sorted(inside) if file.is_file()}
-    return {file: f"{found.st_size} {found.st_mtime_ns}" for file, found in status.items()}
+    stamps = {}
+    for file in sorted(inside):
+        with suppress(FileNotFoundError):  # it went just now, as what editors write for a moment
+            if S_ISREG((found := file.stat()).st_mode):
+                stamps[str(file)] = f"{found.st_size} {found.st_mtime_ns}"
+    return stamps
 
 
 def check_unchanged(stamps: Mapping[str, str]) -> None:

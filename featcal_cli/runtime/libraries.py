@@ -34,13 +34,17 @@ def load_libraries() -> None:
 def explain_broken_package(error: BaseException) -> FeatCalError | None:
     """Return the message for an error that was raised while a package other than featcal was imported; None for any
     other error."""
-    cause = error
-    while cause.__cause__ is not None:  # lazy modules raise errors of their own
-        cause = cause.__cause__
-    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
-    importing = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
-    others = [module for module in importing if module not in ("featcal_cli", "__main__")]
-    if not (isinstance(cause, ImportError) or others):
+    causes = [error]
+    # lazy modules raise errors of their own, and some raise one from itself
+    while (cause := causes[-1].__cause__) is not None and all(cause is not known for known in causes):
+        causes.append(cause)
+    for cause in reversed(causes):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
+        importing = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
+        others = [module for module in importing if module not in ("featcal_cli", "__main__")]
+        if isinstance(cause, ImportError) or others:
+            break
+    else:
         return None
     distributions = packages_distributions()
     modules = [str(getattr(cause, "name", None) or "").partition(".")[0], *others]

@@ -87,14 +87,17 @@ GONE = 141
 
 
 def check_surroundings() -> None:
-    """Let standard output take every character. Raises FeatCalError where the current folder is gone, and for arguments
-    that are not UTF-8."""
+    """Let standard output take every character. Raises FeatCalError where the current folder is gone, where docstrings
+    were left out, and for arguments that are not UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()  # noqa: PTH109 - that of pathlib is the same
     except OSError:
         raise OutputError("the current folder is gone", where=".", fix="cd to a folder that exists") from None
+    if sys.flags.optimize > 1:
+        what = "Python was started without docstrings, and transformers cannot be imported without them"
+        raise RecipeError(what, where="python -OO", fix="unset PYTHONOPTIMIZE, or start it without -OO (-O is fine)")
     for text in sys.argv[1:]:
         if any("\ud800" <= character <= "\udfff" for character in text):
             where = text.encode("utf-8", "backslashreplace").decode()
@@ -121,6 +124,7 @@ GRACE = 1.0
 """Seconds that an interrupted run gets to end by itself. Files on the disk are complete at any time."""
 EXIT_CODE = 130
 """Exit code after Ctrl-C, which typer also uses for every KeyboardInterrupt."""
+STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
 CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
@@ -141,6 +145,18 @@ def list_signals() -> list[signal.Signals]:
     set to be ignored (as by nohup), or if torchrun, which ends processes itself, started this process."""
     others = [] if all(os.environ.get(name) for name in NAMES) else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
+
+
+def stop_when_signalled(message: str = STARTING) -> None:
+    """Install handlers that end this process at once, with a message, on Ctrl-C, SIGTERM or SIGHUP. A KeyboardInterrupt
+    would be turned into other errors by libraries that are being imported. Call it only in the main thread."""
+
+    def handle(number: int, _: object) -> NoReturn:
+        _came.append(number)
+        stop(message)
+
+    for number in list_signals():
+        signal.signal(number, handle)
 
 
 @contextmanager

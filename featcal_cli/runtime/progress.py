@@ -36,7 +36,10 @@ def hub_host() -> str:
 
 def host_of(address: str) -> str:
     """Return the host of an address with its port, or the Hub's if the address has none."""
-    return urlsplit(address).netloc.rpartition("@")[2] or hub_host()
+    try:
+        return urlsplit(address).netloc.rpartition("@")[2] or hub_host()
+    except ValueError:  # brackets are of an IPv6 address
+        return "an address"
 
 
 def is_hub(host: str) -> bool:

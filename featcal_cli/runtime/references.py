@@ -111,7 +111,7 @@ def read_page(text: str) -> HfUri | None:
     shown = shown if len(shown) <= 100 else shown[:99] + "…"
     try:
         found = parse_hf_uri(text, endpoint=constants.ENDPOINT)
-    except HfUriError:
+    except (HfUriError, ValueError):  # brackets are of an IPv6 address
         found = None
     if found is None or found.type not in ("model", "dataset"):
         fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"

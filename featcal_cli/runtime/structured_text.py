@@ -81,13 +81,15 @@ class _RecipeLoader(_Loader):
     yaml_implicit_resolvers = _resolve(_TYPES_OF_ALL)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        known: dict[str, int] = {}
+        known: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
                 key.tag = f"{_TAG}str"
-                if (first := known.setdefault(key.value, line)) != line:
-                    raise _RefusedError(f"the key {plain(key.value)} is in line {first} and again in line {line}")
+                first = known.setdefault(key.value, key.start_mark)
+                if first.index != key.start_mark.index:
+                    again = f"is in line {first.line + 1} and again in line {line}"
+                    raise _RefusedError(f"the key {plain(key.value)} {again}")
         return super().construct_mapping(node, deep)
 
 

@@ -107,13 +107,14 @@ def find_own_recipe(models: Sequence[str]) -> Path | None:
 
 def name_roles(models: Sequence[str]) -> list[str]:
     """Return a short name for each model: the last part of its path or id, or all of it where that is taken. Raises
-    RecipeError if a model is given twice."""
+    RecipeError if that is taken as well."""
     roles: list[str] = []
     for model in models:
         name = model.partition("@")[0].rstrip("/")
         free = [role for role in (name.rpartition("/")[2], name) if role not in (*roles, EXPERT, MERGED, BASE)]
         if not free:
-            raise RecipeError(f"{model} is given twice", where="MODEL", fix="name every model once")
+            fix = "name every model once, and a folder called merged, base or expert as ./NAME"
+            raise RecipeError(f"the name {model} is taken", where="MODEL", fix=fix)
         roles.append(free[0])
     return roles
 

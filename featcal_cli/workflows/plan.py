@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
+from torch import nn
 
 from featcal_cli.calibration.journal import list_blocks
 from featcal_cli.calibration.results import ADAPTER
@@ -130,7 +131,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         with look():
             check_writable(merged, architecture, headers["merged"])
         with look():
-            _check_adapter(origins, options.as_adapter, architecture)
+            _check_adapter(origins, options.as_adapter, merged.module, architecture)
         with look():
             if options.evaluate:
                 check_evaluable(session, recipe, allow_code=options.allow_code)
@@ -322,11 +323,17 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], tar
             raise OutputError(what, where=str(place), fix=fix)
 
 
-def _check_adapter(origins: Mapping[str, Origin], rank: int | None, architecture: Architecture) -> None:
+def _check_adapter(
+    origins: Mapping[str, Origin], rank: int | None, merged: nn.Module, architecture: Architecture
+) -> None:
     """Raise RecipeError if no adapter of this rank can be written; `rank` None means that none is wanted."""
     if rank is None:
         return
     where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
+    widest = max((min(x.shape) for x in merged.parameters() if x.ndim == 2), default=0)
+    if not 1 <= rank <= widest:
+        what = f"the rank of an adapter is at least 1, and at most {widest} for the matrices of this model"
+        raise RecipeError(what, where=where, fix=f"give 16, for example, {leave}")
     if "merged" not in origins or origins["merged"].base:
         what = "an adapter goes on a full merged model that others can load"
         raise RecipeError(what, where=where, fix=f"push the merged model without adapters and name it, {leave}")

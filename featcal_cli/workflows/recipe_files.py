@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from featcal_cli import __version__
 from featcal_cli.lineage.questions import Finding
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.errors import OutputError, RecipeError
-from featcal_cli.runtime.files import write_requested
+from featcal_cli.runtime.files import name_reason, write_requested
 from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import plain, without_tokens
 from featcal_cli.runtime.structured_text import dump_yaml
@@ -57,9 +58,12 @@ def check_file(file: Path, kinds: Sequence[str], where: str) -> None:
     if file.suffix not in kinds:
         raise OutputError(f"{file.name} is no {' or '.join(kinds)}", where=where, fix=f"name it {file.stem}{kinds[0]}")
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            file.lstat()
         is_placed = file.resolve().parent.is_dir()
-    except (OSError, ValueError):
-        is_placed = False
+    except (OSError, ValueError, RuntimeError) as error:
+        what = f"this cannot be a file: {name_reason(error)}"
+        raise OutputError(what, where=where[:80], fix="choose another path") from None
     if not is_placed:
         raise OutputError(f"there is no folder {file.parent}", where=where[:80], fix="create it, or choose another")
 

@@ -79,15 +79,16 @@ def find_token_ids(
 
 
 def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -> None:
-    """Raise CheckpointError if featcal is to merge models that have a token under different ids, because embeddings are
-    merged row by row."""
+    """Raise CheckpointError if featcal is to merge models that have a token under different ids, or different tokens
+    under one id, because embeddings are merged row by row."""
     roles = [role for role in outlines if role != MERGED]
     if len({count_vocabulary(outlines[role].module) for role in roles}) > 1:
         return  # then embeddings are not merged: they stay the first expert's
     known = [found for role in roles if (found := vocabularies.find(role)) is not None]
+    tokens = {number: token for token, number in known[0].ids.items()} if known else {}
     for other in known[1:]:
         for token, number in other.ids.items():
-            if known[0].ids.get(token, number) != number:
+            if known[0].ids.get(token, number) != number or tokens.get(number, token) != token:
                 what = f"{known[0]} and {other} have different ids for {plain(token)}, so embeddings cannot be merged"
                 fix = "merge them with mergekit, with tokenizer_source: union, and name the result as the merged model"
                 raise CheckpointError(what, where="--merge", fix=fix)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.calibration.journal import drop_journal
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.reporting.gates import check_held_out
@@ -184,7 +183,7 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
                 report, models = compute(session, inputs, workspace, target)
         else:
             if ranks.is_first:
-                drop_journal(workspace.journal)  # of a run that was killed when its output was already there
+                workspace.drop_old_blocks()
             if options.strict:
                 check_held_out({task: report.settings["examples"][task] for task in report.fitted_tasks})
         if options.evaluate and not report.accuracy:

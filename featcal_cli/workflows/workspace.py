@@ -173,10 +173,12 @@ class Workspace:
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         with hold(self.folder, self.target):
             with self.writing():  # puts right what a run that was killed in the middle of `publish` left
-                if self.target.exists():
-                    shutil.rmtree(self._replaced, ignore_errors=True)
-                elif self._replaced.exists():
-                    self._replaced.replace(self.target.resolve())
+                if self._replaced.exists():
+                    # a folder that somebody made anew is no output
+                    if self.target.exists() and not (self.target.is_dir() and not any(self.target.iterdir())):
+                        shutil.rmtree(self._replaced)
+                    else:
+                        self._replaced.replace(self.target.resolve())
             try:
                 yield
             finally:
@@ -203,12 +205,24 @@ class Workspace:
             check_replaceable(self.target, overwrite=self._overwrite)
             if self.target.exists():
                 self.target.resolve().replace(self._replaced)
-            self.built.replace(self.target.resolve())
+            try:
+                self.built.replace(self.target.resolve())
+            except BaseException:
+                if self._replaced.exists() and not self.target.exists():
+                    self._replaced.replace(self.target.resolve())
+                raise
             flush(self.folder)
             flush(self.folder.parent)
         with suppress(OSError):
             drop_journal(self.journal)
             shutil.rmtree(self._replaced)
+
+    def drop_old_blocks(self) -> None:
+        """Remove finished blocks that are older than the finished output: a run that was killed left them when its
+        output was already in its place. Newer ones are another run's."""
+        made = (self.target / REPORT).stat().st_mtime
+        if all(block.stat().st_mtime <= made for block in list_blocks(self.journal)):
+            drop_journal(self.journal)
 
     def rewrite(self, contents: Mapping[str, str]) -> None:
         """Rewrite files of the finished output; each file is complete at any time. Raises OutputError."""

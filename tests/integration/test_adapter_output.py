@@ -105,7 +105,7 @@ def test_the_adapter_goes_to_the_hub_with_the_output(
     ("name", "rank", "change", "what"),
     [
         ("bert", 0, {}, "at least 1"),
-        ("bert", 4, {"merged": {"method": "average"}}, "built only for the run"),
+        ("bert", 4, {"merged": {"method": "average"}}, "goes on a full merged model"),
         ("mixtral", 4, {}, "cannot hold the experts of a mixture"),
     ],
 )

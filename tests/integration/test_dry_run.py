@@ -45,7 +45,7 @@ def test_all_that_would_stop_a_run_is_said_after_the_plan(
         "error: 4 things would stop a run",
         "out: the output folder exists",
         "--push-to me/calibrated: pushing needs a token",
-        "--as-adapter 999: no update has a rank above",
+        "--as-adapter 999: the rank of an adapter is at least 1, and at most",
         "no task says how it is evaluated",
     ):
         assert what in run.stderr, run.stderr

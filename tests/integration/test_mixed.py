@@ -31,6 +31,7 @@ def run(
     folder: Path,
     inputs: dict[str, dict[str, torch.Tensor]],
     method: str = "featcal",
+    metric: str | None = "features",
     **models: PreTrainedModel,
 ) -> Result:
     """Save `merged`, `base` and an expert a task, and calibrate."""
@@ -40,7 +41,7 @@ def run(
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
     recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
-    calibration = {"examples": 6, "method": method, "metric": "features"}
+    calibration = {"examples": 6, "method": method, "metric": metric}
     return calibrate({**recipe, "calibration": calibration}, output=folder / "out")
 
 
@@ -97,16 +98,11 @@ def test_a_merged_model_with_a_head_keeps_it(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_experts_keep_their_heads_where_merged_is_the_bare_body(tmp_path: Path) -> None:
-    deep = 6  # enough blocks for a head to be small beside them
-    headed = {task: classifier(seed, 2 + seed, num_hidden_layers=deep) for seed, task in enumerate(TASKS, 1)}
-    inputs = text(12)
-    rest = {"merged": bert(0, num_hidden_layers=deep), "base": bert(4, num_hidden_layers=deep)}
-    results = []
+    headed = {task: classifier(seed, 2 + seed) for seed, task in enumerate(TASKS, 1)}
+    inputs, rest = text(12), {"merged": bert(0), "base": bert(4)}
     for name, experts in (("headed", headed), ("bare", {task: model.bert for task, model in headed.items()})):
         (folder := tmp_path / name).mkdir()
-        results.append(run(folder, inputs, **rest, **experts, method="paper"))
-    outputs = [result.report.measures["red"].models["merged"].output for result in results]
-    assert [output.kind for output in outputs if output] == ["logits", "features"]
+        run(folder, inputs, **rest, **experts, method="paper")
     check_equal(tmp_path / "headed", tmp_path / "bare")
 
 

@@ -138,6 +138,12 @@ def shards(*files: object) -> Arrange:
     return index({"metadata": {}, "weight_map": {str(number): file for number, file in enumerate(files)}})
 
 
+def a_tensor_in_two_shards(stage: Stage) -> None:
+    shards("a.safetensors", "b.safetensors")(stage)
+    whole = load_file(stage.folder / "red" / "a.safetensors")
+    save_file({"embeddings.LayerNorm.bias": whole["embeddings.LayerNorm.bias"]}, stage.folder / "red/b.safetensors")
+
+
 @case
 def link(stage: Stage, path: str, target: str) -> None:
     """A link in the merged model's folder, in place of what may be there."""
@@ -237,6 +243,7 @@ CASES: list[Case] = [
     (config_text("{"), ["config.json"]),
     (config_text("[]"), ["config.json", "mapping"]),
     (config_text("[" * 100_000), ["config.json", "nested too deep"]),
+    (config_text(f'{{"model_type": "bert", "a": {"[" * 5000}{"]" * 5000}}}'), ["config.json", "nested too deep"]),
     (no_config, ["no config.json"]),
     (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["transformers", "config.json"]),
     (merged_config(architectures=7, model_type="zzz"), ["transformers", "config.json"]),
@@ -246,6 +253,10 @@ CASES: list[Case] = [
         ["Evil\\x1b", "--trust-remote-code"],
     ),
     (merged_config(_attn_implementation="evil/kernel"), ["code from another repo", "evil/kernel"]),
+    (merged_config(hidden_size=10**12), ["config.json of merged"]),
+    (merged_config(num_hidden_layers=10**9), ["num_hidden_layers 1000000000", "too large"]),
+    (config("red", num_hidden_layers=10**9), ["num_hidden_layers 1000000000", "too large"]),
+    (merged_config(vocab_size=10**8), ["config.json describes", "the files hold"]),
     (merged_config(max_position_embeddings=10**9), ["config.json describes", "the files hold"]),
     (merged_config(hidden_size=64, intermediate_size=96), ["merged holds", "of shape", "config.json describes"]),
     (merged_config(hidden_size=-32), ["merged"]),
@@ -263,6 +274,7 @@ CASES: list[Case] = [
     (shards(1, 2), [INDEX, "weight index"]),
     (index("[" * 100_000), [INDEX, "weight index"]),
     (index({"weight_map": "../x"}), [INDEX, "weight index"]),
+    (a_tensor_in_two_shards, ["another file of the model", "embeddings.LayerNorm.bias"]),
     (config_that_is_a_link, ["config.json is a link", "replace the link"]),
     (link("notes.txt", "secret/note.txt"), ["notes.txt is a link", "secret/note.txt"]),
     (link("extras", "secret"), ["extras is a link", "secret"]),

@@ -62,7 +62,7 @@ class Spoken:
         (("modules", f"{ORG}/merged"), "model tree", "reset", "Retrying in 1s"),
         (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "Retrying in"),
     ],
-    ids=["calibrate, 500", "dry run, no answer"],
+    ids=["calibrate, 500", "modules, reset", "dry run, no answer"],
 )
 def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_two_minutes(
     hub: HubServer, merge: Path, tmp_path: Path, command: tuple[str, ...], kind: str, fault: str | Fault, told: str

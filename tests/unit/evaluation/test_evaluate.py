@@ -454,14 +454,14 @@ def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
         ({"prompts": ["{} {}"]}, "has 2"),
         ({"prompts": ["{}"], "answers": ["a"]}, "different ways to measure"),
         ({"classes": ["a"]}, "classes belong to prompts"),
-        ({"answers": [True, False]}, "answers.0 must be text"),
+        ({"answers": [True, False]}, "answers.0 must be a valid string"),
         ({"metric": "spearman", "answers": ["a", "b"]}, "say how they are written"),
         ({"metric": "spearman"}, "say how they are written"),
         ({"answers": "{label}"}, "a format with one {}"),
-        ({"answers": "{"}, "no list and no format"),
+        ({"answers": "{"}, "a list, or a format with one {}"),
         ({"chat": True}, "chat belongs to lm_eval"),
         ({"promts": ["{}"]}, "unknown key promts"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be greater than or equal to 1"),
         ({"answers": 5}, r"tasks\.it\.evaluate\.answers must be a list"),
     ],
 )
@@ -472,7 +472,7 @@ def test_what_cannot_be_meant_is_refused(t5: Path, how: dict[str, Any], message:
 
 def test_models_are_called_by_as_much_of_their_names_as_tells_them_apart() -> None:
     assert name_roles(["user/one@abc", "/tmp/other/one/", "user/merged"]) == ["one", "/tmp/other/one", "user/merged"]
-    with pytest.raises(RecipeError, match="given twice"):
+    with pytest.raises(RecipeError, match="the name one is taken"):
         name_roles(["one", "one"])
 
 

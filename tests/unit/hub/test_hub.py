@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -22,9 +23,9 @@ from huggingface_hub import constants
 from outcome import refusal_of
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.hub.client import TIMEOUT, expect_answers
-from featcal_cli.hub.download import download
-from featcal_cli.hub.repo import open_repo
+from featcal_cli.hub.client import TIMEOUT, describe_failure, expect_answers
+from featcal_cli.hub.download import Meter, download
+from featcal_cli.hub.repo import open_repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
 from featcal_cli.runtime.progress import heard
 
@@ -154,6 +155,52 @@ def test_a_weight_file_that_is_cut_short_or_a_pointer_is_refused(
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5] if content is None else content)
     assert what in refusal(str(folder))
+
+
+HEADERS: dict[str, tuple[str, str]] = {
+    "one offset": ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', "not a whole safetensors file"),
+    "no end": ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}', "not a whole safetensors file"),
+}
+
+
+@pytest.mark.parametrize(("header", "told"), HEADERS.values(), ids=HEADERS)
+def test_a_header_on_the_hub_that_makes_no_sense_is_refused(
+    hub: HubServer, folder: Path, header: str, told: str
+) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    hub.add_repo(f"user/header-{len(header)}", folder)
+    assert told in refusal_of(lambda: read_headers(open_repo(f"user/header-{len(header)}")))
+
+
+def test_a_tensor_in_two_files_is_refused_before_and_after_the_download(hub: HubServer, folder: Path) -> None:
+    sharded(folder, "model.safetensors", save_file)
+    shutil.copyfile(folder / SHARDS[0], folder / SHARDS[1])
+    hub.add_repo("user/two", folder)
+    told = "another file of the model holds the tensor 'b.weight', too"
+    assert told in refusal_of(lambda: read_headers(open_repo("user/two")))
+    assert told in refusal("user/two")
+
+
+def test_a_weight_file_that_cannot_be_read_is_no_failed_download(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr("featcal_cli.hub.repo.read_header", closed)
+    message = refusal_of(lambda: read_headers(open_repo(str(folder))))
+    assert "model.safetensors" in message and "cannot be read: Permission denied" in message
+    assert "download" not in message
+
+
+@pytest.mark.parametrize("place", ["hub", "folder", "adapter", "base and adapter"])
+def test_a_config_needs_no_weights(hub: HubServer, tmp_path: Path, place: str) -> None:
+    model, name = bare(tmp_path / "model"), str(tmp_path / "model")
+    hub.add_repo("user/no-weights", model)
+    if "adapter" in place:
+        (tmp_path / "adapter").mkdir()
+        said = {"peft_type": "LORA", "base_model_name_or_path": name}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+        name = f"{name}+user/none" if "base" in place else str(tmp_path / "adapter")
+    snapshot = resolve_config("user/no-weights" if place == "hub" else name)
+    assert snapshot.name == ("user/no-weights" if place == "hub" else str(model))
+    assert snapshot.config["hidden_size"] == 8
 
 
 def test_what_is_no_id_is_refused_without_asking_the_hub(hub: HubServer) -> None:
@@ -403,6 +450,28 @@ def test_a_file_that_nobody_checked_is_checked_by_the_next_run(
     assert_equal(loaded(resolve("user/mine")), tensors())
 
 
+def test_a_file_that_no_run_downloaded_is_neither_checked_nor_deleted(hub: HubServer, folder: Path) -> None:
+    commit = hub.add_repo("user/theirs", folder)
+    # a folder where one version kept a folder, and another a file
+    (Path(os.environ["FEATCAL_CACHE"]) / "unverified" / f"model--user--theirs--{commit}").mkdir(parents=True)
+    file = cached_file(resolve_config("user/theirs"), "config.json")
+    spoilt = file.read_bytes()[:-1] + b"?"
+    file.write_bytes(spoilt)
+    download(open_repo("user/theirs"))
+    assert file.read_bytes() == spoilt
+
+
+def test_what_a_resumed_download_had_is_counted_once() -> None:
+    told: list[tuple[str, int, int]] = []
+    meter = Meter("user/resumed", {"one": 10, "two": 10}, lambda *what: told.append(what))
+    meter.make_bar("one")().update(6)
+    again = meter.make_bar("one")(initial=6)
+    again.update(4)
+    assert [arrived for _, arrived, _ in told] == [6, 10]
+    meter.make_bar("two")(initial=0).update(3)
+    assert told[-1] == ("user/resumed", 13, 20)
+
+
 def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path) -> None:
     hub.add_repo("user/told", folder)
     told: list[tuple[str, int, int]] = []
@@ -441,7 +510,16 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert "HF_HOME" in message
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_token_that_no_header_can_hold_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh\u00fc")
+    message = refusal("user/full")
+    assert "the token holds signs that no token of the Hub has" in message and "HF_TOKEN" in message
+    assert "hf_abcdefgh" not in message and "like a Hub" not in message
+
+
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
+ENDLESS = Fault(headers={"Link": '<{}/api/models/user/{}/tree/main>; rel="next"'})
 ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "a file that breaks off": ("large file", "reset midway", "model.safetensors of user/{} did not arrive: localhost:"),
     "one that has moved on": ("large file", Fault(status=403), "localhost:.* refuses model.safetensors of user/{}"),
@@ -455,6 +533,8 @@ ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
     "an odd listing": ("model tree", Fault(body=b'[{"type": "file"}]'), "does not answer like a Hub"),
     "a listing of nothing": ("model tree", Fault(body=b"null"), "does not answer like a Hub"),
     "a circle": ("file head", Fault(status=302, headers={"Location": "?again"}), "reached .TooManyRedirects."),
+    "pages without end": ("model tree", ENDLESS, "twice"),
+    "a day of waiting": ("file head", Fault(status=429, headers={"Retry-After": "86400"}), "refuses more requests"),
 }  # fmt: skip
 
 
@@ -466,7 +546,8 @@ def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
     name = case.replace(" ", "-")
     hub.add_repo(f"user/{name}", folder)
     if isinstance(fault, Fault):
-        fault = replace(fault, carried_out=fault.status < 400)
+        headers = {key: value.format(hub.url, name) for key, value in fault.headers.items()}
+        fault = replace(fault, headers=headers, carried_out=fault.status < 400)
     hub.fail(kind, fault, times=None)
     waits: list[str] = []
     with heard(waits.append):
@@ -498,6 +579,11 @@ def test_waiting_is_announced(hub: HubServer, folder: Path, kind: str, fault: st
         resolve(name)
     told = re.sub("(localhost|127.0.0.1):[0-9]+", "CDN", "; ".join(said))
     assert told == waited or re.fullmatch(waited, told), told
+
+
+def test_a_file_of_another_size_is_no_hub_out_of_reach() -> None:
+    told = describe_failure(OSError("Consistency check failed: file should be of size 9 but has size 3"))
+    assert told == "the Hub sent another number of bytes than it announced"
 
 
 @pytest.mark.parametrize("status", [403, 404])
@@ -579,9 +665,18 @@ def test_a_folder_that_changed_is_converted_again(pickled: Path) -> None:
     assert_equal(loaded(before), tensors())
 
 
-def test_tied_and_overlapping_weights_survive_the_conversion(pickled: Path) -> None:
-    table = torch.randn(6, 4)
-    wanted = {"embed": table, "head": table, "turned": table.t(), "rows": table[1:3], "alone": torch.ones(2)}
+TABLE = torch.arange(24.0).view(6, 4)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"embed": TABLE, "head": TABLE, "turned": TABLE.t(), "rows": TABLE[1:3], "alone": torch.ones(2)},
+        {"part": TABLE[:1]},
+        {"part": TABLE[:1], "whole": TABLE},
+    ],
+)
+def test_tied_and_overlapping_weights_survive_the_conversion(pickled: Path, wanted: dict[str, torch.Tensor]) -> None:
     torch.save(wanted, pickled / "pytorch_model.bin")
     assert_equal(loaded(resolve(str(pickled), allow_pickle=True)), wanted)
 

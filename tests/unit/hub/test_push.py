@@ -19,9 +19,9 @@ from huggingface_hub import constants
 from outcome import refusal_of
 from safetensors.torch import save_file
 
-from featcal_cli.hub.push import Pushed, Target, check_target, push
+from featcal_cli.hub.push import Pushed, Target, check_target, describe_account, push
 from featcal_cli.hub.snapshot import resolve
-from featcal_cli.runtime.errors import CheckpointError, HubError
+from featcal_cli.runtime.errors import HubError
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
@@ -207,8 +207,8 @@ def test_links_that_lead_out_are_not_followed(hub: HubServer, folder: Path, tmp_
     (tmp_path / "elsewhere").mkdir()
     for target in ("secret.txt", "elsewhere", "absent"):
         (folder / "link").symlink_to(tmp_path / target)
-        with pytest.raises(CheckpointError, match="link is a link"):
-            send(folder, "alice/links")
+        message = refusal(lambda: send(folder, "alice/links"))
+        assert "link is a link" in message and f"the finished model is in {folder}" in message
         (folder / "link").unlink()
     assert not hub.repos
     (folder / "same.json").symlink_to("config.json")
@@ -250,6 +250,14 @@ def test_namespaces_are_the_users_and_their_organisations(hub: HubServer, folder
     for name in ("alice/out/more", "alice/a--b", "alice/ü", "alice/"):
         assert "USER/NAME" in refusal(lambda name=name: aim(name))  # type: ignore[misc]
     assert "leave out --create-pr" in refusal(lambda: aim("alice/absent", create_pr=True))
+
+
+def test_a_token_for_an_organisation_in_which_its_user_may_only_read_does_not_write_there() -> None:
+    scopes = [{"entity": {"type": "org", "name": org}, "permissions": ["repo.write"]} for org in ("Team", "Readers")]
+    token = {"role": "fineGrained", "fineGrained": {"scoped": scopes}}
+    orgs = [{"name": "Team", "roleInOrg": "write"}, {"name": "Readers", "roleInOrg": "read"}]
+    account = describe_account({"name": "Alice", "orgs": orgs, "auth": {"accessToken": token}})
+    assert account.namespaces == {"alice", "team"}
 
 
 # What goes wrong on the way
@@ -322,6 +330,15 @@ def test_what_the_hub_says_of_a_refusal_is_passed_on(hub: HubServer, folder: Pat
     message = refusal(lambda: send(folder, f"alice/{case}"))
     assert re.search(told.format(case), message) and fix in message, message
     assert "\x1b" not in message and "\u202e" not in message
+
+
+def test_a_repo_that_somebody_else_is_creating_is_not_waited_for_without_end(hub: HubServer, folder: Path) -> None:
+    busy = Fault(status=409, body=b'{"error": "Another conflicting operation is in progress"}', carried_out=False)
+    hub.fail("create", busy, times=2)
+    send(folder, "alice/busy")
+    assert stored(hub, "alice/busy") == visible(folder)
+    hub.fail("create", busy, times=None)
+    assert "was changed by somebody else" in refusal(lambda: send(folder, "alice/always-busy"))
 
 
 @pytest.mark.usefixtures("hub")

@@ -89,16 +89,6 @@ def test_what_users_change_is_said(tmp_path: Path, values: dict[str, Any], words
     assert "expert red" in said and words in said
 
 
-def test_settings_that_differ_where_they_are_cut_off_do_not_read_the_same(tmp_path: Path) -> None:
-    sizes = {**GROUPED_SIZES, "num_hidden_layers": 8}
-    layers = ["full_attention"] * 8
-    merged = outline("merged", tmp_path, tf.Qwen2Config(**sizes, layer_types=layers), tf.Qwen2Model)
-    other = tf.Qwen2Config(**sizes, layer_types=[*layers[:-1], "sliding_attention"])
-    (note,) = compare_configs(merged, outline("expert red", tmp_path, other, tf.Qwen2Model))
-    own, wanted = note.removeprefix("expert red says layer_types ").split(", merged's ")
-    assert "sliding_attention" in own and "sliding_attention" not in wanted
-
-
 PREFERENCES: dict[str, Any] = {
     "_attn_implementation": "flash_attention_2",
     "attn_implementation": "flash_attention_2",

@@ -102,12 +102,9 @@ def test_packages_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "one").write_bytes(bytes(3_000_000))
-    (tmp_path / "link").symlink_to(tmp_path / "blobs" / "one")
     (finding,) = doctor._examine_cache("hub cache", tmp_path, "HF_HOME", "hf cache prune")
     assert finding.state == "ok"
-    assert "3.0 MB used" in finding.text
+    assert finding.text.endswith("GB free")
     monkeypatch.setattr(doctor, "SMALLEST_DISK", 1e18)
     (finding,) = doctor._examine_cache("hub cache", tmp_path, "HF_HOME", "hf cache prune")
     assert (finding.state, finding.command) == ("problem", "hf cache prune")
