@@ -6,7 +6,6 @@ steps that do not need it.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -77,6 +76,7 @@ def _print_json(value: object) -> None:
     publishing=options.list_keys(Output), pushing=options.PUSHING,
 )  # fmt: skip
 def calibrate(
+    context: typer.Context,
     *,
     merged: options.Merged = None,
     inputs: Mapping[str, Any],
@@ -147,7 +147,7 @@ def calibrate(
             return
         if save:
             save_recipe(save, done.recipe, found.findings, overwrite=how.overwrite)
-            log.note(f"{save} has the whole job; to run it: `featcal calibrate -r {shlex.quote(str(save))}`")
+            log.note(results.describe_saved(context, save, said))
         _print_json(done.to_dict()) if json else results.show_plan(done)
         if done.stops:
             raise verbs.join_stops(done.stops)

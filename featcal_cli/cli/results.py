@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,8 @@ from featcal_cli.runtime.progress import tell_change, tell_seconds
 from featcal_cli.runtime.sanitise import for_terminal
 
 if TYPE_CHECKING:
+    from typer import Context
+
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.workflows.doctor import Finding
@@ -95,6 +98,19 @@ def show_calibration(report: Report, output: Path, pushed: Pushed | None, second
     places = [str(output), *([pushed.url] if pushed else [])]
     gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
     _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
+
+
+def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
+    """Return a note with the command that runs a saved dry run: with all options that were typed, except those in
+    `said`, whose values the file has."""
+    line, leave_out = ["featcal", str(context.info_name), "-r", str(file)], {*said, "recipe", "dry_run", "save"}
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name not in leave_out and source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
+            line += [max(parameter.opts, key=len), *([] if value is True else [str(value)])]
+    return f"{file} has the whole job; to run it: `{shlex.join(line)}`"
 
 
 def _describe_drift(report: Report) -> str:

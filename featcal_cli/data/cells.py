@@ -9,7 +9,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TypeVar
 
-from featcal_cli.data.batches import BadRowError
+from featcal_cli.data.batches import OTHER_ROWS, BadRowError
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
 Decoded = TypeVar("Decoded")
@@ -80,6 +80,8 @@ def decode_cell(
             return decode(file)
     except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
         reason = getattr(error, "error_string", exception_text(error))  # libsndfile's own words
-        raise BadRowError(f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})") from error
+        raise BadRowError(
+            f"{which} in column {plain(column)} cannot be decoded ({plain(reason)})", OTHER_ROWS
+        ) from error
     what = "only the name of a file" if isinstance(content, str) else type(content).__name__
     raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if content else ""))

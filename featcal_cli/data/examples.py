@@ -242,6 +242,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     """Read up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
     usable = _UsableRows(is_whole=True)
     keys: set[bytes] = set()
+    fix = ""
     for number, row in enumerate(rows, 1):
         try:
             example = reader.read(row)
@@ -249,6 +250,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
                 raise BadRowError(f"{share:.0%} of its tokens are unknown to the tokenizer")
         except BadRowError as reason:
             usable.bad.append(f"{reason} (example {number})")
+            fix = fix or reason.fix
             continue
         _check_finite(example, f"{where.partition(': ')[0]}: example {number}")
         is_copy = example.key in keys
@@ -266,7 +268,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
         task, _, source = where.partition(": ")
-        fix = f"name the right columns with --columns {task}=ROLE:COLUMN, fix these rows, or give other data"
+        fix = fix.replace("--columns", f"--columns {task}=ROLE:COLUMN")
         raise DataError(what, where=source, fix=fix, task=task)
     return usable
 

@@ -54,7 +54,8 @@ class Target:
         try:
             output = call()
         except Exception as error:  # what its files say may make a processor raise anything
-            raise BadRowError(f"it cannot be processed ({exception_text(error)})") from error
+            fix = "compare the expert's preprocessor_config.json with the data, or fix these rows"
+            raise BadRowError(f"it cannot be processed ({exception_text(error)})", fix) from error
         made = {name: x for name, x in output.items() if name in self.names | {main} and isinstance(x, Tensor)}
         if main not in made:
             raise BadRowError(f"processing makes no tensor {main} of it")

@@ -115,7 +115,7 @@ class RowFormatter:
                 text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
             except Exception as error:  # a template is a program, and raises what it likes
                 reason = f"the chat template refuses the messages: {exception_text(error)}"
-                raise BadRowError(reason) from error
+                raise BadRowError(reason, "give conversations that the model's chat template takes") from error
             return TokenizerInput(text, has_special_tokens=True)
         turns = [message["content"] for message in messages if is_text(message["content"])]
         if not turns or not all(isinstance(message["content"], str) for message in messages):

@@ -18,7 +18,7 @@ from featcal_cli.hub.weight_files import new_copy, read_header, weight_files
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.sanitise import exception_text, quoted
+from featcal_cli.runtime.sanitise import exception_text, list_some, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,16 +131,17 @@ class Fit:
     """Tensors that would replace a parameter of another shape."""
 
 
-def _fit(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
+def _fit(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
     """Match the adapter's tensors to the base in `folder`, loaded as `model_class`. Raises MisfitError if a layer that
-    the adapter replaces as a whole has another shape in the base."""
+    the adapter replaces as a whole has another shape in the base, or if the adapter was trained on a module inside the
+    base and fits several."""
     try:
         config = parse_config(model_class.config_class, folder)
-        fit = _match(tensors, model_class, config)
+        fit = _match(adapter, tensors, model_class, config)
         for labels in sorted({len(tensor) for tensor in fit.odd.values()}):
             if fit.odd:
                 config.num_labels = labels
-                fit = _match(tensors, model_class, config)
+                fit = _match(adapter, tensors, model_class, config)
     except MisfitError:
         raise
     except Exception as error:  # configs and classes raise many kinds for values that make no sense
@@ -152,7 +153,7 @@ def _fit(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], fold
     return fit
 
 
-def _match(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any) -> Fit:
+def _match(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], config: Any) -> Fit:
     import torch
 
     with torch.device("meta"):
@@ -161,7 +162,7 @@ def _match(tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], co
     # a grown vocabulary is written three times: under its own name, as what peft trained, and as it was before
     plain = {name.replace(".modules_to_save.", "."): tensor for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in plain.items() if ".original_module." not in name}
-    named = _rename(plain, empty, parameters)
+    named = _place(_rename(plain, empty, parameters), empty, parameters, adapter.trained_as)
     paths = {name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in named}
     whole = {paths[name]: tensor for name, tensor in named.items() if paths[name] in parameters}
     odd = {name: tensor for name, tensor in whole.items() if tensor.shape != parameters[name].shape}
@@ -191,6 +192,30 @@ def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Coll
                 return tensors  # experts that are fused today, or what no module has: peft's to convert or refuse
         names[name] = (PREFIX if name.startswith(PREFIX) else "") + path
     return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _place(
+    tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str], trained_as: str
+) -> dict[str, Tensor]:
+    """Rename tensors of an adapter that was trained on one module inside the model to their names in the whole model.
+    The module is the only one that has them all, or the only one of the class `trained_as`. Raises MisfitError if
+    several fit."""
+    paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
+
+    def has_all(inside: str) -> bool:
+        found = (_find_module(f"{inside}{path}", parameters) for path in paths)
+        return all(
+            name.startswith(inside) if name else f"{inside}{path}" in parameters
+            for path, name in zip(paths, found, strict=True)
+        )
+
+    if has_all(""):
+        return tensors
+    places = {name: type(module).__name__ for name, module in model.named_modules() if name and has_all(f"{name}.")}
+    likely = [name for name, kind in places.items() if kind == trained_as] or list(places)
+    if len(likely) > 1:
+        raise MisfitError(f"it may be of several parts of the base: {list_some(likely)}")
+    return {f"{PREFIX}{likely[0]}.{name.removeprefix(PREFIX)}": x for name, x in tensors.items()} if likely else tensors
 
 
 def _find_module(path: str, parameters: Collection[str]) -> str:
@@ -235,7 +260,7 @@ def _fold_as(
 ) -> None:
     """Load the base as `model_class`, merge the adapter into it and write the result. Raises MisfitError or
     HubError."""
-    fit = _fit(tensors, model_class, folder)
+    fit = _fit(adapter, tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     folded = _merge(model, adapter, fit)

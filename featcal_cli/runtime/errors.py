@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+MOST_ERRORS = 12
+"""Maximum number of errors that one message lists; the rest are counted."""
+
 
 class FeatCalError(Exception):
     """An error with one message for the user and an exit code for the command line (2: the user can fix it)."""
@@ -35,8 +38,10 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
 
     def __init__(self, summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> None:
         self.summary = summary
-        self.lines = list(map(_describe, errors))
-        """One line for each error."""
+        self.lines = [_describe(error) for error in errors[:MOST_ERRORS]]
+        """One line for each listed error."""
+        if len(errors) > MOST_ERRORS:
+            self.lines.append(f"and {len(errors) - MOST_ERRORS} more")
         self.errors = errors
         super().__init__(f"{summary}: {'; '.join(self.lines)}", where=where, fix=fix)
 

@@ -201,6 +201,8 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
 
 LOCK = "lock"
 """Name of the lock file in a hidden folder."""
+HELD = "another run is working on this output"
+WAIT = "wait for it, stop it, or give another --output"
 
 
 @contextmanager
@@ -210,8 +212,7 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
     try:
         descriptor = _acquire(folder)
     except BlockingIOError:
-        what, fix = "another run is working on this output", "wait for it, stop it, or give another --output"
-        raise OutputError(what, where=str(target), fix=fix) from None
+        raise OutputError(HELD, where=str(target), fix=WAIT) from None
     except OSError as error:
         fix = tell_fix(error, "choose another --output")
         where = str(error.filename or folder)
@@ -222,12 +223,17 @@ def hold(folder: Path, target: Path) -> Iterator[None]:
         os.close(descriptor)  # with it goes the lock
 
 
-def check_holdable(folder: Path) -> None:
-    """Raise OutputError if `hold` could not create the folder."""
+def check_holdable(folder: Path, target: Path) -> None:
+    """Raise OutputError in the cases in which `hold` would, as far as they can be found without writing."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         reason = "permission denied" if place.is_dir() else "this is no folder"
         raise OutputError(f"cannot write here: {reason}", where=str(place), fix="choose another --output")
+    with suppress(FileNotFoundError), (folder / LOCK).open("rb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(HELD, where=str(target), fix=WAIT) from None
 
 
 def _acquire(folder: Path) -> int:

@@ -163,6 +163,10 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    except ValueError as error:
+        if digits := re.search(r"value has (\d+) digits", str(error)):  # JSON as it should be, beyond Python's limit
+            raise ValueError(f"it holds a whole number of {int(digits[1]):,} digits, which is too long") from None
+        raise
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

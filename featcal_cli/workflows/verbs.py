@@ -161,7 +161,7 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
         raise join_stops([*found, error]) from error
     if session.ranks.is_first and finished is None:
         with session.obstacles.look():
-            check_holdable(workspace.folder)
+            check_holdable(workspace.folder, workspace.target)
         with session.obstacles.look():
             check_unfinished_run(session, inputs, workspace)
     return replace(plan, stops=tuple(found))
