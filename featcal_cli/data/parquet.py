@@ -34,7 +34,8 @@ def read_group(opened: Any, number: int, rows: Sequence[int], *, whole: bool = T
         parts = iter([opened.read_row_group(number)])
     else:
         size = min(most, group.num_rows if whole else rows[-1] + 1)
-        parts = opened.iter_batches(size, row_groups=[number])
+        # row groups are read in threads of ours, which would wait for ever for those of a pool that has one
+        parts = opened.iter_batches(size, row_groups=[number], use_threads=False)
     start, left = 0, deque(rows)
     for part in parts:
         while left and left[0] < start + len(part):

@@ -63,7 +63,7 @@ class OutputGradients(NamedTuple):
 
 @dataclass
 class PassGroup:
-    """What passes that run block by block together share."""
+    """State that passes share which run block by block together."""
 
     graph_room: int
     """Bytes that are left for their graphs."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -192,34 +193,31 @@ def _count_shared(one: str, other: str) -> int:
 class MatmulDepth(TorchDispatchMode):
     """Counts, while it is active, the successive products with weights that each tensor depends on. A tensor's depth is
     the largest depth among the inputs it is computed from, plus one for a product with a weight. Depths are kept per
-    storage, so views share the depth of their base."""
+    storage, so views share the depth of their base. The references to storages are weak: they keep no values, but no
+    other storage gets the address of one that is gone, which would make depths depend on addresses."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._of_storages: dict[int, int] = {}
+        self._of_storages: dict[StorageWeakRef, int] = {}
         self.draws = False
         """Whether the run drew random numbers."""
 
     def of(self, x: Tensor) -> int:
-        return self._of_storages.get(x.untyped_storage()._cdata, 0)
+        return self._of_storages.get(StorageWeakRef(x.untyped_storage()), 0)
 
     def add_one(self, y: Tensor) -> None:
         """Add one to the depth of y, the result of a product with a weight."""
-        self._of_storages[y.untyped_storage()._cdata] = self.of(y) + 1
+        self._of_storages[StorageWeakRef(y.untyped_storage())] = self.of(y) + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         # attention is marked so for its dropout, which is off
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name()
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        depth = max((self._of_storages.get(storage, 0) for storage in given), default=0)
+        depth = max((self.of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), default=0)
         depth += func is torch.ops.aten.convolution.default
         for y in tree_leaves(output):
-            # new memory may have belonged to a freed tensor: forget that one's depth
             if isinstance(y, Tensor):
-                storage = y.untyped_storage()._cdata
-                known = self._of_storages.get(storage, 0) if storage in given else 0
-                self._of_storages[storage] = max(depth, known)
+                self._of_storages[StorageWeakRef(y.untyped_storage())] = max(depth, self.of(y))
         return output
 
 

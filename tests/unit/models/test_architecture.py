@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.module_kinds import kind_of, normalise
+from featcal_cli.models.tracing import MatmulDepth
 from featcal_cli.runtime.errors import ArchitectureError
 
 
@@ -82,3 +83,12 @@ def test_a_model_without_blocks_is_refused_in_words() -> None:
     config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
     with pytest.raises(ArchitectureError, match="no list of transformer blocks"):
         find_architecture(tf.ResNetModel(config).eval(), {"task": images(1)}, "layernorm")
+
+
+def test_the_depth_of_a_tensor_does_not_depend_on_whose_memory_it_has_now() -> None:
+    with MatmulDepth() as depths:
+        for _ in range(300):
+            deep = torch.zeros(1000)
+            depths.add_one(deep)
+            del deep
+            assert depths.of(torch.tensor([1.0] * 1000)) == 0
