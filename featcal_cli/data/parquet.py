@@ -30,7 +30,7 @@ def read_group(opened: Any, number: int, rows: Sequence[int]) -> Iterator[Row]:
     group = opened.metadata.row_group(number)
     size = max(1, min(ROWS_AT_ONCE, group.num_rows * BYTES_AT_ONCE // max(1, group.total_byte_size)))
     start, left = 0, deque(rows)
-    # row groups are read in threads of ours, which would wait for ever for those of a pool that has one
+    # a pool of one thread may be the one that runs this, and would then wait for itself
     for part in opened.iter_batches(size, row_groups=[number], use_threads=False):
         while left and left[0] < start + len(part):
             yield part.slice(left.popleft() - start, 1).to_pylist()[0]
