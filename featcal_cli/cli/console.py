@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
@@ -27,8 +28,8 @@ LONGEST_SILENCE = 8.0
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
 MOST_LINES, FITTED = 6, 40
-"""The lines of an error message from which words that say what is wrong, such as paths, take at most FITTED columns;
-half of them is the most that this part takes."""
+"""The lines of an error message from which its words, such as paths, take at most FITTED columns; half of them are left
+to what is wrong in any case."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -185,9 +186,9 @@ def _write_clock(seconds: float) -> str:
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """Print an error: what is wrong, where, and how to fix it. `who` names the process, where there are several. A long
-    text is cut in the middle, as it mostly quotes somebody else's; never a list, a fix, or the command at its end,
-    which has a line of its own, to be copied."""
+    """Print an error: what is wrong, where, and how to fix it. `who` names the process, where there are several. Where
+    it takes more than MOST_LINES, paths and what is wrong are cut in the middle, as they mostly quote somebody else;
+    never a list, a fix, or the command at its end, which has a line of its own, to be copied."""
     head, what, where = f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", error.what, error.where
     command = error.command
     if isinstance(error, OpenQuestionsError) and command:
@@ -196,11 +197,14 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     if isinstance(error, SeveralErrors):
         what, listed = f"{error.summary}:", error.lines
     fix = error.fix.removesuffix(f" {error.command}") if error.command else error.fix
-    if len([*fold(what, ERR.width, f"{head} "), *fold(fix, ERR.width, "  fix: ")]) >= MOST_LINES:
-        what = " ".join(fit(word, FITTED) for word in for_terminal(what).split(" "))
-    if not isinstance(error, OpenQuestionsError):
-        what = fit(shorten_commits(for_terminal(what)), MOST_LINES * ERR.width // 2)
-    where = fit(for_terminal(where), 2 * ERR.width)
+    what, where = shorten_commits(for_terminal(what)), for_terminal(where)
+    room = MOST_LINES - bool(command) - _count_lines("  fix:", fix)
+    if _count_lines(head, what) + _count_lines("  in:", where) > room:
+        where = fit(where, ERR.width - len("  in: "))
+        what = " ".join(fit(word, FITTED) for word in what.split(" "))
+    most = max(MOST_LINES // 2, room - bool(where))
+    while not isinstance(error, OpenQuestionsError) and _count_lines(head, what) > most:
+        what = fit(what, min(cell_len(what), most * ERR.width) - 4)
     _print_part(head, what, "bold red")
     for line in listed:
         for part in fold(shorten_commits(line), ERR.width, "    - "):
@@ -209,6 +213,12 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     _print_part("  fix:", fix)
     if command:
         ERR.print(f"    {for_terminal(command)}", soft_wrap=True, markup=False)
+
+
+def _count_lines(head: str, text: str) -> int:
+    """Count the lines of the terminal that one part of an error message takes."""
+    lines = fold(shorten_commits(text), ERR.width, f"{head} ") if text else []
+    return sum(-(-cell_len(line) // ERR.width) for line in lines)
 
 
 def _print_part(head: str, text: str, style: str = "dim") -> None:

@@ -67,6 +67,9 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
             raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
         if column not in columns:
             raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {list_some(columns)}")
+    if set(FIELD.sub("", data.template or "")) & set("{}"):
+        what = "the template is broken: a brace in it belongs to no column"
+        raise DataError(what, where=where, fix="write {premise} for a column, and {{ or }} for a brace")
     fields = [name for name, _ in FIELD.findall(data.template or "") if name]
     if data.template is not None and not fields:
         raise DataError("the template names no column", where=where, fix="write e.g. {premise} {hypothesis}")

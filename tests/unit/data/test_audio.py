@@ -213,6 +213,14 @@ def test_packages_that_lack_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "pip install -e '.[audio]'" in refused.value.fix
 
 
+def test_an_extractor_that_asks_for_gigabytes_is_not_used(tmp_path: Path) -> None:
+    model = prepare(tmp_path, "whisper")
+    settings = tmp_path / "merged/preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"n_samples": 2**40}))
+    with pytest.raises(DataError, match="no model reads inputs of that size"):
+        draw(tmp_path, model, as_bytes(tmp_path, [tone(0)]))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whisper", "wav2vec2"])
 def test_a_merge_that_hears_is_calibrated(tmp_path: Path, kind: str) -> None:

@@ -509,7 +509,7 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
         ("a.json", '[{"text": "w1"},\n{"text": "w2"},\n]', r"is not JSON: [^$]*a.json, line 3|line 2"),
         ("a.json", '[{"text": "w1", "text": "w2"}]', "cannot be read: an object in it has the key 'text' twice"),
         ("a.jsonl", '{"text": "w1", "text": "w2"}\n', r"has the key 'text' twice\nin: [^\n]*, line 1\n"),
-        ("a.jsonl", f'{{"text": "w1", "n": {"9" * 6000}}}\n', r"Exceeds the limit[^$]*, line 1\n"),
+        ("a.jsonl", f'{{"text": "w1", "n": {"9" * 6000}}}\n', r"whole number of 6,000 digits[^$]*, line 1\n"),
         ("a.jsonl", '{"text": "w1\0"}\n', r"not JSON: Invalid control character"),
     ],
 )
