@@ -77,7 +77,8 @@ def show_plan(plan: Plan) -> None:
     for name, text in lines.items():
         OUT.print(f"{name:<11} {escape(text)}")
     downloaded = "Only small files were downloaded. " if any(plan.inputs.commits) else ""
-    _hint(downloaded.strip() if plan.stops else f"{downloaded}Leave out --dry-run to start.")
+    start = "" if plan.stops or plan.is_finished else "Leave out --dry-run to start."
+    _hint(f"{downloaded}{start}".strip())
 
 
 def show_calibration(report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: str | None) -> None:

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # whichever of httpx and httpx2 it uses
 from huggingface_hub.utils._http import default_client_factory, hf_raise_for_status, parse_ratelimit_headers
 
+from featcal_cli.runtime.errors import list_causes
 from featcal_cli.runtime.progress import announce, describe_status, host_of, is_hub, name_host
 
 Result = TypeVar("Result")
@@ -123,13 +124,16 @@ def pause_after(error: BaseException, number: int) -> None:
 
 def root_of(error: BaseException) -> BaseException:
     """Return the original error behind the errors that huggingface_hub wrapped around it."""
-    while error.__cause__ is not None and (
-        isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError))
-        or type(error) is RuntimeError
-        or (type(error) is ValueError and str(error).startswith("Force download failed"))
-    ):
-        error = error.__cause__
-    return error
+    causes = list_causes(error)
+    for cause in causes:
+        is_wrapped = (
+            isinstance(cause, (LocalEntryNotFoundError, RevisionResolutionError))
+            or type(cause) is RuntimeError
+            or (type(cause) is ValueError and str(cause).startswith("Force download failed"))
+        )
+        if not is_wrapped:
+            return cause
+    return causes[-1]
 
 
 def is_unreachable(error: BaseException) -> bool:

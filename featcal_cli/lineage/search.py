@@ -18,7 +18,7 @@ from featcal_cli.lineage.claims import names_itself
 from featcal_cli.lineage.mergekit import Claim
 from featcal_cli.lineage.questions import FROM_USER, Option, Question, show_merged
 from featcal_cli.recipe.schema import Draft, Merge
-from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.errors import HubError, list_causes
 from featcal_cli.runtime.references import existing_path, looks_like_path
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import parse_json
@@ -128,13 +128,11 @@ def is_gone(error: HubError, reference: str) -> bool:
     """Whether a model does not exist or may not be read, as opposed to being temporarily out of reach."""
     from huggingface_hub.errors import DisabledRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in list_causes(error):
         if isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError, DisabledRepoError)):
             return True
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (403, 410, 451):
             return not is_lapsed(cause)
-        cause = cause.__cause__
     return looks_like_path(reference) and existing_path(reference) is None
 
 

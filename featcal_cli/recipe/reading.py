@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -16,7 +17,7 @@ from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
 from featcal_cli.runtime.errors import RecipeError, join_errors
 from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import quoted
-from featcal_cli.runtime.structured_text import load_documents
+from featcal_cli.runtime.structured_text import load_documents, write_json
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
@@ -41,7 +42,9 @@ def print_shipped(name: str) -> str:
     file = _find_shipped(
         name, [*shipped_recipes(), *(_folder() / companion for companion in COMPANIONS)], "give one of"
     )
-    return file.read_text(encoding="utf-8").replace(": demo/", f": {file.parent}/demo/")
+    text = file.read_text(encoding="utf-8")
+    # in quotes, as the folder's name may have a space or a # in it
+    return re.sub(r": (demo/[^\s,]+)", lambda found: f": {write_json(str(file.parent / found[1]))}", text)
 
 
 def shipped_recipes() -> list[Path]:

@@ -66,6 +66,15 @@ class Obstacles:
                 self.found.append(error)
 
 
+def list_causes(error: BaseException) -> list[BaseException]:
+    """List an error and those that it was raised from, the first cause last. Each comes once: some libraries raise an
+    error from itself."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and all(cause is not known for known in causes):
+        causes.append(cause)
+    return causes
+
+
 def join_errors(summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> FeatCalError:
     """Return the only error as it is, or several as one SeveralErrors."""
     return errors[0] if len(errors) == 1 else SeveralErrors(summary, errors, where=where, fix=fix)

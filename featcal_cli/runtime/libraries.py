@@ -8,7 +8,7 @@ import traceback
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.errors import FeatCalError, list_causes
 
 OURS = Path(__file__).parents[1]
 MOST_WORDS = 300
@@ -34,11 +34,7 @@ def load_libraries() -> None:
 def explain_broken_package(error: BaseException) -> FeatCalError | None:
     """Return the message for an error that was raised while a package other than featcal was imported; None for any
     other error."""
-    causes = [error]
-    # lazy modules raise errors of their own, and some raise one from itself
-    while (cause := causes[-1].__cause__) is not None and all(cause is not known for known in causes):
-        causes.append(cause)
-    for cause in reversed(causes):
+    for cause in reversed(list_causes(error)):  # lazy modules raise errors of their own
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
         importing = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
         others = [module for module in importing if module not in ("featcal_cli", "__main__")]

@@ -43,10 +43,7 @@ from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.recipe_files import dump_recipe
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
-from featcal_cli.workflows.workspace import Workspace, describe_output, stamp_inputs
-
-GRADIENTS = "gradients"
-"""Name of the folder for the gradients of experts' outputs during a run; it lies beside the journal."""
+from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, Workspace, describe_output, stamp_inputs
 
 
 def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Target | None) -> tuple[Report, Models]:
@@ -75,7 +72,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     session.stage("loading models")
     with workspace.scratch() as folder:
         scratch = ranks.of_machine(folder)
-        models = load_models(snapshots, merge, scratch / "merged", session.draft.name, ranks, scratch)
+        models = load_models(snapshots, merge, scratch / MERGED_MODEL, session.draft.name, ranks, scratch)
         models = replace(models, experts={task: models.experts[task] for task in models.experts if task in own})
         setup = set_up(session, plan, models, scratch)
         session.note(*check_values(models.merged, [models.base, *models.experts.values()], setup.architecture))

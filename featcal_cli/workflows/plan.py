@@ -71,6 +71,8 @@ class Plan:
     device: str
     stops: Sequence[FeatCalError] = ()
     """Errors that would stop a run; filled only by a dry run."""
+    is_finished: bool = False
+    """Whether an earlier run has made the output; known only in a dry run."""
 
     @property
     def origins(self) -> Mapping[str, Origin]:

@@ -164,7 +164,7 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
             check_holdable(workspace.folder, workspace.target)
         with session.obstacles.look():
             check_unfinished_run(session, inputs, workspace)
-    return replace(plan, stops=tuple(found))
+    return replace(plan, stops=tuple(found), is_finished=finished is not None)
 
 
 def run(session: Session, inputs: Inputs, target: Target | None) -> Result:

@@ -25,6 +25,8 @@ from featcal_cli.runtime.sanitise import list_some, without_tokens
 
 MOST_STAMPS = 2_000
 """The most files whose stamps a report lists one by one."""
+MERGED_MODEL, GRADIENTS = "merged", "gradients"
+"""Names of the folders for the merged model, if featcal builds it, and for the gradients of experts' outputs."""
 COMMIT = re.compile(r"@[0-9a-f]{40}\b")
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
@@ -59,6 +61,9 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
     where, elsewhere = str(target), "choose another folder with --output"
     if not overwrite:
         raise OutputError("the output folder exists", where=where, fix="give --overwrite, or another --output")
+    if target.is_mount():
+        what = "another disk is mounted at this folder, so that no finished one can take its place"
+        raise OutputError(what, where=where, fix="choose a folder in it with --output")
     if target.is_dir() and not any(target.iterdir()):
         return
     try:
@@ -158,8 +163,6 @@ class Workspace:
         """Folder of finished blocks."""
         self.built = self.folder / "output"
         """Folder in which the output is built before it is moved to its place."""
-        self._merged = self.folder / "merged"
-        """Folder in which the merged model is built, if featcal builds it."""
         self._replaced = self.folder / "replaced"
         """Place of the older output while the new one replaces it."""
 
@@ -248,7 +251,7 @@ class Workspace:
         """Delete what no later run needs, and folders that this run created and left empty; never files that are not
         featcal's."""
         with suppress(OSError):  # the disk may be for reading only by now
-            for folder in (self.built, self._merged):
+            for folder in (self.built, self.folder / MERGED_MODEL, self.folder / GRADIENTS):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in (REPORT, CARD):  # of one that was being rewritten
                 (self.folder / name).unlink(missing_ok=True)

@@ -163,6 +163,14 @@ def test_a_disk_for_reading_only_is_refused_and_what_is_on_it_stays(
     assert result(disk.folder / "out") == expected["given"]
 
 
+def test_a_disk_that_is_mounted_at_the_output_is_refused_before_the_start(
+    disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Work
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_refusal(work("given", **{"-o": disk.folder, "--overwrite": ""}), "another disk is mounted at this folder")
+    assert not disk.files() and [path.name for path in tmp_path.iterdir()] == ["disk"]
+
+
 # Other things on the disk than the output
 
 
