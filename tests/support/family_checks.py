@@ -34,8 +34,8 @@ IN_HALF_PRECISION = SPREAD | {
     "dbrx", "qwen3-next", "whisper",
 }  # fmt: skip
 """Families calibrated in bfloat16 too: one of each way in which weights are multiplied and tokens are mixed."""
-NO_HALF = {"fnet", "zaya"}
-"""torch has no Fourier transform of bfloat16 on the CPU; Zaya asks for the dtype of its last norm before calling it."""
+NO_HALF = {"fnet"}
+"""torch has no Fourier transform of bfloat16 on the CPU."""
 PADDABLE = {
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "decoder_attention_mask",
     "global_attention_mask",
