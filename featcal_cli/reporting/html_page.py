@@ -52,7 +52,9 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
     # marks around a name that keep its direction of writing from that of the sentence
     isolated = {role: _isolate(name) for role, name in names.items()}
-    verdict = write_verdict(inspection, isolated, lambda task: _isolate(one_line(task)))
+    nothing = f"How far {isolated.get('other', isolated['model'])} is from its experts"  # where nothing is compared
+    verdict = list(write_verdict(inspection, isolated, lambda task: _isolate(one_line(task))))
+    (_, headline), *summary = verdict or [(False, nothing)]
     base = [["base model", _show(inspection.names["base"])]] if "base" in roles else []
     facts: list[tuple[str, object]] = list(inspection.environment.items())
     for key, value in inspection.cost.items():
@@ -74,8 +76,8 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
             }
             for name, task in inspection.tasks.items()
         ],
-        "headline": f"How far {isolated.get('other', isolated['model'])} is from its experts",
-        "summary": [[is_warning, text] for is_warning, text in verdict],
+        "headline": headline.removesuffix("."),
+        "summary": [[is_warning, text] for is_warning, text in summary],
         "notes": [_show(note, 1000) for note in join_notes(inspection.notes, inspection.tasks)],
         "facts": base + [[key.replace("_", " "), _show(value)] for key, value in facts],
         "recipe": for_sharing(dump_yaml(inspection.recipe, width=100)),

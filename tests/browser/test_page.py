@@ -31,6 +31,11 @@ TASKS = ["cars", SCRIPT, IMAGE, "__proto__", "مهمة\u202e10"]
 BLOCKS = [f"encoder.layers.{number}" for number in range(4)]
 LAST = {"model": [0.5, 0.9, 0.3, 0.7, 0.1], "other": [0.4, 0.2, 0.35, 0.6, 0.05], "base": [0.6, 0.6, 0.6, 0.6, 0.6]}
 """Relative drift after the last block, in the order of TASKS: on two of them the model is farther than the base."""
+FIRST = (
+    "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged "
+    "(mean distance of outputs 0.160 against 0.250)"
+)
+"""The page's heading: the first sentence of the verdict."""
 
 
 def place(relative: float, before: float | None) -> PlaceDrift:
@@ -83,8 +88,7 @@ def test_the_page_is_one_small_file_that_names_no_other() -> None:
 
 def test_the_summary_says_where_the_merge_is_worse_than_the_base_and_what_helps() -> None:
     text = said(make_inspection())
-    assert text.splitlines()[0] == "How far user/mended is from its experts"
-    assert "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged" in text
+    assert text.splitlines()[0] == FIRST
     assert "user/merged is farther from the expert than the base model on" in text
     assert f"{SCRIPT} (by 0.300)" in text
     assert "a smaller merging scale" in text.lower()
@@ -314,8 +318,7 @@ def test_it_fits_its_window_and_everything_in_it_has_a_name(opened: Open, width:
     page = opened(make_inspection(), width)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     for role, name in [
-        ("heading", "Outputs of user/mended are 36 % nearer to the experts' than those of user/merged"),
-        ("grid", "A user/merged"),
+        ("heading", re.sub(r"(user/\w+)", "\u2068\\1\u2069", FIRST)), ("grid", "A user/merged"),
         ("grid", "B user/mended"), ("checkbox", "A user/merged"), ("region", "Every task, after the last block"),
         ("columnheader", "encoder.layers.2"), ("gridcell", "cars, encoder.layers.3: 0.50"),
         ("img", "A on mean: drift, local and inherited, after each block"),

@@ -13,7 +13,7 @@ from featcal_cli.runtime.errors import HubError
 
 TIMES = ("seconds", "peak_rss_bytes", "expert_bytes_read")
 """What a report says of the run and not of the result."""
-TIME = re.compile(r"\d[\d.,]* (s|seconds|minutes|MB|GB|MiB|GiB)\b")
+TIME = re.compile(r"(\d+ (h|min) ?)*(\d[\d.,]* (s|seconds|minutes|MB|GB|MiB|GiB)\b)?")
 """What a card says of it."""
 OF_THE_RUN = re.compile("taken over|earlier run|computed again")
 """Notes that tell of an interruption."""
