@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from math import isfinite
 from typing import TypeAlias
 
@@ -94,17 +94,16 @@ def shrink_updates(
     The mean must not grow on the rows that the job has measured, on the other half of the held-out rows, or on both
     together. If it did not grow, nothing more is computed: the job has already measured merged and the whole updates.
 
-    The job must have finished and be retired; only the first rank has the journal. held_out: the tasks whose drift was
-    measured on held-out examples, not on calibration examples.
+    The job must have finished, be retired, and have shared its readings; only the first rank has the journal.
+    held_out: the tasks whose drift was measured on held-out examples, not on calibration examples.
     """
-    job.share_readings()
     ends = {1.0: CALIBRATED, 0.0: MERGED}
-    measured, other = _read_drifts(job, job.drift, ends), _sum_drifts(job, ends)
+    measured, other = _read_drifts(job, job.drift, ends), _read_second(job, ends)
     if _holds(measured, other, 1.0, held_out):
         return 1.0, ""
     partial = _measure_partial_updates(job, blocks, journal, watch)
     partial.share_readings()
-    between = _read_drifts(partial, partial.drift, PARTIAL), _sum_drifts(partial, PARTIAL)
+    between = _read_drifts(partial, partial.drift, PARTIAL), _read_second(partial, PARTIAL)
     for drifts, more in zip((measured, other), between, strict=True):
         for task in drifts:
             drifts[task] |= more[task]
@@ -203,12 +202,11 @@ def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) ->
     return drifts
 
 
-def _sum_drifts(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """Add up the measurements of all ranks on the second half of the held-out rows; tasks without any are left out."""
+def _read_second(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
+    """Return the measurements on the second half of the held-out rows; tasks without any are left out."""
     assert job.second is not None
-    of_ranks = job.ranks.gather(_read_drifts(job, job.second, roles))
-    sums = {task: {step: reduce(_plus, (of[task][step] for of in of_ranks)) for step in roles} for task in of_ranks[0]}
-    return {task: drifts for task, drifts in sums.items() if any(drift.tokens for drift in drifts.values())}
+    found = _read_drifts(job, job.second, roles)
+    return {task: drifts for task, drifts in found.items() if any(drift.tokens for drift in drifts.values())}
 
 
 def _plus(one: Drift, other: Drift) -> Drift:
@@ -239,10 +237,10 @@ def _take_over(job: Job, partial: Job, role: str) -> None:
     """Copy the measurements of `role` in `partial` to the calibrated model of `job`. Both jobs must have shared their
     readings."""
     ours, theirs = job.drift, partial.drift
-    drifts = {**theirs.meter.elsewhere, **theirs.meter.readings}
+    drifts = theirs.meter.readings
     ours.meter.readings |= {(at, task, CALIBRATED): x for (at, task, who), x in drifts.items() if who == role}
     if ours.outputs is not None and theirs.outputs is not None:
-        shifts = {**theirs.outputs.elsewhere, **theirs.outputs.readings}
+        shifts = theirs.outputs.readings
         ours.outputs.readings |= {(task, CALIBRATED): x for (task, who), x in shifts.items() if who == role}
 
 

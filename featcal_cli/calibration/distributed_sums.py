@@ -1,95 +1,95 @@
-"""Sums over ranks: each system of equations is summed on the rank that solves it, and its solution is sent to all
-ranks."""
+"""Sums over ranks: the moments of each task are summed on the rank that solves the module, and its solution is sent to
+all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from featcal_cli.calibration.grouped_equations import GroupedEquations
-from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.solver import BlockEquations, LinearEquations, Names, NormEquations, RankSummary, Solution
+from featcal_cli.calibration.moments import LinearMoments, NormMoments, TaskMoments
+from featcal_cli.calibration.solver import Names, Solution
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import FeatCalError, NumericsError
 
-NOTHING = RankSummary(0.0, 0, frozenset())
 
+class _Summary(NamedTuple):
+    """What one rank tells the others about its moments of a task."""
 
-class _BlockSummary(NamedTuple):
-    linear: dict[Names, RankSummary]
-    norms: dict[str, RankSummary]
+    linear: dict[Names, tuple[int, bool]]
+    """Number of rows, and whether residuals are summed."""
+    norms: dict[str, tuple[int, int]]
+    """Number of rows, and width."""
     skipped: dict[str, str]
 
 
+class MakeMoments(Protocol):
+    """Function that creates the empty moments of a rank that has no rows for these modules."""
+
+    def __call__(self, names: Names, *, paired: bool) -> LinearMoments: ...
+
+
 def sum_over_ranks(
-    equations: BlockEquations,
+    sums: TaskMoments,
     ranks: Ranks,
-    hyperparameters: Hyperparameters,
-    merged: Callable[[str], Affine],
-    owners: Mapping[str, int] | None = None,
-) -> None:
-    """Add up the equations of a block over all ranks. Only one rank keeps each sum, together with the sum over held-out
-    rows for the same modules. merged: returns a module's merged parameters. owners: the rank that keeps each module's
-    sums; given only when `equations` are those of held-out rows."""
-    linears = {names: linear.summarise() for names, linear in equations.linear.items()}
-    norms = {name: norm.summarise() for name, norm in equations.norms.items()}
-    summaries = ranks.gather(_BlockSummary(linears, norms, equations.skipped))
-    equations.skipped = {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()}
-    groups = _group_modules(summaries, equations.skipped)
-    of_rank = {_without(names, equations.skipped): linear for names, linear in equations.linear.items()}
-    fixed, turn = owners or {}, count()
-    chosen: dict[str, int] = {}
-    equations.linear = {}
-    for names, of_ranks in groups.items():
-        owner = fixed.get(names[0], next(turn) % ranks.size)
-        linear = of_rank.pop(names, None)
-        if linear is None:
-            of_merged = {name: merged(name) for name in names}
-            form = GroupedEquations if of_merged[names[0]].weight.ndim == 3 else LinearEquations
-            linear = form(of_merged, hyperparameters, with_bias=owners is not None)
-        linear.sum_over_ranks(names, of_ranks, partial(ranks.add_up, to=owner))
-        chosen |= dict.fromkeys(names, owner)
+    owners: dict[str, int],
+    order: Sequence[str],
+    make: MakeMoments,
+    device: torch.device,
+) -> TaskMoments:
+    """Add up one task's moments over all ranks. The owner of a module gets its sums, and the other ranks lose theirs.
+    owners: the rank of each module, which is added for new ones; order: the names of all modules."""
+    if ranks.size == 1:
+        return sums
+    linear = {names: (moments.rows, bool(moments.pairs)) for names, moments in sums.linear.items()}
+    norms = {name: (moments.rows, moments.width) for name, moments in sums.norms.items()}
+    summaries = ranks.gather(_Summary(linear, norms, sums.skipped))
+    total = TaskMoments({}, {}, {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()})
+    own = {_without(names, total.skipped): moments for names, moments in sums.linear.items()}
+    for names, of_ranks in _group_modules(summaries, total.skipped).items():
+        owner = owners.get(names[0], order.index(names[0]) % ranks.size)
+        owners |= dict.fromkeys(names, owner)
+        moments = own.pop(names, None) or make(names, paired=any(paired for _, paired in of_ranks))
+        moments.sum_over_ranks(sum(rows for rows, _ in of_ranks), partial(ranks.add_up, to=owner))
         if owner == ranks.rank:
-            equations.linear[names] = linear
-    for name in dict.fromkeys(name for summary in summaries for name in summary.norms):
-        owner = fixed.get(name, next(turn) % ranks.size)
-        norm = equations.norms.pop(name, None) or NormEquations(merged(name), hyperparameters)
-        norm.sum_over_ranks(
-            [summary.norms.get(name, NOTHING) for summary in summaries], partial(ranks.add_up, to=owner)
-        )
-        chosen[name] = owner
-        if owner == ranks.rank:
-            equations.norms[name] = norm
-    if equations.held_out is not None:
-        sum_over_ranks(equations.held_out, ranks, hyperparameters, merged, chosen)
+            total.linear[names] = moments
+        del moments  # those that another rank has are large
+    for name in order:
+        widths = [(rows, width) for summary in summaries for at, (rows, width) in summary.norms.items() if at == name]
+        if widths and name not in total.skipped:
+            owner = owners.setdefault(name, order.index(name) % ranks.size)
+            norm = sums.norms.get(name) or NormMoments()
+            norm.sum_over_ranks(sum(rows for rows, _ in widths), widths[0][1], device, partial(ranks.add_up, to=owner))
+            if owner == ranks.rank:
+                total.norms[name] = norm
+    return total
 
 
 def _without(names: Names, skipped: Mapping[str, str]) -> Names:
     return tuple(name for name in names if name not in skipped)
 
 
-def _group_modules(summaries: Sequence[_BlockSummary], skipped: Mapping[str, str]) -> dict[Names, list[RankSummary]]:
-    """Group the modules that share an input, and list each group's summary from every rank; skipped modules are left
-    out. Raises FeatCalError if modules share an input on one rank but not on another."""
+def _group_modules(summaries: Sequence[_Summary], skipped: Mapping[str, str]) -> dict[Names, list[tuple[int, bool]]]:
+    """Group the modules that share an input, and list what the ranks tell of each group; skipped modules are left out.
+    Raises FeatCalError if modules share an input on one rank but not on another."""
     of_ranks = [
-        {left: linear for names, linear in summary.linear.items() if (left := _without(names, skipped))}
+        {left: told for names, told in summary.linear.items() if (left := _without(names, skipped))}
         for summary in summaries
     ]
     groups = dict.fromkeys(chain.from_iterable(of_ranks))
     members = [name for names in groups for name in names]
     if len(members) > len(set(members)):
         raise FeatCalError(
-            "the examples of different tasks take different ways through the model",
+            "examples of one task take different ways through the model",
             where=next(name for name in members if members.count(name) > 1),
             fix="run it in one process, without torchrun",
         )
-    return {names: [summary.get(names, NOTHING) for summary in of_ranks] for names in groups}
+    return {names: [told[names] for told in of_ranks if names in told] for names in groups}
 
 
 def share_solutions(

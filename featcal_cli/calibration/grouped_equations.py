@@ -5,15 +5,22 @@ Errors are always measured on features here: the output metric would couple all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import EPSILON, AddUp, Sum, factorise, to_accumulation_dtype
+from featcal_cli.calibration.linear_algebra import (
+    EPSILON,
+    AddUp,
+    Sum,
+    factorise,
+    sum_rows_over_ranks,
+    to_accumulation_dtype,
+)
 from featcal_cli.calibration.moments import LinearMoments
-from featcal_cli.calibration.solver import LinearEquations, RankSummary
+from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.models.module_kinds import Affine
 
 
@@ -41,6 +48,13 @@ class GroupedMoments(LinearMoments):
         self._d.add(drift * column)
         self.weight += to_accumulation_dtype(column.sum())
         self.rows += len(x)
+
+    def sum_over_ranks(self, rows: int, add_up: AddUp) -> None:
+        for total in (self._products, self._dx):
+            total.sum_over_ranks((self._groups, self.d_in, self.d_in), self._device, add_up)
+        width = self._groups * self.d_in
+        self.weight = sum_rows_over_ranks(self.weight, [(self._x, width), (self._d, width)], self._device, add_up)
+        self.rows = rows
 
     def _by_group(self, rows: Tensor) -> Tensor:
         """Split rows [T, g · d] into one matrix for each group [g, T, d]."""
@@ -92,16 +106,6 @@ class GroupedEquations(LinearEquations):
         self._bias_pull[name] += (scale * (lacking + offset)).flatten()
         self.rows += moments.rows
         return omega
-
-    def summarise(self) -> RankSummary:
-        return RankSummary(float(self._omega.sum()), self.rows, frozenset())
-
-    def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
-        (name,) = names
-        self.rows = sum(summary.rows for summary in summaries)
-        for total in (self._omega, self._mean, self._grams, self._bias_pull[name]):
-            add_up(total)
-        self._pull[name].sum_over_ranks(lambda: torch.zeros_like(self._cast(self._merged[name].weight)), add_up)
 
     def objective(self, name: str, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         update, shift = self._cast(update), self._cast(shift)

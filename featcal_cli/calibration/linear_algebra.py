@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -42,9 +42,11 @@ class Sum:
         else:
             self.add(left @ right)
 
-    def sum_over_ranks(self, zeros: Callable[[], Tensor], add_up: AddUp) -> None:
-        """Replace the sum by the sum over all ranks; `zeros` creates the term of a rank that has none."""
-        self.value = zeros() if self.value is None else to_accumulation_dtype(self.value, self.dtype).contiguous()
+    def sum_over_ranks(self, shape: Sequence[int], device: torch.device, add_up: AddUp) -> None:
+        """Replace the sum by the sum over all ranks. `shape` and `device` are those of the sum."""
+        if self.value is None:
+            self.value = torch.zeros(*shape, device=device)
+        self.value = to_accumulation_dtype(self.value, self.dtype).contiguous()
         add_up(self.value)
 
 
@@ -59,6 +61,10 @@ class RowSum:
         total = rows.sum(0)
         self._parts.append(total.to(sums_device(total.device)))
 
+    def replace(self, total: Tensor) -> None:
+        """Replace the sum by `total` [d]."""
+        self._parts = [total]
+
     @property
     def value(self) -> Tensor:
         """The sum [d]; at least one batch must have been added."""
@@ -68,6 +74,22 @@ class RowSum:
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+
+def sum_rows_over_ranks(
+    weight: Tensor | float, sums: Sequence[tuple[RowSum, int]], device: torch.device, add_up: AddUp
+) -> Tensor:
+    """Replace sums of rows of these widths by the sums over all ranks, and return the sum of the weights []."""
+    zeros = torch.zeros(1 + sum(width for _, width in sums), dtype=ACCUMULATE, device=sums_device(device))
+    parts = zeros[1:].split([width for _, width in sums])
+    zeros[0] += weight
+    for (total, _), part in zip(sums, parts, strict=True):
+        if total:
+            part += total.value
+    add_up(zeros)
+    for (total, _), part in zip(sums, parts, strict=True):
+        total.replace(part)
+    return zeros[0]
 
 
 class Symmetric:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from featcal_cli.calibration.linear_algebra import ACCUMULATE, RowSum, Sum, Symmetric, to_accumulation_dtype
+from featcal_cli.calibration.linear_algebra import (
+    ACCUMULATE,
+    AddUp,
+    RowSum,
+    Sum,
+    Symmetric,
+    sum_rows_over_ranks,
+    to_accumulation_dtype,
+)
 from featcal_cli.models.module_kinds import Affine
 
 
@@ -47,7 +55,7 @@ class LinearMoments:
         keep_rows: bool = False,
     ) -> None:
         """dtype: the dtype of sums of products. Sums of rows are always held in ACCUMULATE."""
-        self.alpha = alpha
+        self.alpha, self.d_in, self._device = alpha, d_in, device
         self.pairs = dict(pairs or {})
         """Parameters of each module for which r is summed, by name."""
         self.sum = Symmetric(d_in, device, dtype)
@@ -93,6 +101,20 @@ class LinearMoments:
         self._x.add(weighted)
         self.weight += float(len(x)) if weights is None else to_accumulation_dtype(weights.sum())
         self.rows += len(x)
+
+    def sum_over_ranks(self, rows: int, add_up: AddUp) -> None:
+        """Replace all sums by those over all ranks, which hold `rows` rows together. No rows can be added afterwards.
+        Not available where rows are kept."""
+        of_rows = [(self._x, self.d_in)]
+        self.sum.sum_over_ranks(add_up)
+        for name, pair in self.pairs.items():
+            self._rx[name].sum_over_ranks(pair.merged.shape, self._device, add_up)
+            of_rows.append((self._r[name], len(pair.merged)))
+        if not self.pairs:
+            self._dx.sum_over_ranks((self.d_in, self.d_in), self._device, add_up)
+            of_rows.append((self._d, self.d_in))
+        self.weight = sum_rows_over_ranks(self.weight, of_rows, self._device, add_up)
+        self.rows = rows
 
     @property
     def checksum(self) -> Tensor:
@@ -205,6 +227,16 @@ class NormMoments:
         self._zz.add(weighted * z)
         self.weight += float(len(z)) if weights is None else to_accumulation_dtype(weights.sum())
         self.rows += len(z)
+
+    @property
+    def width(self) -> int:
+        """The width d; at least one row must have been added."""
+        return len(self._z.value)
+
+    def sum_over_ranks(self, rows: int, width: int, device: torch.device, add_up: AddUp) -> None:
+        """Replace all sums [`width`] by those over all ranks, which hold `rows` rows together."""
+        self.weight = sum_rows_over_ranks(self.weight, [(self._z, width), (self._zz, width)], device, add_up)
+        self.rows = rows
 
     @property
     def mean(self) -> Tensor:

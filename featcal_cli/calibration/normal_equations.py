@@ -58,17 +58,14 @@ def collect_equations(
             with visit.expert_at(task):
                 checks = [_add_task(visit, task, hyperparameters, equations)]
                 if equations.held_out is not None:
-                    equations.held_out.skipped = dict(equations.skipped)
+                    equations.held_out.skipped, equations.held_out.owners = dict(equations.skipped), equations.owners
                     omegas = equations.omegas
                     checks.append(_add_task(visit, task, hyperparameters, equations.held_out, omegas))
                 _check_features(visit, task, checks)
-    if not visit.is_reached:
+    if not visit.tasks:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
     else:
         equations.skipped |= _take_out_starved(visit, equations)
-    if visit.ranks.size > 1:
-        visit.merged.bring(visit.block.name)
-        sum_over_ranks(equations, visit.ranks, hyperparameters, partial(parameters_of, visit.merged, visit.block))
     return equations
 
 
@@ -168,33 +165,47 @@ def _choose_moments(
     task: str,
     names: Names,
     seen: Observation,
-    rows: int,
+    of_task: int,
+    in_all: int,
     hyperparameters: Hyperparameters,
     form: type | None,
 ) -> LinearMoments:
     """Create empty moments for the modules `names`. They compute the right-hand side in the way that is cheapest for
-    all rows to come, as estimated from the `rows` of the first batch. `form`: the class of the equations to which
-    earlier tasks were added, if any."""
+    all rows to come: about `of_task` of this task, and `in_all` of all tasks. `form`: the class of the equations to
+    which earlier tasks were added, if any."""
+    weights = [parameters_of(visit.merged, visit.block, name).weight for name in names]
+    d_in, d_out = weights[0].shape[1], sum(map(len, weights))
+    keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
+    # rows of several ranks do not add up, and a metric of the outputs wants G itself
+    keep_rows = keep_rows and visit.ranks.size == 1 and hyperparameters.metric == "features"
+    known = all(name in seen.y_exp for name in names)
+    paired = keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known)
+    return _make_moments(visit, task, names, hyperparameters, paired=paired, keep_rows=keep_rows)
+
+
+def _make_moments(
+    visit: BlockVisit,
+    task: str,
+    names: Names,
+    hyperparameters: Hyperparameters,
+    *,
+    paired: bool,
+    keep_rows: bool = False,
+) -> LinearMoments:
+    """Create empty moments for the modules `names`. `paired`: whether their residuals r are summed."""
     of_merged, of_expert = (
         {name: parameters_of(runner, visit.block, name) for name in names}
         for runner in (visit.merged, visit.expert(task))
     )
     first = of_merged[names[0]].weight
+    metric = "features" if first.ndim == 3 else hyperparameters.metric
+    precision = choose_precision(first.dtype, hyperparameters.ridge, metric)
     if first.ndim == 3:
-        precision = choose_precision(first.dtype, hyperparameters.ridge, "features")
         return GroupedMoments(first.shape, first.device, hyperparameters.alpha, precision)
-    d_in, d_out = first.shape[1], sum(len(module.weight) for module in of_merged.values())
-    of_task, in_all = (round(rows * part) for part in seen.row_multiples)
-    keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
-    # rows of several ranks do not add up, and a metric of the outputs wants G itself
-    keep_rows = keep_rows and visit.ranks.size == 1 and hyperparameters.metric == "features"
-    known = all(name in seen.y_exp for name in names)
-    pairs: dict[str, Pair] = {}
-    if keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known):
-        for name, (weight, bias) in of_expert.items():
-            pairs[name] = Pair(Affine(weight, bias), of_merged[name].weight)
-    precision = choose_precision(first.dtype, hyperparameters.ridge, hyperparameters.metric)
-    return LinearMoments(d_in, first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows)
+    pairs = {name: Pair(expert, of_merged[name].weight) for name, expert in of_expert.items() if paired}
+    return LinearMoments(
+        first.shape[1], first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows
+    )
 
 
 def _choose_equations(moments: LinearMoments, hyperparameters: Hyperparameters) -> type[LinearEquations]:
@@ -221,19 +232,26 @@ def _add_task(
 
     def choose(names: Names, seen: Observation, rows: int) -> LinearMoments:
         form = type(equations.linear[group]) if (group := find_group(names)) else None
-        return _choose_moments(visit, task, names, seen, rows, hyperparameters, form)
+        counts = visit.token_counts[checked]
+        of_task, in_all = counts[task], sum(counts.values())
+        if visit.ranks.size == 1:  # of several, none may decide by its own rows
+            of_task, in_all = (round(rows * part) for part in seen.row_multiples)
+        return _choose_moments(visit, task, names, seen, of_task, in_all, hyperparameters, form)
 
     def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
         return {name: parameters_of(runner, visit.block, name) for name in names}
 
-    expert, by_outputs = visit.expert(task), hyperparameters.metric == "output"
+    expert, by_outputs, checked = visit.expert(task), hyperparameters.metric == "output", omegas is not None
     gradients = visit.gradients(task, "factors") if by_outputs else {}
-    checked = omegas is not None
     sizes = visit.gradients(task, "checked" if checked else "fitted") if by_outputs else {}
     sums = TaskMoments({}, {}, dict(equations.skipped))
     for seen in visit.features(task, checked=checked):
         _add_batch(visit, seen, sums, choose, sizes)
         del seen  # a batch's features are large, and the next one's are made before this name has them
+    checksums = [moments.checksum for moments in sums.linear.values() if moments.rows]
+    order = [module.name for module in visit.part.modules]
+    make = partial(_make_moments, visit, task, hyperparameters=hyperparameters)
+    sums = sum_over_ranks(sums, visit.ranks, equations.owners, order, make, visit.merged.device)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
         if not moments.rows:
@@ -253,7 +271,7 @@ def _add_task(
         if name not in equations.norms:
             equations.norms[name] = NormEquations(parameters_of(visit.merged, visit.block, name), hyperparameters)
         equations.norms[name].add_task(norm_moments, parameters_of(expert, visit.block, name))
-    return [moments.checksum for moments in sums.linear.values() if moments.rows]
+    return checksums
 
 
 def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:

@@ -3,7 +3,7 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -14,7 +14,6 @@ from torch import Tensor
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import (
     EPSILON,
-    AddUp,
     Sum,
     Symmetric,
     choose_precision,
@@ -61,16 +60,6 @@ def check_solutions(block: str, solutions: Mapping[str, Solution]) -> dict[str, 
     return checked
 
 
-class RankSummary(NamedTuple):
-    """Summary of one rank's equations, which the ranks exchange before they add up their sums."""
-
-    weight: float
-    """The sum Σ ω_i; for norms, the number of tasks."""
-    rows: int
-    filled: frozenset[str]
-    """Names of the sums that are not empty."""
-
-
 class LinearEquations:
     """Normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
@@ -102,26 +91,6 @@ class LinearEquations:
             self._bias_pull[name] += self._bias_pull_of_task(moments, name, expert, omega)
         self._add(moments, experts, omega)
         return omega
-
-    def summarise(self) -> RankSummary:
-        """Return the summary that `sum_over_ranks` needs."""
-        sums = {"": self._drift, **self._pull}
-        filled = frozenset(name for name, each in sums.items() if each.value is not None)
-        return RankSummary(float(self._omega), self.rows, filled)
-
-    def sum_over_ranks(self, names: Sequence[str], summaries: Sequence[RankSummary], add_up: AddUp) -> None:
-        """Replace the equations of the modules `names` by the sum over all ranks, one tensor at a time."""
-        self._omega.fill_(sum(summary.weight for summary in summaries))
-        self.rows = sum(summary.rows for summary in summaries)
-        filled = frozenset().union(*(summary.filled for summary in summaries))
-        add_up(self._mean)
-        self._gram.sum_over_ranks(add_up)
-        if "" in filled:
-            self._drift.sum_over_ranks(lambda: self._mean.new_zeros(len(self._mean), len(self._mean)), add_up)
-        for name in names:
-            add_up(self._bias_pull[name])
-            if name in filled:
-                self._pull[name].sum_over_ranks(partial(self._zeros_of, name), add_up)
 
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         """Return W* and b* of every module, given the base's parameters for the anchor. If `bias` is False, b stays
@@ -233,19 +202,6 @@ class NormEquations:
         self._tasks += 1.0
         self.rows += moments.rows
 
-    def summarise(self) -> RankSummary:
-        """Return the summary that `sum_over_ranks` needs."""
-        return RankSummary(self._tasks, self.rows, frozenset())
-
-    def sum_over_ranks(self, summaries: Sequence[RankSummary], add_up: AddUp) -> None:
-        """Replace the equations by the sum over all ranks."""
-        self._tasks, self.rows = (
-            sum(summary.weight for summary in summaries),
-            sum(summary.rows for summary in summaries),
-        )
-        for total in (self._second, self._mean, self._scale_pull, self._bias_pull):
-            add_up(total)
-
     def objective(self, update: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """Return the coefficients a [] and c [] of the change t² a − 2 t c in Σ E‖γ z + β − γ_i z − β_i‖², if t ·
         (update, shift) is added to scale and bias [d]."""
@@ -305,6 +261,8 @@ class BlockEquations:
     """Reasons why modules cannot be calibrated, by module name."""
     omegas: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     """The weight ω_i [] by task and Linear."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """The rank that solves each module, by the module's name; empty if there is one rank."""
     held_out: BlockEquations | None = None
     """The equations of the held-out examples on which updates are checked; they use the ω_i of the calibration
     examples."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+
+from featcal_cli.runtime.distributed import Ranks
 
 Batch = dict[str, Tensor]
 """Forward arguments by name; dimension 0 of every tensor counts the examples."""
@@ -119,6 +121,29 @@ def take_range(batches: Sequence[Batch], start: int, stop: int) -> list[Batch]:
             taken.append(batch if len(inside) == count else take_examples(batch, inside))
         before += count
     return taken
+
+
+class Part(NamedTuple):
+    """A batch, or the part of one that a process works on."""
+
+    batch: Batch
+    examples: range
+    """The numbers of its examples across all the batches of a list."""
+
+
+def share_batches(batches: Iterable[Batch], ranks: Ranks) -> list[Part]:
+    """Return this rank's part of every batch, so that all ranks have examples of every length. Parts without examples
+    are left out."""
+    parts: list[Part] = []
+    before = 0
+    for turn, batch in enumerate(batches):
+        count, place = count_examples(batch), (ranks.rank + turn) % ranks.size
+        inside = range(count * place // ranks.size, count * (place + 1) // ranks.size)
+        if inside:
+            part = batch if len(inside) == count else take_examples(batch, inside)
+            parts.append(Part(part, range(before + inside.start, before + inside.stop)))
+        before += count
+    return parts
 
 
 # --- what a model takes ---

@@ -84,8 +84,6 @@ class Meter(ABC, Generic[T]):
     def __init__(self) -> None:
         self.readings: dict[tuple[str, ...], T] = {}
         """Readings computed at the last call of `settle`."""
-        self.elsewhere: dict[tuple[str, ...], T] = {}
-        """Readings of all ranks, from the last call of `share`."""
         self._sums: dict[tuple[str, ...], Tensor] = {}
         """Sums [numbers] of each reading, in float64, on the device."""
         self._counts: dict[tuple[str, ...], list[int]] = {}
@@ -105,14 +103,21 @@ class Meter(ABC, Generic[T]):
                 )
 
     def share(self, ranks: Ranks) -> None:
-        """Exchange readings between ranks, so that every rank knows all of them."""
-        self.settle()
-        self.elsewhere = ranks.unite(self.readings)
+        """Compute the readings from the sums of all ranks, on every rank. Nothing may be added afterwards."""
+        own = {key: (self._counts[key], sums.tolist()) for key, sums in self._sums.items()}
+        totals: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
+        for of_rank in ranks.gather(own):
+            for key, sums in of_rank.items():
+                counts, numbers = totals.setdefault(key, ([0] * len(sums[0]), [0.0] * len(sums[1])))
+                counts[:] = map(sum, zip(counts, sums[0], strict=True))
+                numbers[:] = map(sum, zip(numbers, sums[1], strict=True))
+        self.readings = {key: self._read(key, *sums) for key, sums in totals.items()}
+        self._unread.clear()
 
     def find(self, *key: str) -> T | None:
         """Return the reading so far for this key; None if there is none."""
         self.settle()
-        return self.readings.get(key) or self.elsewhere.get(key)
+        return self.readings.get(key)
 
     def _add(self, key: tuple[str, ...], counts: Sequence[int], numbers: Sequence[Tensor]) -> None:
         """Add host counts and device numbers to the sums of a reading."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from featcal_cli.runtime.distributed import Ranks
+
 WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
 """Largest output width for which the full second moment is summed, and number of random combinations of its rows that
 are summed for wider outputs."""
@@ -62,6 +64,15 @@ class GradientSums:
         else:
             total.addmm_((rows @ self._draw_directions(d, sum_rows).to(rows)).T, rows)
             self._traces[name].add_(rows.square().sum())
+
+    def sum_over_ranks(self, ranks: Ranks, device: torch.device) -> None:
+        """Replace all sums by those over all ranks. A rank may lack some of them, as those of a mixture's experts."""
+        shapes = {name: tuple(total.shape) for name, total in self.sums.items()}
+        for name, (rows, d) in sorted(ranks.unite(shapes).items()):
+            total = self.sums.setdefault(name, torch.zeros(rows, d, device=device))
+            ranks.add_up(total)
+            if rows != d:
+                ranks.add_up(self._traces.setdefault(name, torch.zeros((), device=device)))
 
     def factor(self, name: str) -> Tensor:
         """Compute R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the directions of its r ≤

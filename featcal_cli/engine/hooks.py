@@ -37,7 +37,7 @@ class Observation(NamedTuple):
     weights: PerToken
     """Token weights if the model's output is read from the first token, which then counts most; else empty."""
     first: bool
-    """Whether this is the task's first batch."""
+    """Whether the task's first example is in this batch."""
     y_exp: Features
     """Outputs [.., d_out] of the expert's Linear modules, one per input. They are left out if their precision is below
     float32."""

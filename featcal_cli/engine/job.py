@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from featcal_cli.data.batches import Batch
+from featcal_cli.data.batches import Batch, Part
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.offload import Offloader
@@ -51,7 +51,7 @@ class Measurement:
                 meter.settle()
 
     def share(self, ranks: Ranks) -> None:
-        """Exchange readings, so that every rank knows those of all ranks."""
+        """Add up what all ranks have measured, so that every rank has the same readings."""
         for meter in (self.meter, self.outputs, self.shares):
             if meter is not None:
                 meter.share(ranks)
@@ -68,13 +68,13 @@ class Job:
     base: BlockRunner
     experts: Mapping[str, BlockRunner]
     """Runners of the experts, by task."""
-    fitted: Mapping[str, Sequence[Batch]]
-    """Batches of calibration examples, by task."""
+    fitted: Mapping[str, Sequence[Part]]
+    """This rank's parts of the batches of calibration examples, by task."""
     drift: Measurement
-    checked: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
-    """Batches on which updates are checked before they are loaded, by task."""
+    checked: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    """This rank's parts of the batches on which updates are checked before they are loaded, by task."""
     second: Measurement | None = None
-    """Measurement on this rank's part of the second half of the held-out examples; None if there is none."""
+    """Measurement on the second half of the held-out examples; None if there is none."""
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token has weight 1 and every other token OTHER_TOKENS."""
     offloader: Offloader | None = None
@@ -82,7 +82,7 @@ class Job:
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """Files with the results of `measure_output_gradients`, by task. Empty if errors are measured in features alone."""
     ranks: Ranks = field(default_factory=Ranks)
-    """All processes (ranks) of the run. This job holds the experts and examples of one rank."""
+    """All processes (ranks) of the run. Each has all models and its part of every task's examples."""
 
     @property
     def student(self) -> BlockRunner:
@@ -113,8 +113,9 @@ class Job:
             runner.retire()
 
     def share_readings(self) -> None:
-        """Exchange readings, so that every rank knows those of all ranks."""
-        self.drift.share(self.ranks)
+        """Add up what all ranks have measured, once all is measured."""
+        for measurement in self.measurements:
+            measurement.share(self.ranks)
 
     def describe_precision(self) -> str:
         """Describe in a sentence which blocks ran in float32 because their features overflow bfloat16; empty if none

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.data.batches import Part
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
@@ -30,6 +30,8 @@ class PairedPass:
 
     expert: PausedForward
     student: PausedForward
+    examples: range
+    """The numbers of the batch's examples among all those of the task."""
 
     def __iter__(self) -> Iterator[PausedForward]:
         yield self.expert
@@ -98,8 +100,8 @@ def _start_passes(job: Job) -> Passes:
         for task, expert in job.experts.items():
             expert.offloader = job.offloader
             with expert.on_device():
-                passes.fitted[task] = [_start_pair(job, task, batch) for batch in job.fitted.get(task, ())]
-                passes.checked[task] = [_start_pair(job, task, batch) for batch in job.checked.get(task, ())]
+                passes.fitted[task] = [_start_pair(job, task, part) for part in job.fitted.get(task, ())]
+                passes.checked[task] = [_start_pair(job, task, part) for part in job.checked.get(task, ())]
                 probes = (
                     DriftProbe(job, measurement, task, job.merged.place(batch))
                     for measurement in job.measurements
@@ -121,11 +123,11 @@ def _start_passes(job: Job) -> Passes:
     return passes
 
 
-def _start_pair(job: Job, task: str, batch: Batch) -> PairedPass:
+def _start_pair(job: Job, task: str, part: Part) -> PairedPass:
     """Start the expert's pass and the student's on a batch. Both share the batch's copy on the device."""
-    entry, placed = job.architecture.entries[task], job.merged.place(batch)  # once for all
+    entry, placed = job.architecture.entries[task], job.merged.place(part.batch)  # once for all
     expert, student = (start_forward(runner, placed, entry) for runner in (job.experts[task], job.student))
-    return _offload(job, PairedPass(expert, student))
+    return _offload(job, PairedPass(expert, student, part.examples))
 
 
 def _offload(job: Job, group: PassGroup) -> PassGroup:
@@ -152,14 +154,21 @@ class BlockVisit:
         self.cls_tokens = block.name in job.cls_blocks
         """Whether the first token counts most in this block."""
         self.ranks = job.ranks
-        fitted = passes.fitted.items()
-        is_here = {task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in fitted}
-        of_ranks = job.ranks.gather(is_here)
-        elsewhere = {task for reached in of_ranks for task in reached if not reached[task]}
-        self.tasks = [task for task in is_here if task not in elsewhere]
-        """Tasks of this rank whose examples reach this block in both student and expert."""
-        self.is_reached = any(task not in elsewhere for reached in of_ranks for task in reached)
-        """Whether the examples of any task on any rank reach this block."""
+        is_here = {
+            task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in passes.fitted.items()
+        }
+        counts = [
+            {task: sum(pair.student.token_count for pair in pairs) for task, pairs in of_tasks.items()}
+            for of_tasks in (passes.fitted, passes.checked)
+        ]
+        of_ranks = job.ranks.gather((is_here, counts))
+        self.tasks = [task for task in is_here if all(reached[task] for reached, _ in of_ranks)]
+        """Tasks whose examples reach this block in both student and expert, on every rank."""
+        self.token_counts = [
+            {task: sum(counted[kind][task] for _, counted in of_ranks) for task in self.tasks} for kind in (0, 1)
+        ]
+        """Number of tokens of each of these tasks on all ranks together: of the calibration examples, and of those on
+        which updates are checked."""
         self._job, self._passes, self._done = job, passes, done
         self._is_last_part = True
         self._released: set[str] = set()
@@ -207,18 +216,17 @@ class BlockVisit:
         Call this inside `expert_at`. With `checked`, the batches are those on which updates are checked instead of the
         calibration examples. With `again`, the expert runs in new passes, as its own passes are already past the block.
         """
-        passes = self._passes.checked if checked else self._passes.fitted
-        tokens = {other: sum(pair.student.token_count for pair in passes[other]) for other in self.tasks}
+        passes, tokens = self._passes.checked if checked else self._passes.fitted, self.token_counts[checked]
         observe = self._observe_calls if self.block.calls > 1 else partial(self._observe_call, again=again)
-        stop = 0
-        for number, pair in enumerate(self._in_turn(passes[task])):
-            start, stop = stop, stop + count_examples(pair.expert.batch)
+        for pair in self._in_turn(passes[task]):
             if not pair.student.is_at(self.block):
                 continue
             here = pair.student.token_count / self.block.calls
             row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
             for shown in observe(task, pair):
-                yield shown._replace(first=number == 0, row_multiples=row_multiples, examples=range(start, stop))
+                yield shown._replace(
+                    first=pair.examples.start == 0, row_multiples=row_multiples, examples=pair.examples
+                )
                 del shown  # which is large, while the next pair is run
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:

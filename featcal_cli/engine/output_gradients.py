@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from featcal_cli.data.batches import Batch, count_examples, take_range
+from featcal_cli.data.batches import Batch, count_examples, share_batches, take_range
 from featcal_cli.data.padding import axis_lengths, count_tokens, seed_examples
 from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.block_runner import BlockRunner
@@ -31,6 +31,8 @@ from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_pa
 from featcal_cli.models.products import Routing
 from featcal_cli.models.token_rows import OWN_AXIS, PerToken
 from featcal_cli.models.tracing import BlockCall
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.hardware import is_out_of_memory
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
 """Number of random projections of outputs that is enough for a task, and largest number of projections per example."""
@@ -238,8 +240,10 @@ def measure_output_gradients(
     fitted: Sequence[Batch],
     checked: Sequence[Batch],
     seed: int,
+    ranks: Ranks,
 ) -> OutputGradients:
-    """Measure the gradients of random projections of an expert's outputs at its Linear modules.
+    """Measure the gradients of random projections of an expert's outputs at its Linear modules. Every rank measures its
+    part of the examples and returns the whole result. Raises RuntimeError on all ranks if a pass fails on one.
 
     `fitted` holds the calibration examples. On `checked`, the examples on which updates are checked, only the sizes of
     gradients are measured. Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each
@@ -248,9 +252,10 @@ def measure_output_gradients(
     GRAPH_BYTES.
     """
     sums = GradientSums(seed)
-    of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, sums)
+    of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
+    sums.sum_over_ranks(ranks, expert.device)
     factors = {name: sums.factor(name).cpu() for name in sums.sums}
-    of_checked = _measure_batches(expert, architecture, entry, checked, seed, None)
+    of_checked = _measure_batches(expert, architecture, entry, checked, seed, ranks)
     expert.give_back()
     return OutputGradients(factors, of_fitted, of_checked)
 
@@ -261,12 +266,38 @@ def _measure_batches(
     entry: str,
     batches: Sequence[Batch],
     seed: int,
-    sums: GradientSums | None,
+    ranks: Ranks,
+    sums: GradientSums | None = None,
 ) -> dict[str, Tensor]:
-    """Measure the gradients of some batches: add them to `sums`, if given, and return their sizes at each token."""
-    chosen = take_range(batches, 0, _count_chosen(batches))
-    examples = sum(map(count_examples, chosen))
+    """Measure the gradients of this rank's parts of some batches: add them to `sums`, if given, and return the sizes
+    at each token of all ranks' examples."""
+    used = take_range(batches, 0, _count_chosen(batches))
+    examples = sum(map(count_examples, used))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
+    parts, done, problem = share_batches(used, ranks), list[GradientPass](), ""
+    try:
+        done = _run_in_groups(expert, architecture, entry, [part.batch for part in parts], projections, seed, sums)
+    except RuntimeError as error:
+        if ranks.size == 1 or is_out_of_memory(error):
+            raise
+        problem = str(error)
+    # no rank waits for the sums of one that has none
+    for failure in ranks.gather(problem):
+        if failure:
+            raise RuntimeError(failure)
+    return _relative_sizes([(part.examples, each) for part, each in zip(parts, done, strict=True)], batches, ranks)
+
+
+def _run_in_groups(
+    expert: BlockRunner,
+    architecture: Architecture,
+    entry: str,
+    chosen: list[Batch],
+    projections: int,
+    seed: int,
+    sums: GradientSums | None,
+) -> list[GradientPass]:
+    """Run the passes of all batches, forwards and back, in groups; `chosen` is emptied."""
     done: list[GradientPass] = []
     with expert.on_device():
         while chosen:
@@ -282,22 +313,29 @@ def _measure_batches(
                     each.close()
                 gc.collect()  # hooks, passes and graphs refer to each other, and hold the device's memory
             done += passes
-    names = set[str]().union(*(each.sizes for each in done))
-    everywhere = [name for name in sorted(names) if all(name in each.sizes for each in done)]
-    return {name: _relative_sizes(name, done, sum(map(count_examples, batches))) for name in everywhere}
+    return done
 
 
-def _relative_sizes(name: str, passes: Sequence[GradientPass], examples: int) -> Tensor:
-    """Compute the sizes of a module's gradients at the tokens of all examples [n, longest], divided by their mean over
-    all tokens except padding. Examples that were not used come last and have 1."""
-    sizes = [each.sizes[name] for each in passes]
-    total, counted = sum(float(of.sum()) for of in sizes), sum(each.counts[name] for each in passes)
-    relative = torch.ones(examples, max(of.shape[1] for of in sizes))
-    start = 0
-    for of in sizes if total > 0 else ():
-        # a total below what float32 can be divided by is one all the same
-        relative[start : start + len(of), : of.shape[1]] = of.double() / (total / counted)
-        start += len(of)
+def _relative_sizes(
+    done: Sequence[tuple[range, GradientPass]], batches: Sequence[Batch], ranks: Ranks
+) -> dict[str, Tensor]:
+    """Compute the sizes of gradients at the tokens of all examples [n, longest] by module, divided by their mean over
+    all tokens except padding; 1 for examples that were not used. Modules whose sizes are not known for all used
+    examples are left out. `done`: this rank's passes, with the numbers of their examples."""
+    examples = sum(map(count_examples, batches))
+    own = [
+        (numbers, {name: (of.double(), each.counts[name]) for name, of in each.sizes.items()}) for numbers, each in done
+    ]
+    passes = [one for of_rank in ranks.gather(own) for one in of_rank]
+    names = set[str]().union(*(sizes for _, sizes in passes))
+    relative: dict[str, Tensor] = {}
+    for name in sorted(name for name in names if all(name in sizes for _, sizes in passes)):
+        found = [(numbers, *sizes[name]) for numbers, sizes in passes]
+        total, counted = sum(float(of.sum()) for _, of, _ in found), sum(count for *_, count in found)
+        relative[name] = torch.ones(examples, max(of.shape[1] for _, of, _ in found))
+        for numbers, of, _ in found if total > 0 else ():
+            # a total below what float32 can be divided by is one all the same
+            relative[name][numbers.start : numbers.stop, : of.shape[1]] = of / (total / counted)
     return relative
 
 

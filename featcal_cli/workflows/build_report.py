@@ -50,7 +50,6 @@ def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[st
     """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
     chosen. stamps: of the files on this machine that the job reads, as they were when it began."""
     calibration, job, step = plan.recipe.calibration, outcome.job, outcome.step
-    job.share_readings()
     blocks = []
     for block in outcome.blocks:  # of the changes of weights the share `step` is left
         modules = [replace(module, relative_change=step * module.relative_change) for module in block.modules]

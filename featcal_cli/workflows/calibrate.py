@@ -32,9 +32,10 @@ from featcal_cli.reporting.model_card import copy_merged_card
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.errors import FeatCalError, NumericsError, RecipeError, ShortageError
+from featcal_cli.runtime.errors import FeatCalError, NumericsError, ShortageError
 from featcal_cli.runtime.files import check_unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
+from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.load import Models, fetch_models, load_models
@@ -53,30 +54,27 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     stamps = stamp_inputs(inputs.recipe.local_paths)
     plan = make_plan(session, inputs, workspace.target)
     recipe, origins = plan.recipe, inputs.origins
-    if recipe.calibration.uses_output_metric and ranks.size > 1:
-        what = "outputs are a metric in one process only"
-        fix = "run it in one process, or take metric: output out of the recipe"
-        _go_on_by_features(session, RecipeError(what, where="calibration.metric", fix=fix))
 
     folders = [repo.folder for origin in origins.values() for repo in origin.repos() if repo.folder]
     fingerprint = take_fingerprint(recipe, folders, session.device, plan.examples)
     # what blocks are computed from must stay what it is
     check_inputs = partial(check_unchanged, fingerprint["files"])
     fingerprint["files"] = ranks.unite(fingerprint["files"])
-    own, merge = ranks.own(recipe.tasks), recipe.merged if isinstance(recipe.merged, Merge) else None
+    merge = recipe.merged if isinstance(recipe.merged, Merge) else None
     journal = None
     if ranks.is_first:
         again = {"restart": options.restart, "overwrite": options.overwrite}
         journal = Journal(workspace.journal, fingerprint, **again, note=session.note, check_inputs=check_inputs)
-    snapshots = fetch_models(session, plan, None if merge else own)
+    snapshots = fetch_models(session, plan)
     session.stage("loading models")
     with workspace.scratch() as folder:
         scratch = ranks.of_machine(folder)
         models = load_models(snapshots, merge, scratch / MERGED_MODEL, session.draft.name, ranks, scratch)
-        models = replace(models, experts={task: models.experts[task] for task in models.experts if task in own})
         setup = set_up(session, plan, models, scratch)
-        session.note(*check_values(models.merged, [models.base, *models.experts.values()], setup.architecture))
-        session.note(*setup.describe_merge(recipe, origins.get("merged")))
+        own = [models.experts[task] for task in ranks.own(recipe.tasks)]  # one rank reads all weights of a model
+        session.note(*check_values(models.merged, [models.base, *own], setup.architecture))
+        if ranks.is_first:
+            session.note(*setup.describe_merge(origins.get("merged")))
         session.share_notes()
 
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
@@ -167,12 +165,13 @@ def _halve(batches: list[Batch]) -> list[Batch]:
 def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
     """Yield the setup; if errors are measured in the output metric, add the gradients of experts' outputs. Raises
     NumericsError if the recipe asks for that metric and the gradients cannot be computed."""
-    if not setup.calibration.uses_output_metric or session.ranks.size > 1:
+    if not setup.calibration.uses_output_metric:
         yield setup
         return
-    folder = setup.scratch / GRADIENTS
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir()
+    folder, is_writer = setup.scratch / GRADIENTS, read_launch().local_rank == 0
+    if is_writer:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        folder.mkdir()
     try:
         session.stage("measuring how experts answer")
         try:
@@ -185,7 +184,8 @@ def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
             gradients = {}
         yield replace(setup, gradients=gradients)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _go_on_by_features(session: Session, error: FeatCalError) -> None:
@@ -225,6 +225,7 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
         raise NumericsError(what, fix="give --dtype float32") from error
     finally:
         job.retire()
+    job.share_readings()
     step, pulled = 1.0, ""
     if guarded:
         session.stage("checking the result")

@@ -102,12 +102,13 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     for task, examples in plan.examples.items():
         if examples.is_whole:
             session.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
-    snapshots = fetch_models(session, plan, session.ranks.own(plan.recipe.tasks))
+    snapshots = fetch_models(session, plan)
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
     other = load_fitting(OTHER, snapshots[OTHER], models.merged) if OTHER in snapshots else None
     setup = set_up(session, plan, models)
-    session.note(*setup.describe_merge(plan.recipe, plan.origins[MERGED]))
+    if session.ranks.is_first:
+        session.note(*setup.describe_merge(plan.origins[MERGED]))
     if other is not None:
         check_alignment(setup.architecture, models.merged, other)
     watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})

@@ -3,7 +3,7 @@ not name one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,16 +29,13 @@ class Models:
     """A second copy of the merged model that shares its tensors; only this one is changed by calibration."""
     base: Model
     experts: Mapping[str, Model]
-    """Experts by task; each of several ranks has only the experts of its own tasks."""
+    """Experts by task."""
 
 
-def fetch_models(session: Session, plan: Plan, tasks: Collection[str] | None = None) -> dict[str, Snapshot]:
-    """Download every model of a job and return the snapshots by role. tasks: if given, only the experts of these tasks
-    are fetched. Raises HubError."""
+def fetch_models(session: Session, plan: Plan) -> dict[str, Snapshot]:
+    """Download every model of a job and return the snapshots by role. Raises HubError."""
     snapshots = {}
     for role, origin in plan.origins.items():
-        if tasks is not None and role.startswith(EXPERT) and role.removeprefix(EXPERT) not in tasks:
-            continue
         session.stage(f"downloading {origin.name}" if plan.transfers[role]["missing"] else "loading models")
         snapshots[role] = session.fetch(origin)
     return snapshots

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from featcal_cli.data.batches import Batch, count_examples, take_examples, take_range
+from featcal_cli.data.batches import Batch, Part, count_examples, share_batches, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
@@ -26,11 +26,12 @@ from featcal_cli.hub.model_source import Origin
 from featcal_cli.models.alignment import check_alignment
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
-from featcal_cli.recipe.schema import Calibration, Recipe
+from featcal_cli.recipe.schema import Calibration
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import rooms_for_features
+from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.load import Models
@@ -92,7 +93,7 @@ class Setup:
     device: torch.device
     note: Callable[..., None]
     ranks: Ranks = field(default_factory=Ranks)
-    """The processes of the run; this one works on its own tasks."""
+    """The processes of the run; this one works on its part of each task's examples."""
     scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Folder for features that fit neither on the device nor in memory; by default the system's temporary folder. It
     should be on a disk."""
@@ -116,7 +117,9 @@ class Setup:
                 by_token = self.calibration.token_weights == "auto"
                 checked = examples.selection if by_token and self.calibration.must_not_get_worse else []
                 seed = self.calibration.seed
-                measured = measure_output_gradients(expert, self.architecture, entry, examples.fitted, checked, seed)
+                measured = measure_output_gradients(
+                    expert, self.architecture, entry, examples.fitted, checked, seed, self.ranks
+                )
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
                     check_no_huge_weight(self.architecture.blocks, expert)
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
@@ -125,7 +128,9 @@ class Setup:
             files[task] = folder / f"{number}.safetensors"
             kept = measured._asdict() if by_token else {"factors": measured.factors}
             tensors = ((f"{field}/{name}", x) for field, of in kept.items() for name, x in of.items())
-            save_file({key: x.contiguous() for key, x in tensors}, files[task])
+            if read_launch().local_rank == 0:  # all ranks have measured the same
+                save_file({key: x.contiguous() for key, x in tensors}, files[task])
+        self.ranks.gather(None)  # now they are there
         return files
 
     def make_job(
@@ -147,33 +152,32 @@ class Setup:
         """
         models, examples, architecture = self.models, self.examples, self.architecture
         dtype = choose_dtype(self.calibration, models.merged.module)
-        own = self.ranks.own(examples)
-        rows_of = {task: rows for task, rows in examples.items() if task in own}
 
-        def choose(read: Callable[[TaskExamples], Sequence[Batch]]) -> dict[str, list[Batch]]:
-            return {task: list(read(rows_of[task])) if task in rows_of else [] for task in examples}
+        def share(read: Callable[[TaskExamples], Sequence[Batch]]) -> dict[str, list[Part]]:
+            return {task: share_batches(read(rows), self.ranks) for task, rows in examples.items()}
 
         left_out = self.token_ids.left_out
         roles = {role: model for role, model in {**students, **watchers}.items() if model.role not in left_out}
         distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
         runners = {key: self._make_runner(model, dtype) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
-        experts = {task: self._make_runner(models.experts[task], dtype) for task in own}
+        experts = {task: self._make_runner(expert, dtype) for task, expert in models.experts.items()}
         by_role = {role: runners[id(model)] for role, model in roles.items()}
-        measured = choose(lambda rows: rows.measured if students else rows.fitted)
+        measured = {task: list(rows.measured if students else rows.fitted) for task, rows in examples.items()}
         drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
-        selection, second = choose(lambda rows: rows.selection), None
+        selection, second = share(lambda rows: rows.selection), None
         if judged:  # what errors are measured by judges the result, too
             last = {role: by_role[role] for role in (*students, MERGED)}
             outputs = OutputMeter() if self.gradients else None
-            second = Measurement(last, selection, outputs=outputs, last_block_only=True)
+            batches = {task: [part.batch for part in parts] for task, parts in selection.items()}
+            second = Measurement(last, batches, outputs=outputs, last_block_only=True)
         return Job(
             architecture=architecture,
             students={role: runners[id(model)] for role, model in students.items()},
             merged=merged,
             base=runners[id(models.base)],
             experts=experts,
-            fitted=choose(lambda rows: rows.fitted) if students else {},
+            fitted=share(lambda rows: rows.fitted) if students else {},
             drift=drift,
             checked=selection if guarded else {},
             second=second,
@@ -196,9 +200,10 @@ class Setup:
     ) -> Measurement:
         """Prepare the measurement of the models by role: of drift or, if they are inspected, of everything. answering:
         the models whose logits limit the size of a batch."""
+        measured = limit_batches(measured, answering)
         drift = Measurement(
             runners,
-            limit_batches(measured, answering),
+            self._own_batches(measured),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if self.gradients or is_inspected else None,  # else no head is read
         )
@@ -206,15 +211,18 @@ class Setup:
             drift.split = frozenset(role for role, one in runners.items() if one.model is not self.models.base)
             drift.shares = ShareMeter()
             counts = len(self.architecture.blocks), len(runners), len(drift.split)
-            drift.switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
+            switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
+            drift.switched = self._own_batches(switched)
         return drift
 
-    def describe_merge(self, recipe: Recipe, merged: Origin | None) -> list[str]:
-        """Describe, in sentences, what is unusual about the models as a merge; none if not all experts are on this
-        rank. merged: None if it was built for this run."""
+    def _own_batches(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Batch]]:
+        """Return this rank's parts of the batches of each task."""
+        return {task: [part.batch for part in share_batches(of_task, self.ranks)] for task, of_task in batches.items()}
+
+    def describe_merge(self, merged: Origin | None) -> list[str]:
+        """Describe, in sentences, what is unusual about the models as a merge. merged: None if it was built for this
+        run."""
         models = self.models
-        if models.experts.keys() != recipe.tasks.keys():
-            return []
         loaded = models.merged, models.base, models.experts, self.architecture
         calibrated = merged is not None and REPORT in merged.repo.files
         return describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)

@@ -1,4 +1,5 @@
-"""Several processes, started by torchrun: the same weights as one, each reads its part, one writes and speaks."""
+"""Several processes, started by torchrun: the same weights as one, each has its part of the examples, one writes and
+speaks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate
 
-OPEN: dict[str, Any] = {"ridge": None, "rho": None, "alpha": None}
+FEATCAL: dict[str, Any] = {"method": "featcal", "rho": 1.0}
 PROGRAM = str(Path(__file__).parents[1] / "support" / "rank_jobs.py")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -45,14 +46,25 @@ KINDS = {
     "one task": Kind("deberta", 1, {"norms": "all"}, {"batch_size": 5}),
     "blocks that run again": Kind("albert", 3, {}, {"batch_size": 4}),
     "mixtures": Kind("mixtral", 3, {}, {"batch_size": 5}),
-    "featcal": Kind("bert", 3, {**OPEN, "method": "featcal", "metric": "features"}, {}),
     "merged on the way": Kind("bert", 2, {}, {}, merge=True),
+    "convolutions": Kind("mobilevit", 2, {}, {"batch_size": 4}),
+    "one example": Kind("bert", 2, {"examples": 1}, {}),
+    "featcal": Kind("bert", 1, FEATCAL, {"batch_size": 5}),
+    "featcal, one example": Kind("bert", 2, {**FEATCAL, "examples": 1}, {}),
+    "featcal, causal": Kind("gpt2", 2, FEATCAL, {"batch_size": 4}),
+    "featcal, mixtures": Kind("mixtral", 2, FEATCAL, {"batch_size": 5}),
+    "featcal, encoder-decoder": Kind("t5", 1, FEATCAL, {"batch_size": 5}),
 }
+PRECISE = {"paper": 1e-5, "featcal": 1e-4}
+"""Of the update: how far results may lie apart, as sums of several processes are rounded otherwise, and
+module-by-module steps in float32 carry that on (4e-5 was seen)."""
+SIZES = (2, 3)
+"""How many processes there are."""
 
 
-def torchrun(*program: object, largest: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Two processes that have ended, with all that they and torchrun wrote; `largest`: bytes that a file may have."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+def torchrun(*program: object, size: int = 2, largest: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Processes that have ended, with all that they and torchrun wrote; `largest`: bytes that a file may have."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--standalone"]
     return subprocess.run(
         [*line, *map(str, program)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
@@ -72,19 +84,20 @@ def recipe_of(saved: Saved, kind: Kind) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Done:
-    """What one process and two have made of a job."""
+    """What one process and several have made of a job."""
 
     folder: Path
     name: str
     alone: Report
 
     def weights(self, of: str) -> dict[str, Tensor]:
-        """Of the rank, or of the one process that was alone."""
-        return load_file(self.folder / f"{self.name}-{of}" / "model.safetensors")
+        """Of the first of several processes ("2/": of two), or of the one that was alone."""
+        return load_file(self.folder / of / f"{self.name}-0" / "model.safetensors")
 
-    def reports(self) -> list[Report]:
+    def reports(self, size: int) -> list[Report]:
         """What the verb returned, by rank."""
-        return [Report.from_json((self.folder / f"{self.name}-{rank}.json").read_text()) for rank in (0, 1)]
+        files = [self.folder / str(size) / f"{self.name}-{rank}.json" for rank in range(size)]
+        return [Report.from_json(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +108,16 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 
 @pytest.fixture(scope="module")
 def folder(families: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes have done all of KINDS, and an inspection."""
+    """Where processes, as many as the name of a folder in it says, have done all of KINDS, and an inspection."""
     folder = tmp_path_factory.mktemp("ranks")
     jobs: dict[str, Any] = {"inspection": {"recipe": recipe_of(families["bert"], KINDS["featcal"]), "inspect": True}}
     for name, kind in KINDS.items():
         jobs[name] = {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
-    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    run = torchrun(PROGRAM, folder / "jobs.json")
-    assert run.returncode == 0, run.stderr[-4000:]
+    for size in SIZES:
+        (folder / str(size)).mkdir()
+        (folder / str(size) / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+        run = torchrun(PROGRAM, folder / str(size) / "jobs.json", size=size)
+        assert run.returncode == 0, run.stderr[-4000:]
     return folder
 
 
@@ -112,67 +127,76 @@ def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
     found = {}
     for name, kind in KINDS.items():
         recipe = recipe_of(families[kind.family], kind)
-        result = calibrate(recipe, output=folder / f"{name}-alone", device="cpu", **kind.options)
+        result = calibrate(recipe, output=folder / "alone" / f"{name}-0", device="cpu", **kind.options)
         found[name] = Done(folder, name, result.report)
     return found
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", KINDS)
-def test_two_processes_give_the_weights_of_one(done: dict[str, Done], name: str) -> None:
-    """Also where one of them has more tasks, or all, or a table of positions is counted once."""
-    alone, together = (done[name].weights(of) for of in ("alone", "0"))
+def test_several_processes_give_the_weights_of_one(
+    done: dict[str, Done], families: dict[str, Saved], name: str, size: int
+) -> None:
+    """Also where a process has no example of a task, or a table of positions is counted once."""
+    alone, together = (done[name].weights(of) for of in ("alone", str(size)))
+    start = load_file(families[KINDS[name].family].folder / "merged" / "model.safetensors")
     assert alone.keys() == together.keys()
-    for key, value in alone.items():
-        assert (together[key] - value).norm() <= 1e-5 * value.norm(), key
+    apart, moved = (
+        sum(float((alone[key] - other[key]).double().square().sum()) for key in alone) ** 0.5
+        for other in (together, start)
+    )
+    assert moved > 0 and apart <= PRECISE[KINDS[name].settings.get("method", "paper")] * moved, apart / moved
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", KINDS)
-def test_every_process_returns_what_one_would(done: dict[str, Done], name: str) -> None:
-    """Rows and steps of every module, settings, notes, and the drift, which is measured on one rank or the other: their
-    students are the same."""
+def test_every_process_returns_what_one_would(done: dict[str, Done], name: str, size: int) -> None:
+    """Rows and steps of every module, settings, notes, and the drift on all examples together."""
     alone = done[name].alone
-    for report in done[name].reports():
-        for key in ("ridge", "rho", "alpha", "guard", "token_weights", "examples", "chosen_by"):
+    for report in done[name].reports(size):
+        for key in ("ridge", "rho", "alpha", "metric", "guard", "token_weights", "examples", "chosen_by"):
             assert report.settings[key] == alone.settings[key]
         for ours, theirs in zip(report.blocks, alone.blocks, strict=True):
             assert ours.skipped == theirs.skipped
-            rows = [[(module.name, module.rows) for module in each.modules] for each in (ours, theirs)]
+            # the rows of a table of distances are told once for each batch, and parts of a batch are batches
+            rows = [[(x.name, "pos_" in x.name or x.rows) for x in each.modules] for each in (ours, theirs)]
             steps = [[-1 if x.step is None else x.step for x in each.modules] for each in (ours, theirs)]
             assert rows[0] == rows[1]
-            # sums of two ranks are rounded otherwise; a step is a share of the update, so this is 1e-6 of the update
-            assert steps[0] == pytest.approx(steps[1], rel=1e-4, abs=1e-6)
+            # sums of several ranks are rounded otherwise, and a step is a share of the update
+            assert steps[0] == pytest.approx(steps[1], rel=1e-3, abs=1e-5)
         assert list(report.drift) == list(alone.drift) and report.measures.keys() == alone.measures.keys()
         for task, drift in alone.drift.items():
             found = report.drift[task]
             assert (found.before, found.after) == pytest.approx((drift.before, drift.after), rel=1e-4)
-    assert done[name].reports()[0].notes == alone.notes
-
-
-def test_each_reads_half_of_the_experts(done: dict[str, Done]) -> None:
-    job = done["two tasks"]
-    assert [(job.folder / f"{job.name}-{rank}.experts").read_text() for rank in (0, 1)] == ["red", "green"]
-    read = job.alone.cost["expert_bytes_read"]
-    for report in job.reports():
-        assert report.cost["expert_bytes_read"] == read
-        assert report.cost["expert_bytes_by_rank"] == [read / 2, read / 2]
-        assert report.environment["ranks"] == "2"
-    assert "expert_bytes_by_rank" not in job.alone.cost and "ranks" not in job.alone.environment
+        assert report.environment["ranks"] == str(size)
+        assert len(report.cost["expert_bytes_by_rank"]) == size
+    assert done[name].reports(size)[0].notes == alone.notes
 
 
 def test_only_the_first_writes(folder: Path, done: dict[str, Done]) -> None:
     """Every rank was given a place of its own."""
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == {
-        f"{name}-{of}" for name in done for of in ("0", "alone")
-    }
-    assert [path.name for path in folder.glob("*.png")] == ["inspection-0.png"]
+    for size in SIZES:
+        made = {path.name for path in (folder / str(size)).iterdir() if path.is_dir()}
+        assert made == {f"{name}-0" for name in done}
+        assert [path.name for path in (folder / str(size)).glob("*.png")] == ["inspection-0.png"]
 
 
 def test_an_inspection_is_shared_too(families: dict[str, Saved], folder: Path) -> None:
-    alone = inspect_drift(recipe_of(families["bert"], KINDS["featcal"]), device="cpu")
-    for rank in (0, 1):
-        found = json.loads((folder / f"inspection-{rank}.json").read_text())
-        assert found["tasks"] == json.loads(alone.to_json())["tasks"]
-        assert found["cost"]["expert_bytes_read"] == alone.cost["expert_bytes_read"]
+    alone = json.loads(inspect_drift(recipe_of(families["bert"], KINDS["featcal"]), device="cpu").to_json())
+    for size in SIZES:
+        for rank in range(size):
+            found = json.loads((folder / str(size) / f"inspection-{rank}.json").read_text())
+            for task, whole in alone["tasks"].items():
+                assert dict(_numbers(found["tasks"][task])) == pytest.approx(dict(_numbers(whole)), rel=1e-4, abs=1e-6)
+
+
+def _numbers(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers in a structure of JSON, by their places."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(part, f"{at}/{key}")
+    elif isinstance(value, int | float):
+        yield at, value
 
 
 def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Done], tmp_path: Path) -> None:
@@ -198,7 +222,7 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     again = torchrun(*command)
     assert again.returncode == 0, again.stderr[-4000:]
     assert "2 of 2 blocks were taken over" in again.stderr and again.stdout.count("the calibrated model is in") == 1
-    whole = done["two tasks"].folder / "two tasks-0" / "model.safetensors"
+    whole = done["two tasks"].folder / "2" / "two tasks-0" / "model.safetensors"
     assert (output / "model.safetensors").read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"family", "recipe.yaml", "out"}
 

@@ -76,14 +76,13 @@ def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) ->
     equations = collect_equations(visit, Hyperparameters(1e-4, 1.0, 0.5, "output", "block"))
     assert equations.held_out is not None
     halves = (("fitted", job.fitted, equations), ("checked", job.checked, equations.held_out))
-    for (field, examples, system), (number, task) in product(halves, enumerate(job.experts)):
+    for (field, parts, system), (number, task) in product(halves, enumerate(job.experts)):
+        batches = [part.batch for part in parts[task]]
         sizes = visit.gradients(task, field)
-        inputs = [record(prepared.models.merged.module, visit.block.name, batch) for batch in examples[task]]
+        inputs = [record(prepared.models.merged.module, visit.block.name, batch) for batch in batches]
         for names, linear in system.linear.items():
             gram, start = torch.zeros(()), 0
-            for batch, x in zip(
-                examples[task], [given[f"{visit.block.name}.{names[0]}"][0] for given in inputs], strict=True
-            ):
+            for batch, x in zip(batches, [given[f"{visit.block.name}.{names[0]}"][0] for given in inputs], strict=True):
                 here = [sizes[module][start : start + len(x), : x.shape[1]].double() for module in names]
                 weights = (0.5 + 0.5 * torch.stack(here).mean(0)) * batch.get("attention_mask", torch.ones(()))
                 gram, start = gram + torch.einsum("bt,btd,bte->de", weights, x, x), start + len(x)

@@ -26,9 +26,6 @@ def run_all(jobs: Path) -> None:
         else:
             result = verbs.calibrate(job["recipe"], output=place, device="cpu", **job["options"])
             seen = result.report.to_json()
-            place.with_suffix(".experts").write_text(
-                " ".join(result.models.experts if result.models else ()), encoding="utf-8"
-            )
         place.with_suffix(".json").write_text(seen, encoding="utf-8")
     leave_ranks()
 

@@ -28,8 +28,9 @@ from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS
 from featcal_cli.models.tracing import all_finite
+from featcal_cli.runtime.distributed import Ranks
 
-EXAMPLES, SEED = 4, 7
+EXAMPLES, SEED, ALONE = 4, 7, Ranks()
 PROJECTIONS = output_gradients.MOST_PROJECTIONS
 """So few examples get the most."""
 
@@ -147,7 +148,7 @@ def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monk
         monkeypatch.setattr(output_gradients, "KEPT_BYTES", kept_bytes)
         monkeypatch.setattr(output_gradients, "GRAPH_BYTES", graph_bytes)
         runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
-        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors
+        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED, ALONE).factors
         runner.retire()
         assert measured.keys() == expected.keys()
         for path, factor in measured.items():
@@ -164,7 +165,9 @@ def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None
     batches = prepared.examples[task].fitted
     _, expected = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
     runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
-    factors, fitted, checked = measure_output_gradients(runner, prepared.architecture, entry, batches, batches, SEED)
+    factors, fitted, checked = measure_output_gradients(
+        runner, prepared.architecture, entry, batches, batches, SEED, Ranks()
+    )
     runner.retire()
     assert fitted.keys() == checked.keys() == factors.keys()
     for path, relative in fitted.items():
@@ -193,7 +196,7 @@ def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(runner, "bring", count_at_bring)
     entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-    assert measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors
+    assert measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED, ALONE).factors
     # no block's weights are there while inputs are prepared
     assert len(blocks) > 1 and converted.keys() <= {0, 1} and converted[1] > 0
 
@@ -219,7 +222,7 @@ def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
         model = share_model(prepared.models.experts[task])
         runner = BlockRunner(model, prepared.architecture, prepared.device, dtype)
         entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-        factors.append(measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).factors)
+        factors.append(measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED, ALONE).factors)
         runner.retire()
     assert len(runner.overflowed_blocks) == len(prepared.architecture.blocks)
     for path, exact in factors[0].items():
@@ -233,7 +236,9 @@ def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monke
     monkeypatch.setattr(output_gradients, "MOST_TOKENS", 1)
     runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.float32)
     entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-    for sizes in measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED).fitted.values():
+    for sizes in measure_output_gradients(
+        runner, prepared.architecture, entry, batches, [], SEED, Ranks()
+    ).fitted.values():
         assert len(sizes) == EXAMPLES
         assert sizes[:2].std() > 0 and sizes[2:].eq(1).all()
 
@@ -287,5 +292,6 @@ def test_gradients_too_small_to_be_divided_by_are_finite(size: float) -> None:
     sums.add("module", torch.full((2, 8), size))
     assert sums.factor("module").isfinite().all()
     traced: Any = SimpleNamespace(sizes={"module": torch.tensor([[size**2, 0.0]])}, counts={"module": 2})
-    sizes = output_gradients._relative_sizes("module", [traced], 1)
+    batch = {"input_ids": torch.zeros(1, 2)}
+    sizes = output_gradients._relative_sizes([(range(1), traced)], [batch], ALONE)["module"]
     assert sizes.isfinite().all()
