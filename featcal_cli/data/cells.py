@@ -34,7 +34,7 @@ KEPT_CHARACTERS = 2**16
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
 TOO_LARGE = b"(larger than is read)"
-"""What stands in rows for bytes that are more than LARGEST_FILE."""
+"""A placeholder in rows for bytes that are more than LARGEST_FILE."""
 MOST_LEVELS = 6
 """How many levels of nested lists and mappings are searched for long values in a row."""
 

@@ -57,7 +57,7 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
         return
     for url in split.sizes:
         with split.open(url, block_size=4 * PIECE_BYTES) as stream:
-            opened = open_parquet(stream, pre_buffer=False)
+            opened = open_parquet(stream)
             for number in range(opened.num_row_groups):
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
                 for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
@@ -69,7 +69,7 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
     neither has them. Raises like `stream_hub_rows`."""
     if split.format == "parquet":
         with split.open(next(iter(split.sizes))) as stream:
-            found = classes_in_footer(open_parquet(stream, pre_buffer=False), column)
+            found = classes_in_footer(open_parquet(stream), column)
     else:
         found = getattr((_open_stream(split).features or {}).get(column), "names", None)
     features = split.info.get("features")
@@ -133,7 +133,7 @@ def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowG
 
     def read_footer(url: str) -> tuple[str, Any]:
         with split.open(url, cache_type="none") as stream:
-            return url, open_parquet(stream, pre_buffer=False).metadata
+            return url, open_parquet(stream).metadata
 
     urls = _weighted_order(list(split.sizes), split.sizes.__getitem__, random)
     groups: list[_RowGroup] = []

@@ -15,12 +15,12 @@ ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 2**26
 """Maximum number of rows of a row group, and of their uncompressed bytes, that are decoded at once."""
 
 
-def open_parquet(source: Any, **options: Any) -> Any:
-    """Open a parquet file (a path or a stream) and read its footer. Raises DataError if several columns have one name,
-    and what the parser raises."""
+def open_parquet(source: Any, *, pre_buffer: bool = False, **options: Any) -> Any:
+    """Open a parquet file (a path or a stream) and read its footer. With `pre_buffer`, only one thread may read it.
+    Raises DataError if several columns have one name, and what the parser raises."""
     from pyarrow import parquet  # it takes long to import, and most sources are none
 
-    opened = parquet.ParquetFile(source, **options)
+    opened = parquet.ParquetFile(source, pre_buffer=pre_buffer, **options)
     check_repeated(opened.schema_arrow.names, str(getattr(source, "path", source)))
     return opened
 

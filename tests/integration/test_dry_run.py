@@ -50,7 +50,7 @@ def test_all_that_would_stop_a_run_is_said_after_the_plan(
     ):
         assert what in run.stderr, run.stderr
     assert "Leave out --dry-run to start" not in run.stderr
-    assert "my job.yaml has the whole job; to run it: `featcal calibrate -r 'my job.yaml'`" in run.stderr
+    assert "my job.yaml has the whole job; to run it: `featcal calibrate -r 'my job.yaml' --output out" in run.stderr
     as_json = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--json": ""})
     plan = json.loads(as_json.stdout)
     assert as_json.code == 2 and plan["blocks"] == 2

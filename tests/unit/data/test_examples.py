@@ -726,7 +726,7 @@ def test_an_encoder_reads_the_columns_that_hold_text_or_that_the_recipe_names(
         ({"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
         ({"columns": {"txt": "text"}}, "no role txt"),
         ({"template": "{texts}"}, "names a column that there is not: {texts}"),
-        ({"template": "{text"}, "template names no column"),
+        ({"template": "{text"}, "template is broken"),
         ({"template": "{text.__class__}"}, "names a column that there is not: {text.__class__}"),
         ({"columns": {"messages": "text"}}, "not a list of messages"),
     ],

@@ -118,8 +118,10 @@ def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path, log
     (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text(
-        "def __getattr__(name):\n    raise LookupError('no figures here')\n"
+        "def rc_context():\n    raise LookupError('no figures here')\n"
     )
+    for name in ("figure", "lines"):
+        (tmp_path / "matplotlib" / f"{name}.py").write_text("Figure = Line2D = object\n")
     run = featcal("calibrate", "-q", "-r", "job.yaml", "-o", "out", *log, folder=tmp_path)
     assert run.returncode == 1 and "Traceback" not in run.stderr and not (tmp_path / "out").exists()
     shown = re.fullmatch(r"bug: (.+)\n  in: (.+)\n  fix: (.+)\n", run.stderr)

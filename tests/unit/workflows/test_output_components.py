@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.verbs import calibrate, dry_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -38,14 +40,22 @@ def saved(tmp_path: Path) -> Saved:
 def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     weights = load_file(merged / "model.safetensors")
+    other = {name: value + 0.01 for name, value in weights.items()}  # a component that is built like the model
     half = {name: value.to(torch.bfloat16) for name, value in weights.items()}
-    for folder in ("question_encoder", "checkpoint-500"):
+    for folder in ("question_encoder", "half", "0_Transformer", "checkpoint-500", "one_name_less"):
         (merged / folder).mkdir()
-    save_file(weights, merged / "question_encoder" / "model.safetensors")
-    save_file(weights, merged / "checkpoint-500" / "model.safetensors")
-    save_file(dict(list(weights.items())[:2]), merged / "earlier.safetensors")
+    save_file(other, merged / "question_encoder" / "model.safetensors")
+    save_file(half, merged / "half" / "model.safetensors")
+    save_file(weights, merged / "0_Transformer" / "model.safetensors")
+    save_file(other, merged / "checkpoint-500" / "model.safetensors")
+    save_file(
+        {name.partition(".")[2]: value for name, value in half.items()}, merged / "one_name_less" / "a.safetensors"
+    )
+    save_file(dict(list(other.items())[:2]), merged / "earlier.safetensors")
     save_file({"summary.weight": torch.ones(1, 32)}, merged / "v_head.safetensors")
-    save_file(half, merged / "model.fp16.safetensors")
+    (merged / "model.fp16.safetensors").write_bytes((merged / "half" / "model.safetensors").read_bytes())
+    modules = [{"path": ""}, {"path": "0_Transformer"}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    write(merged, "modules.json", json.dumps(modules))
     kept = [
         *(
             "1_Pooling/config.json",
@@ -63,13 +73,45 @@ def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> N
     ]
     for path in (*kept, *gone):
         write(merged, path)
-    gone += ["earlier.safetensors", "model.fp16.safetensors", "checkpoint-500/model.safetensors"]
-    kept += ["question_encoder/model.safetensors", "v_head.safetensors"]
-    gone.append(write(merged, "model.safetensors.index.json", '{"weight_map": {"a": "gone.safetensors"}}').name)
-    calibrate(saved.recipe(), output=tmp_path / "out")
+    by_content = [
+        "half/model.safetensors",
+        "one_name_less/a.safetensors",
+        "earlier.safetensors",
+        "model.fp16.safetensors",
+    ]
+    gone += [*by_content, "checkpoint-500/model.safetensors"]
+    kept += [
+        "question_encoder/model.safetensors",
+        "0_Transformer/model.safetensors",
+        "v_head.safetensors",
+        "modules.json",
+    ]
+
+    told: list[str] = []
+
+    class Ear(Listener):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    calibrate(saved.recipe(), output=tmp_path / "out", listener=Ear())
     assert not paths_in(tmp_path / "out") & set(gone)
     for path in kept:
         assert (tmp_path / "out" / path).read_bytes() == (merged / path).read_bytes(), path
+    assert [text for text in told if "0_Transformer/model.safetensors" in text and "not the calibrated ones" in text]
+
+
+@pytest.mark.parametrize("says", ["gone shards", "other tensors", "this file"])
+def test_an_index_beside_a_single_file_is_kept_only_if_it_is_true(saved: Saved, tmp_path: Path, says: str) -> None:
+    merged = tmp_path / "merged"
+    names = list(load_file(merged / "model.safetensors"))
+    places = {
+        "gone shards": dict.fromkeys(names, "model-00001-of-00002.safetensors"),
+        "other tensors": dict.fromkeys(names[1:], "model.safetensors"),
+        "this file": dict.fromkeys(names, "model.safetensors"),
+    }
+    write(merged, "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": places[says]}))
+    calibrate(saved.recipe(), output=tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() is (says == "this file")
 
 
 def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(hub: HubServer, tmp_path: Path) -> None:
