@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what only looks for finished blocks need not wait for torch
     from featcal_cli.data.examples import TaskExamples
     from featcal_cli.engine.block_runner import BlockRunner
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file format; blocks written in another version are not reused."""
 BLOCK = re.compile(r"block-\d{4,}\.safetensors")
 LONGEST = 60
@@ -40,18 +40,19 @@ COMMIT = re.compile(r"(?<=@)([0-9a-f]{7})[0-9a-f]{33}\b")
 def take_fingerprint(
     recipe: Recipe, folders: Iterable[Path], device: torch.device, examples: Mapping[str, TaskExamples]
 ) -> dict[str, Any]:
-    """Return everything that decides the result of a job; where the output goes does not. folders: folders of models on
-    this machine. Only the files directly in each folder count, because the output and the journal may lie in
-    subfolders."""
+    """Return everything that decides the result of a job, except its rounding, which batch sizes, threads and ranks
+    decide; where the output goes does not. folders: folders of models on this machine. Only the files directly in each
+    folder count, because the output and the journal may lie in subfolders."""
     from featcal_cli.runtime.hardware import describe_environment, read_versions
 
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(examples, pool.map(_hash_examples, examples.values()), strict=True))
+    environment = {**describe_environment(device), **read_versions()}
     return {
         "recipe": recipe.model_dump(mode="json", exclude={"output"}),
         "files": stamp_files(folders),
-        "environment": {**describe_environment(device), **read_versions()},
-        "data": {task: {"examples": hashes[task], "batch size": examples[task].batch_size} for task in examples},
+        "environment": {name: value for name, value in environment.items() if name not in ("threads", "ranks")},
+        "data": hashes,
     }
 
 
@@ -69,21 +70,22 @@ class Journal:
         folder: Path,
         fingerprint: Mapping[str, Any],
         *,
+        made_with: Mapping[str, Any] | None = None,
         restart: bool = False,
         overwrite: bool = False,
         note: Callable[[str], None] = lambda _: None,
         check_inputs: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the journal in `folder`. restart: delete all blocks in it. overwrite: delete blocks of another job.
-        note: called with a message about damaged blocks. check_inputs: raises if the inputs no longer match the
-        fingerprint; the block is then not written. Raises OutputError, which says what differs, if the journal holds
-        blocks of a job with another fingerprint."""
+        """Open the journal in `folder`. made_with: what decides rounding alone, which each block's file tells. restart:
+        delete all blocks in it. overwrite: delete blocks of another job. note: called with a message about damaged
+        blocks. check_inputs: raises if the inputs no longer match the fingerprint; the block is then not written.
+        Raises OutputError, which says what differs, if the journal holds blocks of a job with another fingerprint."""
         self.folder = folder
         self._own: set[int] = set()
         """Blocks that this run has finished itself. It may read them again after running out of memory; they do not
         count as restored."""
         self._restored: set[int] = set()
-        self._note, self._check_inputs = note, check_inputs
+        self._note, self._check_inputs, self._made_with = note, check_inputs, json.dumps(made_with or {})
         wanted = _complete(fingerprint)
         self._job = _write_job(wanted)
         self.job = _hash_text(self._job)
@@ -115,7 +117,8 @@ class Journal:
             for name, value in student.parameters_at_home(f"{report.name}.{module.name}").items()
         }
         text, file = report.to_json(), self._file(number)
-        about = {"job": self._job, "report": text, "checksum": _hash_block(self._job, number, text, parameters)}
+        checksum = _hash_block(self._job, number, text, parameters)
+        about = {"job": self._job, "made with": self._made_with, "report": text, "checksum": checksum}
         partial = file.with_suffix(".partial")
         try:
             save_file(parameters, partial, metadata=about)
@@ -240,8 +243,6 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
                 clauses.append(f"{file} {'is new' if was is None else 'is gone' if now is None else 'has changed'}")
             case ("recipe", "tasks", task):
                 clauses.append(f"task {task} is {'new' if was is None else 'gone'}")
-            case ("data", task, "batch size"):
-                clauses.append(f"--batch-size of {task} was {was}, and is {now}")
             case ("data", task, *_):
                 clauses += [] if is_explained else [f"the examples of {task} differ"]
             case (*_, key):
@@ -330,11 +331,11 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
 
 
 def _hash_examples(examples: TaskExamples) -> str:
-    """Hash every input tensor of a task's examples."""
-    digest = sha256()
-    for batch in (*examples.fitted, *examples.selection, *examples.held_out):
-        _hash_tensors(digest, batch)
-    return digest.hexdigest()
+    """Hash a task's examples, in whatever batches they are."""
+    from featcal_cli.data.padding import seed_examples
+
+    lists = (examples.fitted, examples.selection, examples.held_out)
+    return _hash_text(json.dumps([[seed for batch in each for seed in seed_examples(batch, 0)] for each in lists]))
 
 
 def _hash_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,16 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     journal = None
     if ranks.is_first:
         again = {"restart": options.restart, "overwrite": options.overwrite}
-        journal = Journal(workspace.journal, fingerprint, **again, note=session.note, check_inputs=check_inputs)
+        sizes = {task: examples.batch_size for task, examples in plan.examples.items()}
+        made_with = {"batch sizes": sizes, "threads": torch.get_num_threads(), "ranks": ranks.size}
+        journal = Journal(
+            workspace.journal,
+            fingerprint,
+            made_with=made_with,
+            **again,
+            note=session.note,
+            check_inputs=check_inputs,
+        )
     snapshots = fetch_models(session, plan)
     session.stage("loading models")
     with workspace.scratch() as folder:

@@ -201,8 +201,8 @@ def _numbers(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
 
 def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Done], tmp_path: Path) -> None:
     """The second rank's expert is broken in its last block: both end. The repaired one makes another job, which is
-    begun anew and cannot write its output. The next run computes no block again, gives the very bytes of a whole one,
-    and speaks once."""
+    begun anew and cannot write its output. The next run, of three processes, computes no block again, gives the very
+    bytes of a whole one, and speaks once."""
     saved = save_family(tmp_path / "family", BY_NAME["bert"])
     file = tmp_path / "family" / "green" / "model.safetensors"
     sound = file.read_bytes()
@@ -219,7 +219,7 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     file.write_bytes(sound)
     full = torchrun(*command, "--restart", largest=len(sound) - 1)
     assert "File too large" in full.stderr and full.returncode != 0 and not output.exists()
-    again = torchrun(*command)
+    again = torchrun(*command, size=3)
     assert again.returncode == 0, again.stderr[-4000:]
     assert "2 of 2 blocks were taken over" in again.stderr and again.stdout.count("the calibrated model is in") == 1
     whole = done["two tasks"].folder / "2" / "two tasks-0" / "model.safetensors"

@@ -139,9 +139,10 @@ def test_every_block_says_of_which_job_it_is(journal: Path) -> None:
     assert sorted(path.name for path in journal.iterdir()) == ["block-0000.safetensors", "block-0001.safetensors"]
     for file in journal.iterdir():
         with safe_open(file, framework="np") as stored:
-            job = json.loads(stored.metadata()["job"])
-        assert job["recipe"]["calibration"]["ridge"] == 0.05 and job["data"]["red"]["batch size"] >= 12
-        assert job["environment"]["threads"] == str(torch.get_num_threads())
+            job, made_with = (json.loads(stored.metadata()[key]) for key in ("job", "made with"))
+        assert job["recipe"]["calibration"]["ridge"] == 0.05
+        assert made_with["batch sizes"]["red"] >= 12 and made_with["ranks"] == 1
+        assert made_with["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.survive
@@ -279,6 +280,11 @@ def test_what_differs_is_named_as_it_is_typed(
     assert all(part in refused.value.what for part in what), refused.value.what
     assert "--restart" in refused.value.fix
     assert "examples of" not in refused.value.what
+
+
+def test_another_size_of_batches_goes_on_with_the_same_blocks(bert: Saved, journal: Path) -> None:
+    done = calibrate(bert.recipe(), output=journal.parent.parent / "out", batch_size=3)
+    assert any(TAKEN_OVER in note for note in done.report.notes)
 
 
 def test_examples_that_differ_are_said_without_a_hash(tmp_path: Path) -> None:
