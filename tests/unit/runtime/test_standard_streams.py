@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, save_family
 
+from featcal_cli.__main__ import share_cores
+
 BERT = next(family for family in FAMILIES if family.name == "bert")
 COMMANDS = {
     "recipes": "recipes",
@@ -117,3 +119,13 @@ def test_an_environment_that_only_looks_like_torchruns_is_one_message(job: Path,
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     done = run("recipes", job, tmp_path, **dict.fromkeys(names, "x"))
     assert done.returncode == 2 and done.stderr.startswith("error: the environment says that torchrun started this")
+
+
+def test_threads_wait_for_each_other_only_briefly_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, expected in (({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)):
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in said.items():
+            monkeypatch.setenv(name, value)
+        share_cores()
+        assert os.environ.get("GOMP_SPINCOUNT") == expected
