@@ -19,7 +19,15 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
 from featcal_cli.calibration.output_metric import MetricEquations, weigh_tokens
-from featcal_cli.calibration.solver import BlockEquations, DualEquations, LinearEquations, Names, NormEquations
+from featcal_cli.calibration.solver import (
+    PRECISE_COST,
+    BlockEquations,
+    DualEquations,
+    LinearEquations,
+    Names,
+    NormEquations,
+    is_dual_cheaper,
+)
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.hooks import Observation
 from featcal_cli.engine.lockstep import BlockVisit
@@ -377,10 +385,6 @@ def _choose_patches(
     return patches[torch.unravel_index(numbers, sizes)].flatten(1), of_rows
 
 
-PRECISE_COST = 2
-"""Number of float32 multiplications that take as long as one in float64."""
-
-
 def is_residual_cheaper(rows: int, d_in: int, d_out: int, *, outputs_known: bool) -> bool:
     """Return whether E[r xᵀ] is cheaper to compute from the modules' outputs row by row than from the drift of their
     shared input, Σ (x_exp − x_cal) xᵀ, which is multiplied with the weights once. `d_out`: the outputs of all modules
@@ -388,23 +392,3 @@ def is_residual_cheaper(rows: int, d_in: int, d_out: int, *, outputs_known: bool
     by_drift = rows * d_in * d_in + PRECISE_COST * d_out * d_in * d_in
     by_rows = (2 if outputs_known else 3) * rows * d_in * d_out
     return by_rows < by_drift
-
-
-def is_dual_cheaper(rows: int, d_in: int, d_out: int) -> bool:
-    """Return whether the systems of modules with one input are cheaper to solve over the rows of all tasks than over
-    d_in."""
-    if rows >= d_in:
-        return False
-    sums = rows * d_in * d_in / 2 + rows * d_in * d_out
-    return dual_cost(rows, d_in, d_out) < sums + primal_cost(d_in, d_out)
-
-
-def primal_cost(d_in: int, d_out: int) -> float:
-    """Estimate the cost of factorising and solving a system over d_in."""
-    return PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
-
-
-def dual_cost(rows: float, d_in: int, d_out: int) -> float:
-    """Estimate the cost of solving over rows: the products of the rows, the factorisation, the solution, and the
-    product that maps it back to d_in."""
-    return PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)

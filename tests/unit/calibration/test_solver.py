@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import Symmetric
-from featcal_cli.calibration.normal_equations import PRECISE_COST, is_dual_cheaper, is_residual_cheaper
-from featcal_cli.calibration.solver import LinearEquations
+from featcal_cli.calibration.normal_equations import is_residual_cheaper
+from featcal_cli.calibration.solver import PRECISE_COST, LinearEquations, is_dual_cheaper
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
