@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from featcal_cli.runtime.errors import FeatCalError, NumericsError
 
 
 class _Summary(NamedTuple):
-    """What one rank tells the others about its moments of a task."""
+    """Message of one rank to the others about its moments of a task."""
 
     linear: dict[Names, tuple[int, bool]]
     """Number of rows, and whether residuals are summed."""
@@ -42,8 +41,9 @@ def sum_over_ranks(
     make: MakeMoments,
     device: torch.device,
 ) -> TaskMoments:
-    """Add up one task's moments over all ranks. The owner of a module gets its sums, and the other ranks lose theirs.
-    owners: the rank of each module, which is added for new ones; order: the names of all modules."""
+    """Add up one task's moments over all ranks. The owner of a module gets its sums, and the other ranks lose theirs;
+    `sums` is emptied. owners: the rank of each module, which is added for new ones; order: the names of all modules.
+    Raises FeatCalError if ranks treat the same modules differently."""
     if ranks.size == 1:
         return sums
     linear = {names: (moments.rows, bool(moments.pairs)) for names, moments in sums.linear.items()}
@@ -51,23 +51,28 @@ def sum_over_ranks(
     summaries = ranks.gather(_Summary(linear, norms, sums.skipped))
     total = TaskMoments({}, {}, {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()})
     own = {_without(names, total.skipped): moments for names, moments in sums.linear.items()}
+    sums.linear.clear()  # what another rank owns is large
     for names, of_ranks in _group_modules(summaries, total.skipped).items():
-        owner = owners.get(names[0], order.index(names[0]) % ranks.size)
+        owner = owners[names[0]] if names[0] in owners else _least_busy(owners, ranks)
         owners |= dict.fromkeys(names, owner)
-        moments = own.pop(names, None) or make(names, paired=any(paired for _, paired in of_ranks))
-        moments.sum_over_ranks(sum(rows for rows, _ in of_ranks), partial(ranks.add_up, to=owner))
+        moments = own.pop(names, None) or make(names, paired=of_ranks[0][1])
+        moments.sum_over_ranks(names, sum(rows for rows, _ in of_ranks), partial(ranks.add_up, to=owner))
         if owner == ranks.rank:
             total.linear[names] = moments
-        del moments  # those that another rank has are large
+        del moments
     for name in order:
         widths = [(rows, width) for summary in summaries for at, (rows, width) in summary.norms.items() if at == name]
         if widths and name not in total.skipped:
-            owner = owners.setdefault(name, order.index(name) % ranks.size)
+            owner = owners.setdefault(name, _least_busy(owners, ranks))
             norm = sums.norms.get(name) or NormMoments()
             norm.sum_over_ranks(sum(rows for rows, _ in widths), widths[0][1], device, partial(ranks.add_up, to=owner))
             if owner == ranks.rank:
                 total.norms[name] = norm
     return total
+
+
+def _least_busy(owners: Mapping[str, int], ranks: Ranks) -> int:
+    return min(range(ranks.size), key=list(owners.values()).count)
 
 
 def _without(names: Names, skipped: Mapping[str, str]) -> Names:
@@ -76,20 +81,26 @@ def _without(names: Names, skipped: Mapping[str, str]) -> Names:
 
 def _group_modules(summaries: Sequence[_Summary], skipped: Mapping[str, str]) -> dict[Names, list[tuple[int, bool]]]:
     """Group the modules that share an input, and list what the ranks tell of each group; skipped modules are left out.
-    Raises FeatCalError if modules share an input on one rank but not on another."""
-    of_ranks = [
-        {left: told for names, told in summary.linear.items() if (left := _without(names, skipped))}
-        for summary in summaries
-    ]
-    groups = dict.fromkeys(chain.from_iterable(of_ranks))
+    Raises FeatCalError if modules share an input for some examples but not for others, or are summed in two ways."""
+    groups: dict[Names, list[tuple[int, bool]]] = {}
+    for summary in summaries:
+        seen: list[str] = []
+        for names, told in summary.linear.items():
+            if left := _without(names, skipped):
+                groups.setdefault(left, []).append(told)
+                seen += left
+        if len(seen) > len(set(seen)):
+            raise _differ(seen)
     members = [name for names in groups for name in names]
-    if len(members) > len(set(members)):
-        raise FeatCalError(
-            "examples of one task take different ways through the model",
-            where=next(name for name in members if members.count(name) > 1),
-            fix="run it in one process, without torchrun",
-        )
-    return {names: [told[names] for told in of_ranks if names in told] for names in groups}
+    if len(members) > len(set(members)) or any(len({paired for _, paired in told}) > 1 for told in groups.values()):
+        raise _differ(members)
+    return groups
+
+
+def _differ(names: Sequence[str]) -> FeatCalError:
+    where = next((name for name in names if names.count(name) > 1), names[0])
+    what = "examples of one task take different ways through the model"
+    return FeatCalError(what, where=where, fix="run it in one process, without torchrun")
 
 
 def share_solutions(

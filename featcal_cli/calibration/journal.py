@@ -331,11 +331,19 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
 
 
 def _hash_examples(examples: TaskExamples) -> str:
-    """Hash a task's examples, in whatever batches they are."""
-    from featcal_cli.data.padding import seed_examples
+    """Hash a task's examples one by one, without padding, so that their batches do not matter."""
+    from featcal_cli.data.batches import count_examples, take_examples
+    from featcal_cli.data.padding import cut_padding, is_mask
 
-    lists = (examples.fitted, examples.selection, examples.held_out)
-    return _hash_text(json.dumps([[seed for batch in each for seed in seed_examples(batch, 0)] for each in lists]))
+    digest = sha256()
+    for batches in (examples.fitted, examples.selection, examples.held_out):
+        digest.update(str(sum(map(count_examples, batches))).encode())
+        for batch in batches:
+            for number in range(count_examples(batch)):
+                tensors = cut_padding(take_examples(batch, [number])).items()
+                # an example without padding may have a mask that says so, or none
+                _hash_tensors(digest, {name: x for name, x in tensors if not (is_mask(name, x) and x.all())})
+    return digest.hexdigest()
 
 
 def _hash_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ Shapes: T rows (tokens), d_in input width, d_out output width. Rows of padding m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,14 +102,15 @@ class LinearMoments:
         self.weight += float(len(x)) if weights is None else to_accumulation_dtype(weights.sum())
         self.rows += len(x)
 
-    def sum_over_ranks(self, rows: int, add_up: AddUp) -> None:
-        """Replace all sums by those over all ranks, which hold `rows` rows together. No rows can be added afterwards.
-        Not available where rows are kept."""
+    def sum_over_ranks(self, names: Sequence[str], rows: int, add_up: AddUp) -> None:
+        """Replace all sums by those over all ranks, which hold `rows` rows together, for the modules `names`. No rows
+        can be added afterwards. Not available where rows are kept."""
         of_rows = [(self._x, self.d_in)]
         self.sum.sum_over_ranks(add_up)
-        for name, pair in self.pairs.items():
-            self._rx[name].sum_over_ranks(pair.merged.shape, self._device, add_up)
-            of_rows.append((self._r[name], len(pair.merged)))
+        for name in names if self.pairs else ():
+            shape = self.pairs[name].merged.shape
+            self._rx[name].sum_over_ranks(shape, self._device, add_up)
+            of_rows.append((self._r[name], len(self.pairs[name].merged)))
         if not self.pairs:
             self._dx.sum_over_ranks((self.d_in, self.d_in), self._device, add_up)
             of_rows.append((self._d, self.d_in))

@@ -66,7 +66,7 @@ def collect_equations(
             with visit.expert_at(task):
                 checks = [_add_task(visit, task, hyperparameters, equations)]
                 if equations.held_out is not None:
-                    equations.held_out.skipped, equations.held_out.owners = dict(equations.skipped), equations.owners
+                    equations.held_out.skipped = dict(equations.skipped)
                     omegas = equations.omegas
                     checks.append(_add_task(visit, task, hyperparameters, equations.held_out, omegas))
                 _check_features(visit, task, checks)
@@ -259,7 +259,7 @@ def _add_task(
     checksums = [moments.checksum for moments in sums.linear.values() if moments.rows]
     order = [module.name for module in visit.part.modules]
     make = partial(_make_moments, visit, task, hyperparameters=hyperparameters)
-    sums = sum_over_ranks(sums, visit.ranks, equations.owners, order, make, visit.merged.device)
+    sums = sum_over_ranks(sums, visit.ranks, visit.owners, order, make, visit.merged.device)
     equations.skipped |= sums.skipped
     for names, moments in sums.linear.items():
         if not moments.rows:

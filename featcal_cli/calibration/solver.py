@@ -261,8 +261,6 @@ class BlockEquations:
     """Reasons why modules cannot be calibrated, by module name."""
     omegas: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     """The weight ω_i [] by task and Linear."""
-    owners: dict[str, int] = field(default_factory=dict)
-    """The rank that solves each module, by the module's name; empty if there is one rank."""
     held_out: BlockEquations | None = None
     """The equations of the held-out examples on which updates are checked; they use the ω_i of the calibration
     examples."""

@@ -104,6 +104,9 @@ class Meter(ABC, Generic[T]):
 
     def share(self, ranks: Ranks) -> None:
         """Compute the readings from the sums of all ranks, on every rank. Nothing may be added afterwards."""
+        if ranks.size == 1:
+            self.settle()
+            return
         own = {key: (self._counts[key], sums.tolist()) for key, sums in self._sums.items()}
         totals: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
         for of_rank in ranks.gather(own):

@@ -69,10 +69,11 @@ class GradientSums:
         """Replace all sums by those over all ranks. A rank may lack some of them, as those of a mixture's experts."""
         shapes = {name: tuple(total.shape) for name, total in self.sums.items()}
         for name, (rows, d) in sorted(ranks.unite(shapes).items()):
-            total = self.sums.setdefault(name, torch.zeros(rows, d, device=device))
-            ranks.add_up(total)
+            if name not in self.sums:
+                self.sums[name], self._traces[name] = (torch.zeros(size, device=device) for size in ((rows, d), ()))
+            ranks.add_up(self.sums[name])
             if rows != d:
-                ranks.add_up(self._traces.setdefault(name, torch.zeros((), device=device)))
+                ranks.add_up(self._traces[name])
 
     def factor(self, name: str) -> Tensor:
         """Compute R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the directions of its r ≤

@@ -158,7 +158,10 @@ class BlockVisit:
             task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in passes.fitted.items()
         }
         counts = [
-            {task: sum(pair.student.token_count for pair in pairs) for task, pairs in of_tasks.items()}
+            {
+                task: sum(pair.student.token_count for pair in pairs if pair.student.is_at(block))
+                for task, pairs in of_tasks.items()
+            }
             for of_tasks in (passes.fitted, passes.checked)
         ]
         of_ranks = job.ranks.gather((is_here, counts))
@@ -169,6 +172,8 @@ class BlockVisit:
         ]
         """Number of tokens of each of these tasks on all ranks together: of the calibration examples, and of those on
         which updates are checked."""
+        self.owners: dict[str, int] = {}
+        """The rank that solves each module of the block, by name, as far as they have one; empty for one rank."""
         self._job, self._passes, self._done = job, passes, done
         self._is_last_part = True
         self._released: set[str] = set()

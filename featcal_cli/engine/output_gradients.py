@@ -323,9 +323,7 @@ def _relative_sizes(
     all tokens except padding; 1 for examples that were not used. Modules whose sizes are not known for all used
     examples are left out. `done`: this rank's passes, with the numbers of their examples."""
     examples = sum(map(count_examples, batches))
-    own = [
-        (numbers, {name: (of.double(), each.counts[name]) for name, of in each.sizes.items()}) for numbers, each in done
-    ]
+    own = [(numbers, {name: (of, each.counts[name]) for name, of in each.sizes.items()}) for numbers, each in done]
     passes = [one for of_rank in ranks.gather(own) for one in of_rank]
     names = set[str]().union(*(sizes for _, sizes in passes))
     relative: dict[str, Tensor] = {}
@@ -335,7 +333,7 @@ def _relative_sizes(
         relative[name] = torch.ones(examples, max(of.shape[1] for _, of, _ in found))
         for numbers, of, _ in found if total > 0 else ():
             # a total below what float32 can be divided by is one all the same
-            relative[name][numbers.start : numbers.stop, : of.shape[1]] = of / (total / counted)
+            relative[name][numbers.start : numbers.stop, : of.shape[1]] = of.double() / (total / counted)
     return relative
 
 

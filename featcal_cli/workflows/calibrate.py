@@ -32,7 +32,7 @@ from featcal_cli.reporting.model_card import copy_merged_card
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.errors import FeatCalError, NumericsError, ShortageError
+from featcal_cli.runtime.errors import DataError, FeatCalError, NumericsError, ShortageError
 from featcal_cli.runtime.files import check_unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import read_launch
@@ -60,6 +60,9 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     # what blocks are computed from must stay what it is
     check_inputs = partial(check_unchanged, fingerprint["files"])
     fingerprint["files"] = ranks.unite(fingerprint["files"])
+    if any(data != fingerprint["data"] for data in ranks.gather(fingerprint["data"])):
+        fix = "give all of them the same files"
+        raise DataError("the processes of this run have read different examples", where="torchrun", fix=fix)
     merge = recipe.merged if isinstance(recipe.merged, Merge) else None
     journal = None
     if ranks.is_first:
@@ -142,12 +145,13 @@ def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ra
     Raises ShortageError if batches cannot be smaller, or if there are several ranks, because the other ranks do not
     know of it.
     """
+    if ranks.size > 1:
+        size = max(rows.batch_size for rows in examples.values())
+        fix = f"give --batch-size {max(1, size // 2)}, or use fewer processes on each machine"
+        raise ShortageError(f"the memory of {device} does not suffice", fix=fix)
     largest = max(
         count_examples(batch) for rows in examples.values() for batch in (*rows.fitted, *rows.selection, *rows.held_out)
     )
-    if ranks.size > 1:
-        fix = f"give --batch-size {max(1, largest // 2)}, or use fewer processes on each machine"
-        raise ShortageError(f"the memory of {device} does not suffice", fix=fix)
     if largest == 1:
         what = f"the memory of {device} does not suffice for one block of every model, with one example at a time"
         fix = "close what else uses it, give shorter examples, or --dtype bfloat16"

@@ -120,6 +120,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     sizes = dict.fromkeys(drawn, options.batch_size or 0)
     if not options.batch_size:
         sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
+    sizes = session.ranks.broadcast(sizes)  # each rank takes a part of every batch
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way

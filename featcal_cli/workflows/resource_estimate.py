@@ -23,7 +23,7 @@ from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime.hardware import LARGEST_REUSED, rooms_for_features
-from featcal_cli.runtime.process import resident_bytes
+from featcal_cli.runtime.process import read_launch, resident_bytes
 from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
@@ -142,14 +142,17 @@ def estimate(
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS
     on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere if on_device else max(filed, here + at_work)
-    fused = count_fused(model)  # of one model at a time in memory, of all in files
+    fused = count_fused(model)  # of one model at a time in memory, of all in files of each process
+    in_files = fused * (2 + len(examples)) * read_launch().local_size
     whole = sum(x.nbytes for x in model.parameters())
     in_blocks = sum(x.nbytes for block in architecture.blocks for x in model.get_submodule(block.name).parameters())
     output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + SMALL_FILES
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
         device_bytes=round(here + at_work) if on_device else 0,
-        disk_bytes=round(output + aside + kept * len(examples) + fused * (2 + len(examples))),
+        disk_bytes=round(
+            output + aside + kept * len(examples) + fused * (2 + len(examples)) * read_launch().local_size
+        ),
     )
 
 

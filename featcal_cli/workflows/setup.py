@@ -200,10 +200,9 @@ class Setup:
     ) -> Measurement:
         """Prepare the measurement of the models by role: of drift or, if they are inspected, of everything. answering:
         the models whose logits limit the size of a batch."""
-        measured = limit_batches(measured, answering)
         drift = Measurement(
             runners,
-            self._own_batches(measured),
+            self._own_batches(limit_batches(measured, answering)),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if self.gradients or is_inspected else None,  # else no head is read
         )
