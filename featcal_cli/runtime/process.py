@@ -140,6 +140,11 @@ def exit_code() -> int:
     return 128 + _came[0] if _came else EXIT_CODE
 
 
+def is_interrupted() -> bool:
+    """Return whether the message of an interruption was printed."""
+    return _told.locked()
+
+
 def list_signals() -> list[signal.Signals]:
     """Return the signals that interrupt this process: Ctrl-C, SIGTERM and SIGHUP. The last two are left out if they are
     set to be ignored (as by nohup), or if torchrun, which ends processes itself, started this process."""

@@ -150,9 +150,7 @@ def estimate(
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
         device_bytes=round(here + at_work) if on_device else 0,
-        disk_bytes=round(
-            output + aside + kept * len(examples) + fused * (2 + len(examples)) * read_launch().local_size
-        ),
+        disk_bytes=round(output + aside + kept * len(examples) + in_files),
     )
 
 
