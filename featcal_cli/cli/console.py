@@ -18,7 +18,7 @@ from rich.text import Text
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
-from featcal_cli.runtime.process import STARTED, is_interrupted
+from featcal_cli.runtime.process import STARTED
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
@@ -121,8 +121,7 @@ class Screen(Listener):
         self._bar.reset(self._task, description=escape(text), total=None, at="")
 
     def note(self, text: str) -> None:
-        # what other threads have to say of an interrupted run would stand below the message that ends it
-        if not self._quiet and not is_interrupted():
+        if not self._quiet:
             self._print(shorten_commits(text))
 
     def waiting(self, text: str) -> None:

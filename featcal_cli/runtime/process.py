@@ -109,6 +109,8 @@ def end_at_once(code: object) -> None:
     if the output cannot be written, or if the code is a message, which the interpreter then prints."""
     if not (code is None or isinstance(code, int)):
         return
+    # threads of an interrupted run may still be at work, and disturb what is done here, as when folders are deleted
+    sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -138,11 +140,6 @@ _came: list[int] = []
 def exit_code() -> int:
     """Return the exit code of an interrupted process: 128 plus the number of the first signal, or 130 without one."""
     return 128 + _came[0] if _came else EXIT_CODE
-
-
-def is_interrupted() -> bool:
-    """Return whether the message of an interruption was printed."""
-    return _told.locked()
 
 
 def list_signals() -> list[signal.Signals]:

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from featcal_cli.runtime.process import read_launch
 
 LOGGER = logging.getLogger(__name__)
+# without any handler Python would print warnings itself, below the message that ends an interrupted run
+LOGGER.addHandler(logging.NullHandler())
 CLIENT = ("huggingface_hub.utils._http", "huggingface_hub.file_download", "huggingface_hub.hf_api")
 """Loggers of the huggingface_hub modules that retry by themselves and log addresses that nobody should see."""
 _FAILURE = re.compile("thrown while requesting|Retrying in|Waiting|Trying to resume|Using cached commit")
