@@ -1,4 +1,4 @@
-"""RESULTS.md: one section a measure; those that were not measured this time stay as they are."""
+"""RESULTS.md, or RESULTS-cuda.md: one section a measure; those that were not measured this time stay as they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE = Path(__file__).parent / "RESULTS.md"
+FOLDER = Path(__file__).parent
 HEAD = """# What featcal costs
 
 Written by `python benchmarks/speed.py`, which says what is measured and how. In brackets is the bar that a figure is to
@@ -34,13 +34,14 @@ class Section:
         return f"## {self.name}: {self.title}\n\n{self.about}\n\n{lines}\n\n{machine}\n"
 
 
-def write_section(section: Section, machine: str, order: Sequence[str]) -> None:
-    """Put the section in its place in RESULTS.md. order: the names of all measures."""
-    text = FILE.read_text(encoding="utf-8") if FILE.exists() else HEAD
+def write_section(section: Section, machine: str, order: Sequence[str], *, on_gpu: bool) -> None:
+    """Put the section in its place in the file for CPUs or that for GPUs. order: the names of all measures."""
+    file = FOLDER / ("RESULTS-cuda.md" if on_gpu else "RESULTS.md")
+    text = file.read_text(encoding="utf-8") if file.exists() else HEAD
     found = {part[3:].partition(":")[0]: part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]}
     found[section.name] = section.to_markdown(machine)
     parts = [found[name].strip() for name in order if name in found]
-    FILE.write_text("\n\n".join([HEAD.strip(), *parts]) + "\n", encoding="utf-8")
+    file.write_text("\n\n".join([HEAD.strip(), *parts]) + "\n", encoding="utf-8")
 
 
 def mark(found: str, bar: str, met: bool) -> str:

@@ -1,4 +1,4 @@
-"""What calibrations cost: time, operations a second, memory, bytes read; into RESULTS.md.
+"""What calibrations cost: time, operations a second, memory, bytes read; into RESULTS.md (a GPU's: RESULTS-cuda.md).
 
     python benchmarks/speed.py [clip default experts mixture slice plan] [--examples 8 32] [--rounds 3]
                                [--device cpu] [--work FOLDER]
@@ -73,7 +73,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=asked.work) as folder:
             section = MEASURES[name](asked, Path(folder))
         machine = _describe_run(found, asked.device, gemm_speed(asked.device))
-        write_section(section, machine, list(MEASURES))
+        write_section(section, machine, list(MEASURES), on_gpu=asked.device.type == "cuda")
         print(section.to_markdown(machine), flush=True)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.offload import Offloader, TouchMode
-from featcal_cli.engine.weight_uploads import DeviceWeight, device_weights, fetch_weights, is_finite
+from featcal_cli.engine.weight_uploads import DeviceWeight, Wanted, device_weights, fetch_weights, is_finite
 from featcal_cli.models.architecture import Architecture, held_parameters, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import BlockCall
@@ -153,11 +153,15 @@ class BlockRunner:
             if not until_released:
                 self.bring(path)
 
-    def computes_in_place(self, path: str) -> bool:
-        """Tell whether the module at `path` always runs on its weights where they lie, and is never given copies of
-        them."""
-        dtypes = {x.dtype for x in self.module(path).parameters() if x.is_floating_point()}
-        return self.device.type == "cpu" and self.dtype == torch.float32 and dtypes <= {torch.float32}
+    def keeps_weights(self) -> bool:
+        """Tell whether the weights of all blocks can be on the device until `on_device` ends: because the model runs on
+        them where they lie, or because there is room for copies."""
+        blocks = map(self.model.module.get_submodule, self._blocks)
+        inside = {id(x): x for block in blocks for x in block.parameters() if x.is_floating_point()}
+        if self.device.type == "cpu":
+            return self.dtype == torch.float32 and {x.dtype for x in inside.values()} <= {torch.float32}
+        count: int = sum(x.numel() for x in inside.values())
+        return count * self.dtype.itemsize <= hardware.room_for_weights(self.device)
 
     def release(self, path: str) -> None:
         """Release the memory that the weights of the module at `path` take, on the device and of those that were read
@@ -180,7 +184,7 @@ class BlockRunner:
         parameters = list(self.model.module.get_submodule(own).parameters())
         hardware.fetch_ahead(map(self._home, parameters))
         if self._weights is not None:
-            upload = self._weights.begin((self._home(x), self._dtype_of(x)) for x in parameters)
+            upload = self._weights.begin(map(self._wanted, parameters))
             self._uploads += [upload] if upload else []
 
     def give_back(self, path: str | None = None) -> int:
@@ -293,17 +297,21 @@ class BlockRunner:
         computes = isinstance(holder, nn.Parameter) and holder.is_floating_point()
         return self.dtype if computes else holder.dtype
 
+    def _wanted(self, holder: Tensor) -> Wanted:
+        """Describe what a tensor is to be on the device. What this model has read before was checked then."""
+        return self._home(holder), self._dtype_of(holder), id(holder) not in self._read
+
     def _move(self, holders: Iterable[Tensor]) -> None:
         """Move the data of tensors to the device unless it is there already."""
         moving = [x for x in holders if x.device != self.device or x.dtype != self._dtype_of(x)]
-        wanted = [(self._home(x), self._dtype_of(x)) for x in moving]
+        wanted = list(map(self._wanted, moving))
         if self._weights is None or not moving:
             taken: Sequence[DeviceWeight | None] = [None] * len(moving)
         else:
             taken = self._weights.take(wanted)
             for upload in self._uploads:  # what was taken leaves the device with its last user
                 upload[:] = [weight for weight in upload if weight.upload is not None]
-        for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
+        for holder, (home, dtype, _), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
             if here is None or here.data is None:
                 holder.data = home.to(self.device, dtype)

@@ -75,30 +75,49 @@ class GradientSums:
             if rows != d:
                 ranks.add_up(self._traces[name])
 
-    def factor(self, name: str) -> Tensor:
-        """Compute R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the directions of its r ≤
-        DIRECTIONS largest eigenvalues. If M has values that are not finite, R is NaN."""
-        total = self.sums[name]
-        d = total.shape[1]
-        is_square = total.shape[0] == d
-        if is_square:
-            total = total.tril() + total.tril(-1).T
-        if not total.isfinite().all():
-            return torch.full_like(total[:1], torch.nan)
-        size = float(total.trace() if is_square else self._traces[name])
-        scale = (d / size) ** 0.5 if size > 0 else 0.0
-        if not is_square:
-            sketched: Tensor = scale * factor_of_sketch(total, self._draw_directions(d, len(total)).to(total))
-            return sketched
-        basis = torch.eye(d).to(total)
-        if d > DIRECTIONS + SPARE_DIRECTIONS:
-            basis = self._draw_directions(d, DIRECTIONS + SPARE_DIRECTIONS).to(total)
-            # two steps of subspace iteration turn random directions towards the largest eigenvectors
-            for _ in range(2):
-                basis, _ = torch.linalg.qr(total @ basis)
-        values, vectors = find_eigenvectors(basis.T @ total @ basis)
-        largest: Tensor = basis @ vectors[:, -DIRECTIONS:] * values[-DIRECTIONS:].clamp_min(0).sqrt()
-        return scale * largest.T
+    def factors(self) -> dict[str, Tensor]:
+        """Compute, for each module, R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the
+        directions of its r ≤ DIRECTIONS largest eigenvalues. If M has values that are not finite, R is NaN."""
+        traces = [
+            total.trace() if len(total) == total.shape[1] else self._traces[name] for name, total in self.sums.items()
+        ]
+        sizes = torch.stack(traces).tolist() if traces else []
+        are_finite = torch.stack([total.isfinite().all() for total in self.sums.values()]).tolist() if traces else []
+        factors: dict[str, Tensor] = {}
+        bases: dict[str, Tensor] = {}
+        projected: dict[int, dict[str, Tensor]] = {}
+        scales: dict[str, float] = {}
+        for (name, total), size, is_finite in zip(self.sums.items(), sizes, are_finite, strict=True):
+            rows, d = total.shape
+            scales[name] = (d / size) ** 0.5 if size > 0 else 0.0
+            if not is_finite:
+                factors[name] = torch.full_like(total[:1], torch.nan)
+            elif rows != d:
+                sketched = factor_of_sketch(total, self._draw_directions(d, rows).to(total))
+                factors[name] = scales[name] * sketched
+            else:
+                whole = total.tril() + total.tril(-1).T
+                bases[name] = self._find_basis(whole)
+                small = bases[name].T @ whole @ bases[name]
+                projected.setdefault(len(small), {})[name] = small
+        # a device takes as long for one small matrix as for many of the same width
+        for of_width in projected.values():
+            pairs = zip(*find_eigenvectors(torch.stack(list(of_width.values()))), strict=True)
+            for name, (values, vectors) in zip(of_width, pairs, strict=True):
+                largest = bases[name] @ vectors[:, -DIRECTIONS:] * values[-DIRECTIONS:].clamp_min(0).sqrt()
+                factors[name] = scales[name] * largest.T
+        return factors
+
+    def _find_basis(self, total: Tensor) -> Tensor:
+        """Compute an orthonormal basis [d, r] of a space that holds the largest eigenvectors of M [d, d]."""
+        d = len(total)
+        if d <= DIRECTIONS + SPARE_DIRECTIONS:
+            return torch.eye(d).to(total)
+        basis = self._draw_directions(d, DIRECTIONS + SPARE_DIRECTIONS).to(total)
+        # two steps of subspace iteration turn random directions towards the largest eigenvectors
+        for _ in range(2):
+            basis, _ = torch.linalg.qr(total @ basis)
+        return basis
 
     def _draw_directions(self, d: int, count: int) -> Tensor:
         """Draw Ω [d, count] with orthonormal columns. It is drawn once and reused for all modules of this width."""
@@ -128,12 +147,12 @@ def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
     return factor
 
 
-def find_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the eigenvalues [n] of a symmetric matrix [n, n] in ascending order, and its eigenvectors [n, n] as
-    columns."""
+def find_eigenvectors(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the eigenvalues [.., n] of symmetric matrices [.., n, n] in ascending order, and their eigenvectors
+    [.., n, n] as columns."""
     try:
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = torch.linalg.eigh(matrices)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # in float32 LAPACK often gives up where many rows are zero
-        values, vectors = (x.to(matrix) for x in torch.linalg.eigh(matrix.double()))
+        values, vectors = (x.to(matrices) for x in torch.linalg.eigh(matrices.double()))
     return values, vectors

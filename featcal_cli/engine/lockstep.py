@@ -18,6 +18,7 @@ from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_cap
 from featcal_cli.engine.job import Job
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.token_weights import cls_weights, padding_masks
+from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.architecture import Block
 from featcal_cli.runtime import hardware
 
@@ -88,6 +89,7 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
         )
         for paused in chain.from_iterable(groups):
             paused.close()
+        drop_weights(job.merged.device)
 
 
 def _start_passes(job: Job) -> Passes:

@@ -3,7 +3,6 @@ outputs."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from featcal_cli.engine.hooks import intercept_matmuls
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, project_randomly, read_output
 from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.engine.token_weights import padding_masks
+from featcal_cli.engine.weight_uploads import drop_weights, fetch_weights
 from featcal_cli.models.architecture import Architecture, Block, Module
 from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
 from featcal_cli.models.products import Routing
@@ -67,7 +67,9 @@ class OutputGradients(NamedTuple):
 class PassGroup:
     """State that passes share which run block by block together."""
 
-    graph_room: int
+    keeps_weights: bool
+    """Whether the weights of all blocks stay on the device."""
+    graph_room: int = GRAPH_BYTES
     """Bytes that are left for their graphs."""
     latest: str = ""
     """Name of the block that ran last, whose weights are in use."""
@@ -95,8 +97,8 @@ class GradientPass:
         """The sums to which gradients at modules are added; None if only their sizes are wanted."""
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections for each token [B, length], by the module's path; 0 for padding."""
-        self.counts: dict[str, int] = {}
-        """Number of tokens that are not padding, by the module's path."""
+        self.counts: dict[str, Tensor] = {}
+        """Number of tokens [] that are not padding, by the module's path."""
 
     @property
     def bytes_a_block(self) -> int:
@@ -121,15 +123,16 @@ class GradientPass:
             run = partial(self._run, block, call, masks, lengths)
             with torch.enable_grad():
                 # a graph refers to weights, which must not be moved before it is through
-                if self._group.graph_room > 0 and self._expert.computes_in_place(block.name):
+                if self._group.graph_room > 0 and self._group.keeps_weights:
                     output = run()
                 else:
                     output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
             self._paused.advance(output, gradients=True)
 
     def _run(self, block: Block, call: BlockCall, masks: PerToken, lengths: Mapping[str, int]) -> Any:
-        """Run a block, forwards or again on the way back, and release the weights of the one before."""
-        if self._group.latest not in ("", block.name):
+        """Run a block, forwards or again on the way back, and release the weights of the one before unless they
+        stay."""
+        if not self._group.keeps_weights and self._group.latest not in ("", block.name):
             self._expert.release(self._group.latest)
         self._group.latest = block.name
         # also on the way back: intercepted products may be computed in another way, and both runs must be the same
@@ -198,8 +201,8 @@ class GradientPass:
             mask = torch.ones_like(sizes)
         elif mask.shape != sizes.shape:
             return  # which tokens count is not known
-        self.counts[path] = int(mask.sum())
-        sizes = (sizes * mask).cpu()
+        self.counts[path] = mask.sum()
+        sizes = sizes * mask
         self.sizes[path] = self.sizes[path].add_(sizes) if path in self.sizes else sizes
 
     def send_back(self) -> None:
@@ -224,6 +227,9 @@ class GradientPass:
             direction = project_randomly(rows, noise.to(rows), are_logits=are_logits)
             again = projection + 1 < self._projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
+        for of_modules in (self.sizes, self.counts):
+            fetched = fetch_weights(list(of_modules.values()))
+            of_modules.update(zip(of_modules, (x.clone() for x in fetched), strict=True))
         self.close()
 
     def close(self) -> None:
@@ -254,9 +260,10 @@ def measure_output_gradients(
     sums = GradientSums(seed)
     of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
     sums.sum_over_ranks(ranks, expert.device)
-    factors = {name: sums.factor(name).cpu() for name in sums.sums}
+    factors = {name: factor.cpu() for name, factor in sums.factors().items()}
     of_checked = _measure_batches(expert, architecture, entry, checked, seed, ranks)
     expert.give_back()
+    drop_weights(expert.device)
     return OutputGradients(factors, of_fitted, of_checked)
 
 
@@ -280,7 +287,7 @@ def _measure_batches(
     except RuntimeError as error:
         if ranks.size == 1 or is_out_of_memory(error):
             raise
-        problem = str(error)
+        problem = str(error) or type(error).__name__
     # no rank waits for the sums of one that has none
     for failure in ranks.gather(problem):
         if failure:
@@ -302,7 +309,7 @@ def _run_in_groups(
     with expert.on_device():
         while chosen:
             passes: list[GradientPass] = []
-            kept, group = 0, PassGroup(GRAPH_BYTES)
+            kept, group = 0, PassGroup(expert.keeps_weights())
             while chosen and kept < KEPT_BYTES:
                 passes.append(GradientPass(expert, entry, chosen.pop(0), projections, seed, group))
                 kept += passes[-1].bytes_a_block * len(architecture.blocks)
@@ -311,7 +318,6 @@ def _run_in_groups(
             finally:
                 for each in passes:
                     each.close()
-                gc.collect()  # hooks, passes and graphs refer to each other, and hold the device's memory
             done += passes
     return done
 
@@ -323,7 +329,7 @@ def _relative_sizes(
     all tokens except padding; 1 for examples that were not used. Modules whose sizes are not known for all used
     examples are left out. `done`: this rank's passes, with the numbers of their examples."""
     examples = sum(map(count_examples, batches))
-    own = [(numbers, {name: (of, each.counts[name]) for name, of in each.sizes.items()}) for numbers, each in done]
+    own = [(numbers, {name: (of, int(each.counts[name])) for name, of in each.sizes.items()}) for numbers, each in done]
     passes = [one for of_rank in ranks.gather(own) for one in of_rank]
     names = set[str]().union(*(sizes for _, sizes in passes))
     relative: dict[str, Tensor] = {}

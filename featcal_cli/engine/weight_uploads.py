@@ -1,4 +1,5 @@
-"""Copy weights to a CUDA device, so that each is there only once however many models share it."""
+"""Copy weights to a CUDA device, so that each is there only once however many models share it, and stays there while
+there is room."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from featcal_cli.runtime.hardware import room_for_weights
+
 PIECE = 1 << 24
 """Size in bytes of a pinned buffer; larger weights are copied in pieces of this size."""
 BUFFERS = 2
 """Number of pinned buffers: one is filled from the disk while the other is copied to the device."""
-Wanted: TypeAlias = "tuple[Tensor, torch.dtype]"
-"""A weight in host memory, and the dtype that it should have on the device."""
+Wanted: TypeAlias = "tuple[Tensor, torch.dtype, bool]"
+"""A weight in host memory, the dtype that it should have on the device, and whether its values are to be checked."""
 Key: TypeAlias = "tuple[object, ...]"
 
 
@@ -31,17 +34,19 @@ class DeviceWeight:
     home: Tensor
     """The weight in host memory. It is kept alive so that no other tensor gets its address."""
     dtype: torch.dtype
+    is_checked: bool
+    """Whether its values are checked during the copy."""
     upload: Future[torch.Event] | None = None
     """The running copy of this weight and others; its result is the CUDA event after which all are complete."""
     data: Tensor | None = None
     """The copy on the device; None before it is made, or if the device has no memory left."""
     is_finite: bool = True
-    """Whether all values of the weight are finite, which is checked during the copy."""
+    """Whether all values of the weight are finite; True if they were not checked."""
 
 
 class DeviceWeights:
     """The weights on one CUDA device, shared by all models. One thread copies them, on its own stream, through reused
-    pinned buffers."""
+    pinned buffers. Those that were used last stay after their use, as far as `room_for_weights` allows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -50,14 +55,18 @@ class DeviceWeights:
         """Weights that are on the device or being copied to it."""
         self._buffers: deque[tuple[Tensor, torch.Event | None]] = deque()
         """Pinned buffers, each with the CUDA event after which it is free again, starting with the longest unused."""
+        self._kept: dict[Key, DeviceWeight] = {}
+        """Weights that stay on the device, starting with the longest unused."""
+        self._room = room_for_weights(device)
+        """Bytes that are left for more of them."""
 
     def begin(self, wanted: Iterable[Wanted]) -> list[DeviceWeight]:
         """Start copying the weights that are neither on the device nor being copied. The copies stay available to
         `take` as long as the result is referenced."""
         new: list[DeviceWeight] = []
-        for home, dtype in wanted:
+        for home, dtype, is_checked in wanted:
             if home.device.type == "cpu" and _key(home, dtype) not in self._known:
-                new.append(DeviceWeight(home, dtype))
+                new.append(DeviceWeight(home, dtype, is_checked))
                 self._known[_key(home, dtype)] = new[-1]
         if new:
             upload = self._worker.submit(self._copy_all, new)
@@ -69,13 +78,14 @@ class DeviceWeights:
         """Return the copies of weights on the device, ready for the current stream. An entry is None if the weight does
         not fit, or was on the device from the start."""
         # held until they are taken, whoever else drops them meanwhile
-        held = [self._known.get(_key(*one)) for one in wanted], self.begin(wanted)
-        taken = [self._take(*one) for one in wanted]
+        held = [self._known.get(_key(*one[:2])) for one in wanted], self.begin(wanted)
+        taken = [self._take(*one[:2]) for one in wanted]
         del held
         return taken
 
     def _take(self, home: Tensor, dtype: torch.dtype) -> DeviceWeight | None:
-        weight = self._known.get(_key(home, dtype))
+        key = _key(home, dtype)
+        weight = self._known.get(key)
         if weight is None:
             return None
         if weight.upload is not None:
@@ -86,9 +96,25 @@ class DeviceWeights:
                 # it is of the other stream's memory, and must not be used again too early
                 weight.data.record_stream(here)
         if weight.data is None:
-            self._known.pop(_key(home, dtype), None)
+            self._known.pop(key, None)
+            self.drop()
             return None
+        self._keep(key, weight, weight.data.nbytes)
         return weight
+
+    def _keep(self, key: Key, weight: DeviceWeight, size: int) -> None:
+        """Let a weight of this many bytes stay, in place of those that were not used for longer."""
+        if self._kept.pop(key, None) is None:
+            self._room -= size
+        self._kept[key] = weight
+        while self._room < 0:
+            oldest = self._kept.pop(next(iter(self._kept)))
+            self._room += 0 if oldest.data is None else oldest.data.nbytes
+
+    def drop(self) -> None:
+        """Let go of all weights that stayed after their use."""
+        self._kept.clear()
+        self._room = room_for_weights(self._device)
 
     def _copy_all(self, weights: list[DeviceWeight]) -> torch.Event:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -109,7 +135,8 @@ class DeviceWeights:
             if left is not None:
                 left.synchronize()
             staged = buffer[: target.nbytes].view(dtype).copy_(source)  # read from the disk, and converted
-            weight.is_finite &= not dtype.is_floating_point or is_finite(staged)
+            if weight.is_checked and dtype.is_floating_point:
+                weight.is_finite &= is_finite(staged)
             target.copy_(staged, non_blocking=True)
             self._buffers.append((buffer, self._stream.record_event()))
         weight.data = copy
@@ -142,3 +169,9 @@ def is_finite(weight: Tensor) -> bool:
 
 device_weights = cache(DeviceWeights)
 """Return the DeviceWeights object of a device, which is made at the first call."""
+
+
+def drop_weights(device: torch.device) -> None:
+    """Free the memory of weights that stayed on a device after their use; a CPU has none."""
+    if device.type == "cuda":
+        device_weights(device).drop()

@@ -165,7 +165,8 @@ raise nothing more specific."""
 GROUPS = Path("/sys/fs/cgroup")
 """The folder in which Linux lists control groups."""
 FEATURES_SHARE, DEVICE_SHARE = 4, 8
-"""Divisors of the machine's and of a device's memory that give the largest size of the features of paused passes."""
+"""Divisors of the machine's and of a device's memory that give the largest size of the features of paused passes, and
+of the weights that stay on a device."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -230,6 +231,12 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
     """Return how many bytes features may take in the device's memory (0 for a CPU) and in this machine's memory."""
     host = memory_of(torch.device("cpu")) // FEATURES_SHARE
     return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
+
+
+def room_for_weights(device: torch.device) -> int:
+    """Return how many bytes of weights may stay on a device after their use; 0 for a CPU, which uses them where they
+    lie."""
+    return 0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE
 
 
 def memory_of(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.runtime.hardware import LARGEST_REUSED, rooms_for_features
+from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_weights, rooms_for_features
 from featcal_cli.runtime.process import read_launch, resident_bytes
 from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
 
@@ -46,6 +46,8 @@ SQUARES, SQUARES_SOLVED = 2.0, 3
 and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory."""
 HEAP_GAPS = 2 * LARGEST_REUSED
 """Bytes that the heap keeps without using them: a freed piece of the largest size, and gaps between features."""
+DEVICE_LIBRARIES = 5 << 28
+"""Bytes of this machine's memory that CUDA and its libraries take once they are used."""
 SMALL_FILES = 2**18
 """Bytes of the report, model card, picture and other small files, including what the disk uses beyond their size."""
 
@@ -77,7 +79,8 @@ def estimate(
 
     1. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
        machine's memory, and then to files.
-    2. Weights: the blocks that are in memory at once, or the stems if they are larger.
+    2. Weights: the blocks that are in memory at once, or the stems if they are larger; and on a device those that stay
+       there after their use.
     3. Sums: matrices of d_in² and of d_out × d_in for each input [.., d_in] of a block's modules, and the features of
        one batch.
     4. Gradients: those of one expert's outputs at all its modules.
@@ -124,7 +127,9 @@ def estimate(
     aside += features - here - elsewhere
     # 2. weights
     block, block_in_use, stem, stem_in_use = _weigh(merged, architecture, computing)
-    at_work: float = BLOCKS_ON_DEVICE * block_in_use if on_device else BLOCKS_ON_HOST * block
+    in_blocks = sum(x.nbytes for block in architecture.blocks for x in model.get_submodule(block.name).parameters())
+    stays = min(room_for_weights(device), (2 + len(examples)) * in_blocks * computing.itemsize // model.dtype.itemsize)
+    at_work: float = max(BLOCKS_ON_DEVICE * block_in_use - stays, 0) if on_device else BLOCKS_ON_HOST * block
     if not on_device and (block, stem) != (block_in_use, stem_in_use):
         at_work += MODELS_CONVERTED * block_in_use + (len(examples) + MODELS_CONVERTED - 1) * stem_in_use
     # 3. sums
@@ -133,23 +138,25 @@ def estimate(
     gradients, kept = 0.0, 0
     if calibration.uses_output_metric:
         summed, kept = _count_gradients(model, architecture)
-        blocks_read = BLOCKS_ON_HOST * (block_in_use if on_device else block)
+        blocks_read = BLOCKS_ON_HOST * (max(block_in_use - stays, 0) if on_device else block)
         gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * shown) + blocks_read + LOGIT_COPIES * logits
-        if not on_device:
+        if stays or not on_device:
             gradients += min(GRAPH_BYTES, len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES)
     at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS
-    on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere if on_device else max(filed, here + at_work)
+    if on_device:
+        on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere + DEVICE_LIBRARIES
+    else:
+        on_host += max(filed, here + at_work)
     fused = count_fused(model)  # of one model at a time in memory, of all in files of each process
     in_files = fused * (2 + len(examples)) * read_launch().local_size
     whole = sum(x.nbytes for x in model.parameters())
-    in_blocks = sum(x.nbytes for block in architecture.blocks for x in model.get_submodule(block.name).parameters())
     output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + SMALL_FILES
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
-        device_bytes=round(here + at_work) if on_device else 0,
+        device_bytes=round(here + at_work + stays) if on_device else 0,
         disk_bytes=round(output + aside + kept * len(examples) + in_files),
     )
 

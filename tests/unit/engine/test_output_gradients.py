@@ -249,7 +249,7 @@ def test_the_directions_that_move_answers_most_are_kept(d: int) -> None:
     rows = torch.randn(600, d, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 1 + d) ** -0.8
     sums = GradientSums(0)
     sums.add("m", rows)
-    factor = sums.factor("m")
+    factor = sums.factors()["m"]
     exact = rows.T @ rows / rows.square().sum() * d
     values, vectors = torch.linalg.eigh(exact.double())
     kept = vectors[:, -len(factor) :] * values[-len(factor) :].sqrt()
@@ -263,7 +263,7 @@ def test_gradients_that_are_not_finite_stay_so() -> None:
     sums = GradientSums(0)
     sums.add("m", torch.full((2, 8), torch.nan))
     sums.add("none", torch.zeros(2, 8))
-    assert sums.factor("m").isnan().all() and not sums.factor("none").any()
+    assert sums.factors()["m"].isnan().all() and not sums.factors()["none"].any()
 
 
 @pytest.mark.parametrize("of_experts", [False, True])
@@ -277,7 +277,7 @@ def test_a_sketch_of_wide_outputs_does_not_depend_on_how_gradients_are_grouped(r
     whole.add("m", gradients, of_experts=of_experts)
     for part in gradients[torch.randperm(rows, generator=generator)].split(7):
         parts.add("m", part, of_experts=of_experts)
-    sketch, factor, other = whole.sums["m"], whole.factor("m"), parts.factor("m")
+    sketch, factor, other = whole.sums["m"], whole.factors()["m"], parts.factors()["m"]
     assert len(sketch) == gradient_sums.count_sum_rows(wide, of_experts=of_experts) < wide
     assert (factor.T @ factor - other.T @ other).norm() <= 1e-5 * (factor.T @ factor).norm()
     if rows < len(sketch):
@@ -290,8 +290,8 @@ def test_gradients_too_small_to_be_divided_by_are_finite(size: float) -> None:
     """The sum of their squares is no normal number of float32, or zero."""
     sums = GradientSums(SEED)
     sums.add("module", torch.full((2, 8), size))
-    assert sums.factor("module").isfinite().all()
-    traced: Any = SimpleNamespace(sizes={"module": torch.tensor([[size**2, 0.0]])}, counts={"module": 2})
+    assert sums.factors()["module"].isfinite().all()
+    traced: Any = SimpleNamespace(sizes={"module": torch.tensor([[size**2, 0.0]])}, counts={"module": torch.tensor(2)})
     batch = {"input_ids": torch.zeros(1, 2)}
     sizes = output_gradients._relative_sizes([(range(1), traced)], [batch], ALONE)["module"]
     assert sizes.isfinite().all()
