@@ -1,5 +1,5 @@
-"""What a CUDA device makes of featcal, as `first_gpu.sh` asks: differences to the CPU (‖CUDA − CPU‖ / ‖CPU − merged‖ over
-all weights of tiny families, one for each way in which weights are read), and kernels on CLIP-ViT-B/32's shapes."""
+"""What a CUDA device makes of featcal, as `first_gpu.sh` asks: its difference to the CPU, ‖CUDA − CPU‖ / ‖CPU − merged‖
+over all weights, for a tiny family of each way in which weights are read; and kernels on CLIP-ViT-B/32's shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 def distance(one: Path, other: Path) -> float:
     """Frobenius norm of the difference of two models, all weights together."""
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
-    return sum(float((ours[name].double() - x.double()).norm()) ** 2 for name, x in theirs.items()) ** 0.5
+    squares: list[float] = [float((ours[name].double() - x.double()).norm()) ** 2 for name, x in theirs.items()]
+    return float(sum(squares) ** 0.5)
 
 
 def compare_with_cpu(folder: Path) -> None:

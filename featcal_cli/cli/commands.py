@@ -6,6 +6,7 @@ steps that do not need it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -58,10 +59,21 @@ def _root(
     _: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Run the command in N processes, each on a GPU of its own."),
+    ] = None,
 ) -> None:
     from featcal_cli.runtime.process import check_surroundings
 
     check_surroundings()
+    if gpus is not None:
+        from featcal_cli.runtime.distributed import start_ranks
+
+        # the root's options come first, so the next --gpus is none of theirs
+        at = next(number for number, word in enumerate(sys.argv) if word.partition("=")[0] == "--gpus")
+        rest = sys.argv[at + (1 if "=" in sys.argv[at] else 2) :]
+        raise typer.Exit(start_ranks(gpus, [*sys.argv[1:at], *rest]))
 
 
 def _print_json(value: object) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from featcal_cli.runtime.errors import FeatCalError, LostRankError, NumericsError
+from featcal_cli.runtime.errors import FeatCalError, LostRankError, NumericsError, RecipeError
 from featcal_cli.runtime.process import read_launch
 
 if TYPE_CHECKING:  # one process alone does without, and need not wait for it
@@ -118,6 +121,37 @@ def join_ranks() -> Ranks:
         with _in_touch():
             dist.init_process_group(backend, timeout=PATIENCE)
     return Ranks(launch.size, launch.rank, dist.group.WORLD)
+
+
+def start_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Run featcal with these arguments in `count` processes on this machine, which do one job together, as torchrun
+    would start them. Returns the exit code of the first one that fails, or 0. Raises RecipeError if the machine has
+    fewer GPUs, unless the arguments name the CPU."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    where, found = "--gpus", torch.cuda.device_count()
+    if read_launch().by_torchrun:
+        raise RecipeError("torchrun has started the processes already", where=where, fix="leave one of the two out")
+    on_cpu = "--device=cpu" in arguments or ("--device", "cpu") in pairwise(arguments)
+    if found < count and not on_cpu:
+        fix = f"give --gpus {found}" if found > 1 else "leave it out"
+        raise RecipeError(f"torch finds {found or 'no'} GPU{'s' * (found > 1)} on this machine", where=where, fix=fix)
+    # torch's own default is one thread, or all cores for each process
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
+    logging.disable()  # the process that failed says why
+    config = LaunchConfig(
+        1, 1, count, run_id="featcal", rdzv_endpoint="localhost:0", rdzv_backend="c10d", max_restarts=0
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "featcal_cli", *arguments)
+    except ChildFailedError as error:
+        return abs(error.get_first_failure()[1].exitcode)
+    except SignalException as signalled:
+        return 128 + signalled.sigval
+    return 0
 
 
 def leave_ranks() -> None:

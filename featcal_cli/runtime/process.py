@@ -203,8 +203,9 @@ def stop(message: str) -> NoReturn:
 
 
 def _tell(message: str) -> None:
-    """Print once that the process was interrupted, bypassing whatever else writes to the terminal."""
-    if _told.acquire(blocking=False):
+    """Print once that the process was interrupted, bypassing whatever else writes to the terminal. Of several processes
+    the first does."""
+    if _told.acquire(blocking=False) and read_launch().rank == 0:
         clear = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""
         with suppress(OSError):  # the terminal has gone
             os.write(2, f"{clear}{message}\n".encode())

@@ -227,6 +227,28 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     assert {path.name for path in tmp_path.iterdir()} == {"family", "recipe.yaml", "out"}
 
 
+def test_gpus_starts_the_processes_and_hands_on_what_they_end_with(
+    done: dict[str, Done], families: dict[str, Saved], tmp_path: Path
+) -> None:
+    """The weights are those of as many processes under torchrun. A wrong expert ends in one message and exit code 2,
+    and not in the launcher's report."""
+    recipe, wrong = tmp_path / "recipe.yaml", tmp_path / "wrong.yaml"
+    job = recipe_of(families["bert"], KINDS["two tasks"])
+    recipe.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    job["tasks"]["red"]["expert"] = str(tmp_path / "nowhere")
+    wrong.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    command = (sys.executable, "-m", "featcal_cli", "--gpus", "2", "calibrate", "--device", "cpu", "-o", "out", "-r")
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    results = [
+        subprocess.run([*command, path], cwd=tmp_path, capture_output=True, text=True, check=False, env=offline)
+        for path in (wrong, recipe)
+    ]
+    assert [result.returncode for result in results] == [2, 0], results
+    assert results[0].stderr.count("error:") == 1 and "Traceback" not in results[0].stderr
+    whole = done["two tasks"].folder / "2" / "two tasks-0" / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole.read_bytes()
+
+
 @pytest.mark.parametrize(("tasks", "size"), [(1, 1), (3, 1), (2, 2), (3, 2), (8, 3), (1, 4), (3, 8), (5, 5)])
 def test_every_task_has_one_rank_and_ranks_have_as_many(tasks: int, size: int) -> None:
     names = [f"task {number}" for number in range(tasks)]
