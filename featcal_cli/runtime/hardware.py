@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from errno import ENOMEM
 from functools import cache
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 
 import torch
@@ -172,6 +173,7 @@ of the weights that stay on a device."""
 def choose_device(name: str) -> torch.device:
     """Return the device for a name that `check_device` accepts; under torchrun each process gets a GPU of its own.
     Raises RecipeError if the device does not exist."""
+    use_granted_cores()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     launch = read_launch()
@@ -245,28 +247,55 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    groups = Path("/proc/self/cgroup")  # Linux has it
-    named = groups.read_text(encoding="utf-8") if groups.is_file() else ""
-    return min([total, *find_memory_limits(named, GROUPS)]) // read_launch().local_size
+    return min([total, *find_memory_limits(_read_groups(), GROUPS)]) // read_launch().local_size
+
+
+def use_granted_cores() -> None:
+    """Let torch use no more threads than a control group grants cores (a container, a scheduler's job), as torch counts
+    the machine's. OMP_NUM_THREADS, if the user sets it, has the last word."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        granted = min(find_core_limits(_read_groups(), GROUPS), default=inf)
+        if granted < torch.get_num_threads():
+            torch.set_num_threads(max(1, round(granted)))
 
 
 def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
-    """Yield the memory limits in bytes of this process's control groups (a container, a scheduler's job) and of their
-    parents. groups: the text of /proc/PID/cgroup, lines of ID:CONTROLLERS:PATH; folder: where the groups are
-    mounted."""
+    """Yield the memory limits in bytes of this process's control groups and of their parents. groups: the text of
+    /proc/PID/cgroup, lines of ID:CONTROLLERS:PATH; folder: where the groups are mounted."""
+    for file in _find_limits(groups, folder, "memory", "memory.max", "memory.limit_in_bytes"):
+        if (limit := file.read_text("ascii").strip()).isdigit():
+            yield int(limit)
+
+
+def find_core_limits(groups: str, folder: Path) -> Iterator[float]:
+    """Yield how many cores this process's control groups and their parents may use at a time, for `groups` and `folder`
+    as in `find_memory_limits`."""
+    for file in _find_limits(groups, folder, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        period = file.with_name("cpu.cfs_period_us")
+        texts = [*file.read_text("ascii").split(), *(period.read_text("ascii").split() if period.is_file() else [])]
+        if len(texts) == 2 and all(text.isdigit() and int(text) for text in texts):  # no limit is max, or -1
+            yield int(texts[0]) / int(texts[1])
+
+
+def _read_groups() -> str:
+    file = Path("/proc/self/cgroup")  # Linux has it
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _find_limits(groups: str, folder: Path, controller: str, second: str, first: str) -> Iterator[Path]:
+    """Yield the files that limit this process, by their names in version 2 and in version 1 of control groups."""
     for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
-        if not controllers:  # version 2
-            top, name = folder, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = folder / "memory", "memory.limit_in_bytes"
+        if not controllers:
+            top, name = folder, second
+        elif controller in controllers.split(","):
+            top, name = folder / controller, first
         else:
             continue
         place = top / path.strip("/")
         # a container sees its own group at the top, and not the folders that the path names
         for group in (place, *place.parents):
-            file = group / name
-            if group.is_relative_to(top) and file.is_file() and (limit := file.read_text("ascii").strip()).isdigit():
-                yield int(limit)
+            if group.is_relative_to(top) and (group / name).is_file():
+                yield group / name
 
 
 def free_bytes(place: Path) -> int:

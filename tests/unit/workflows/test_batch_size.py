@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.inventory import list_registered, run_without_values
-from featcal_cli.runtime.hardware import find_memory_limits, memory_of
+from featcal_cli.runtime.hardware import find_core_limits, find_memory_limits, memory_of, use_granted_cores
 from featcal_cli.workflows.batch_size import CPU_ROWS, DEVICE_ROWS, MOST_BYTES, PLAIN, choose_batch_sizes, limit_batch
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.plan import Plan, make_plan
@@ -169,3 +169,29 @@ def test_memory_is_what_the_control_groups_leave_of_it(tmp_path: Path) -> None:
     assert sorted(find_memory_limits(groups, tmp_path)) == [6_000_000_000, 8_000_000_000, 9_223_372_036_854_771_712]
     assert list(find_memory_limits(groups, tmp_path / "elsewhere")) == []
     assert GIB // 2 < memory_of(CPU) < 2**50
+
+
+def test_threads_are_as_many_as_control_groups_grant_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = "9:cpu,cpuacct:/jobs/17\n0::/user/mine\n"
+    limits = {
+        "cpu/jobs/17/cpu.cfs_quota_us": "150000", "cpu/jobs/17/cpu.cfs_period_us": "100000",
+        "cpu/jobs/cpu.cfs_quota_us": "-1", "cpu/jobs/cpu.cfs_period_us": "100000",
+        "user/mine/cpu.max": "250000 100000", "user/cpu.max": "max 100000",
+    }  # fmt: skip
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
+    assert sorted(find_core_limits(groups, tmp_path)) == [1.5, 2.5]
+    assert list(find_core_limits(groups, tmp_path / "elsewhere")) == []
+    threads: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    for found in ([0.5, 8.0], [64.0], []):
+        monkeypatch.setattr("featcal_cli.runtime.hardware.find_core_limits", lambda *_, found=found: iter(found))
+        use_granted_cores()
+    assert threads == [1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    monkeypatch.setattr("featcal_cli.runtime.hardware.find_core_limits", lambda *_: iter([2.0]))
+    use_granted_cores()
+    assert threads == [1]
