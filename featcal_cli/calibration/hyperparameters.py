@@ -65,7 +65,7 @@ def choose_hyperparameters(
     measured."""
     order = calibration.solving_order
     metric = "output" if calibration.uses_output_metric and has_gradients else "features"
-    own, whose = FEATCAL[order], "featcal's own"
+    own, whose = FEATCAL[order], "featcal's defaults"
     if calibration.method == "paper":
         own, whose = PAPER[PAPER_KINDS[kind]], f"the paper's for {kind} models"
     given = {name: value for name in NUMBERS if (value := getattr(calibration, name)) is not None}
@@ -74,6 +74,12 @@ def choose_hyperparameters(
     elif given:
         whose = f"{' and '.join(given)} given, else {whose}"
     return replace(own, metric=metric, order=order, **given), whose
+
+
+def describe_settings(method: str, used: Hyperparameters, whose: str) -> str:
+    """Describe what `choose_hyperparameters` returned, with the words of a recipe."""
+    numbers = ", ".join(f"{name} {getattr(used, name):g}" for name in NUMBERS)
+    return f"method {method}, {numbers} ({whose}), metric {used.metric}, order {used.order}"
 
 
 def kind_of(model: PreTrainedModel) -> str:

@@ -70,10 +70,10 @@ def _root(
     if gpus is not None:
         from featcal_cli.runtime.distributed import start_ranks
 
-        # the root's options come first, so the next --gpus is none of theirs
-        at = next(number for number, word in enumerate(sys.argv) if word.partition("=")[0] == "--gpus")
-        rest = sys.argv[at + (1 if "=" in sys.argv[at] else 2) :]
-        raise typer.Exit(start_ranks(gpus, [*sys.argv[1:at], *rest]))
+        words = sys.argv[1:]
+        while words[0].startswith("--gpus"):  # the only option here that has a command after it
+            del words[: 1 if "=" in words[0] else 2]
+        raise typer.Exit(start_ranks(gpus, words))
 
 
 def _print_json(value: object) -> None:
@@ -237,7 +237,7 @@ def evaluate(
     quiet: options.Quiet = False,
     log_file: options.LogFile = None,
 ) -> None:
-    """Measure accuracy on a recipe's tasks: each expert on its task, the merged model and every MODEL on all.
+    """Measure accuracy or perplexity on a recipe's tasks: each expert on its task, merged and every MODEL on all.
 
     **Examples**
 
@@ -366,7 +366,7 @@ def demo(
     from featcal_cli.runtime.process import interruptible, read_launch
 
     if read_launch().size > 1:
-        raise RecipeError("the demo is made for one process", where="torchrun", fix="type featcal demo")
+        raise RecipeError("the demo is made for one process", where="featcal demo", fix="leave --gpus out")
     screen = Screen(quiet=quiet or json)
     if not (quiet or json):
         results.show_demo()

@@ -129,7 +129,7 @@ class Screen(Listener):
 
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         doing = f"{'uploading' if sent else 'downloading'} {escape(name)}"
-        size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        size, unit = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
         at = f"{done / size:.1f} of {total / size:.1f} {unit}"
         self._bar.update(self._task, description=doing, total=total, completed=done, at=at)
 

@@ -211,7 +211,7 @@ WRITING = {
         int, OUTPUT, "--as-adapter", "RANK", "Also write the updates as a PEFT adapter (LoRA).", min=1
     ),
     "strict": _flag(OUTPUT, "--strict", "Exit with 3, and do not push, if a task got farther from its expert."),
-    "evaluate": _flag(OUTPUT, "--evaluate", "Also measure the accuracy of experts, merged and calibrated model."),
+    "evaluate": _flag(OUTPUT, "--evaluate", "Also measure accuracy or perplexity of experts, merged and result."),
     "allow_code": AllowCode,
     "dry_run": _flag(OUTPUT, "--dry-run", "Check and estimate everything; download no weights."),
 }

@@ -13,8 +13,19 @@ from rich.console import Console
 
 from featcal_cli.cli.console import ERR, OUT
 from featcal_cli.cli.tables import escape, fold, make_list, make_table, write_count
-from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED, Evaluation, Score, TaskScores, average_tasks
-from featcal_cli.lineage.questions import FROM_USER
+from featcal_cli.evaluation.results import (
+    CALIBRATED,
+    EXPERT,
+    MERGED,
+    Evaluation,
+    Score,
+    TaskScores,
+    average_tasks,
+    common_metric,
+    regained_share,
+    scale_of,
+)  # fmt: skip
+from featcal_cli.lineage.questions import tell_source
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import Report
@@ -45,29 +56,25 @@ def show_inputs(inputs: Inputs) -> None:
         blanks = " " * (width - cell_len(for_terminal(finding.role)))
         at = f" [dim]at {commit[:7]}[/dim]" if commit else ""
         line = f"  {escape(finding.role)}{blanks}  {escape(finding.value)}{at}"
-        groups.setdefault(finding.source, []).append(line)
+        groups.setdefault(tell_source(finding), []).append(line)
     for source, lines in groups.items():
-        OUT.print(f"{'Given:' if source == FROM_USER else f'From {escape(source)}:'}")
+        OUT.print(f"{escape(source[:1].upper() + source[1:])}:")
         for line in lines:
             OUT.print(line, soft_wrap=True)
 
 
 def show_plan(plan: Plan) -> None:
     """Show what a job would do, and its cost."""
-    needs, calibration = plan.estimate, plan.recipe.calibration
+    needs = plan.estimate
     missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
     calibrated = f"{plan.modules} modules in {plan.blocks} blocks; all models fit together"
     if not plan.blocks:
         calibrated = "known when it runs: the model cannot be traced without its weights"
     device = f", {tell_bytes(needs.device_bytes)} on {plan.device}" if needs.device_bytes else ""
-    settings = [f"method {calibration.method}"]
-    for name in ("ridge", "rho", "alpha"):
-        if (value := getattr(calibration, name)) is not None:
-            settings.append(f"{name} {value:g}")
     lines = {
         "model": f"{plan.model_class}, {write_count(plan.parameters)} parameters, {plan.dtype}",
         "calibrated": calibrated,
-        "settings": ", ".join(settings),
+        "settings": plan.settings,
         "download": f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing",
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
         "disk": f"about {tell_bytes(needs.disk_bytes)} for the output while it is made",
@@ -75,10 +82,12 @@ def show_plan(plan: Plan) -> None:
     }
     OUT.print()
     for name, text in lines.items():
-        OUT.print(f"{name:<11} {escape(text)}")
+        for line in fold(text, OUT.width, f"{name:<11} ", " " * 12):
+            OUT.print(escape(line), soft_wrap=True)
     downloaded = "Only small files were downloaded. " if any(plan.inputs.commits) else ""
     start = "" if plan.stops or plan.is_finished else "Leave out --dry-run to start."
-    _hint(f"{downloaded}{start}".strip())
+    if downloaded or start:
+        _hint(f"{downloaded}{start}".strip())
 
 
 def show_calibration(report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: str | None) -> None:
@@ -127,11 +136,15 @@ def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     """Yield a phrase on the calibrated model's gain over merged; nothing without an evaluation."""
     if not tasks:
         return
-    means = average_tasks(tasks)
-    lost, gained = (100 * (means[role].value - means[MERGED].value) for role in (EXPERT, CALIBRATED))
+    before, after = (average_tasks(tasks)[role].value for role in (MERGED, CALIBRATED))
+    metric, share, verb = common_metric(tasks), regained_share(tasks), "fell" if after < before else "rose"
+    if metric == "perplexity":
+        won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and after < before else ""
+        yield f"perplexity {verb} from {before:.2f} to {after:.2f}{won}"
+        return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
-    share = f" ({100 * gained / lost:.0f} % of what merging lost)" if lost > 0 and gained > 0 else ""
-    yield f"{word} {'fell' if gained < 0 else 'rose'} by {abs(gained):.1f} points{share}"
+    won = f" ({100 * share:.0f} % of what merging lost)" if share > 0 else ""
+    yield f"{word} {verb} by {100 * abs(after - before):.1f} points{won}"
 
 
 def _show_drift(report: Report) -> None:
@@ -164,26 +177,29 @@ def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
     rows = []
     for (task, scored), metric in zip(tasks.items(), used, strict=True):
         mark = f" ({metric.symbol})" if metric and metric.symbol else ""
-        rows.append(_write_scores(escape(task) + mark, scored.scores, means, others))
+        rows.append(_write_scores(escape(task) + mark, scored.scores, scored.metric, others))
     if len(tasks) > 1:
-        rows.append(_write_scores("mean", means, means, others))
+        rows.append(_write_scores("mean", means, common_metric(tasks), others))
     titles = [metric.title for metric in METRICS.values() if metric in used]
     title = ", and ".join([*titles[:1], *(f"{more} where marked," for more in titles[1:])])
     counts = [score.examples for scored in tasks.values() for score in scored.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
     which = "randomly chosen " if limited else ""
-    what = "Scores" if None in used else title
-    OUT.print(f"{what} in percent, ± 95 % interval, on {count} {which}labelled examples per task:")
-    heads = ["task", *map(escape, means), *(["gain"] if len(others) == 1 else [])]
+    of_texts = common_metric(tasks) == "perplexity"
+    what = title if of_texts else f"{'Scores' if None in used else title} in percent"
+    rows_used = f"{which}{'texts' if of_texts else 'labelled examples'} per task{'; lower is better' * of_texts}"
+    OUT.print(f"{what}, ± 95 % interval, on {count} {rows_used}:")
+    heads = ["task", *map(escape, means), *(["change" if of_texts else "gain"] if len(others) == 1 else [])]
     OUT.print(make_table(heads, rows, overflow="fold"))
 
 
-def _write_scores(name: str, scores: Mapping[str, Score], roles: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Return a row of scores; with one model besides expert and merged, its gain over merged comes last."""
-    cells = [name, *(scores[role].percent for role in roles)]
+def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: Sequence[str]) -> list[str]:
+    """Return a row of scores; with one model besides expert and merged, its difference from merged comes last."""
+    cells = [name, *(score.show(metric) for score in scores.values())]
     if len(others) == 1 and MERGED in scores:
-        gain = f"{100 * (scores[others[0]].value - scores[MERGED].value):+.1f}"
-        cells.append("0.0" if gain in ("+0.0", "-0.0") else gain)
+        scale, digits = scale_of(metric)
+        gain = f"{scale * (scores[others[0]].value - scores[MERGED].value):+.{digits}f}"
+        cells.append(gain if float(gain) else gain[1:])
     return cells
 
 

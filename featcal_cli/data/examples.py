@@ -335,25 +335,31 @@ def open_labelled(
     *,
     limit: int | None = None,
     text_models: TextModels | None = None,
+    labelled: bool = True,
 ) -> LabelledRows:
-    """Open all rows of the split in order, or `limit` rows chosen at random with a fixed seed. Raises DataError for
-    data that cannot be read or understood, or that have no labels."""
+    """Open all rows of the split in order, or `limit` rows chosen at random with a seed. Without `labelled`, their
+    labels are None. Raises DataError for data that cannot be read or understood, or that lack labels."""
     where = f"{task}: {data.model_copy(update={'split': split})}"
     if data.is_self_written:
-        what, fix = "what an expert writes itself has no labels", f"name labelled data: --data {task}=SOURCE"
+        what = f"what an expert writes itself {'has no labels' if labelled else 'flatters it'}"
+        fix = f"name {'labelled ' * labelled}data: --data {task}=SOURCE"
         raise DataError(what, where=f"{task}: {data}", fix=fix)
     if is_tensor_file(data):
         opened = open_tensors(data, split, model, where)
         labels = opened.labels
+        positions = opened.positions[:limit]
+        if not labelled:
+            return LabelledRows(opened, positions, lambda _: None, "", where)
         if labels is None:
             raise DataError("no tensor holds the labels", where=where, fix="add one named label, [rows]")
-        positions = opened.positions[:limit]
         return LabelledRows(opened, positions, lambda position: labels[position].item(), "label", where)
     if limit is None:
         rows = name_task(task, read_rows(data, split))
     else:
         rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
     first = list(islice(rows, PEEKED_ROWS))
-    reader = _open_rows(data, first, Target(model, folders, where, text_models), labelled=True)
+    reader = _open_rows(data, first, Target(model, folders, where, text_models), labelled=labelled)
+    if not labelled:
+        return LabelledRows(reader, chain(first, rows), lambda _: None, "", where)
     column = find_column("label", data, dict.fromkeys(first[0], ()), where)
     return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)

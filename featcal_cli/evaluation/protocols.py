@@ -1,5 +1,5 @@
-"""Compare the predictions of several models on the same labelled examples: by an expert's head, by the names of the
-classes, or by generated text."""
+"""Compare the predictions of several models on the same examples: by an expert's head, by the names of the classes, by
+generated text, or by how well they predict a text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch
+from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.loading import load_preprocessor
@@ -81,9 +81,12 @@ class LabelledTask:
     """The models that read the task's texts, by role."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
-        """Open the labelled rows as inputs for models of this architecture. Raises DataError."""
-        how, models = self.how, self.text_models
-        return open_labelled(self.name, self.data, how.split, model, self.folders, limit=self.limit, text_models=models)
+        """Open the rows, with their labels if the metric needs any, as inputs for models of this architecture. Raises
+        DataError."""
+        split, labelled, models = self.how.split, not METRICS[self.how.metric].of_texts, self.text_models
+        return open_labelled(
+            self.name, self.data, split, model, self.folders, limit=self.limit, text_models=models, labelled=labelled
+        )
 
     def open_tokens(self, where: str) -> Vocabulary:
         """Return the vocabulary whose tokenizer cuts the texts. Raises DataError if no tokenizer can be loaded."""
@@ -339,3 +342,53 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
             what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
             raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None
     return answers[_read_number({}, len(answers), rows, label)]
+
+
+# Perplexity: how well a model predicts each token of a text from those before
+
+
+def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callable[[int], None]) -> dict[str, Score]:
+    """Compare several language models on texts, by role. Raises CheckpointError for models that do not predict the next
+    token, and DataError."""
+    for model in models.values():
+        if model.module.config.is_encoder_decoder or not model.module.can_generate() or _looks_ahead(model.module):
+            raise CheckpointError(
+                f"{model.role} does not predict the next token of a text ({type(model.module).__name__})",
+                where=model.snapshot.name,
+                fix="leave metric: perplexity out; docs/evaluate.md shows what other models are measured by",
+            )
+    rows = task.open(next(iter(models.values())).module)
+    cutting = task.open_tokens(rows.where)
+    predictors = {role: _predict_tokens(model, cutting, task.find_vocabulary(role)) for role, model in models.items()}
+    return _compare(task, rows, lambda _: None, predictors, tell)
+
+
+@torch.inference_mode()
+def _looks_ahead(module: Any) -> bool:
+    """Tell whether a model's logits at a token depend on the tokens after it."""
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
+    first, second = module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
+    return not torch.allclose(first, second, rtol=1e-2, atol=1e-2)
+
+
+def _predict_tokens(model: Model, cutting: Vocabulary, own: Vocabulary | None) -> Predictor:
+    """Make the predictor of each text's negative log-likelihood in nats, with the number of its tokens that have others
+    before them. cutting: the vocabulary of the batches; own: the model's vocabulary, None if equal or unknown."""
+    module: Any = model.module
+    table = None if own is None else map_ids(cutting, own)
+    options = {"use_cache": False} if "use_cache" in forward_names(module) else {}
+
+    def predict(batch: Batch) -> list[tuple[float, int]]:
+        given = renumber(batch, table)
+        found = []
+        # one text at a time: logits are the largest tensor by far, and padding is left out
+        for number, ids in enumerate(given["input_ids"]):
+            alone = {name: value[number : number + 1] for name, value in given.items()}
+            counted = alone.get("attention_mask", torch.ones_like(ids)[None])[0] > 0
+            here = counted[1:] & counted[:-1]
+            logits = module(**alone, **options).logits[0, :-1]
+            nats = cross_entropy(logits[here].float(), ids[1:][here], reduction="sum")
+            found.append((float(nats), int(here.sum())))
+        return found
+
+    return Predictor(module, predict)

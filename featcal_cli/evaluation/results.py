@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from math import sqrt
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from featcal_cli.recipe.metrics import Metric
+from featcal_cli.recipe.metrics import METRICS, Metric
 from featcal_cli.runtime.files import cache_folder, write_file
 from featcal_cli.runtime.structured_text import write_json
 
@@ -33,7 +33,7 @@ class Score:
     """The score of one model on one task."""
 
     value: float
-    """The value of the metric (see recipe/metrics.py), at most 1."""
+    """The value of the metric (see recipe/metrics.py)."""
     low: float
     """Lower end of the 95 % interval, from percentiles over bootstrap draws; `high` is the upper end."""
     high: float
@@ -41,10 +41,16 @@ class Score:
     """Standard deviation of the score over the bootstrap draws."""
     examples: int
 
-    @property
-    def percent(self) -> str:
-        """The value in percent with half its interval, as text."""
-        return f"{100 * self.value:.1f} ±{50 * (self.high - self.low):.1f}"
+    def show(self, metric: str) -> str:
+        """Write the value, as scores of this metric are shown, and half its interval."""
+        scale, digits = scale_of(metric)
+        return f"{scale * self.value:.{digits}f} ±{scale / 2 * (self.high - self.low):.{digits}f}"
+
+
+def scale_of(metric: str) -> tuple[float, int]:
+    """Return the factor and the digits with which scores of a metric are shown; lm-eval's metrics in percent."""
+    known = METRICS.get(metric, METRICS["accuracy"])
+    return known.scale, known.digits
 
 
 def score(metric: Metric, predictions: Sequence[Any], labels: Sequence[Any]) -> Score:
@@ -81,7 +87,7 @@ class TaskScores:
     """The scores of all models on one task."""
 
     protocol: str
-    """How the models were measured: zero-shot, generation, lm-eval or heads."""
+    """How the models were measured: zero-shot, generation, lm-eval, texts or heads."""
     metric: str
     """The metric's name in METRICS; for lm-eval, its tasks with their metrics."""
     data: str
@@ -118,6 +124,23 @@ def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
     """Return the plain mean over the tasks for each role; there must be at least one task."""
     roles = next(iter(tasks.values())).scores
     return {role: combine([task.scores[role] for task in tasks.values()]) for role in roles}
+
+
+def common_metric(tasks: Mapping[str, TaskScores]) -> str:
+    """Return the metric of all tasks; accuracy, which is also in percent, where they have several."""
+    metrics = {scored.metric for scored in tasks.values()}
+    return metrics.pop() if len(metrics) == 1 else "accuracy"
+
+
+def regained_share(tasks: Mapping[str, TaskScores]) -> float:
+    """Return the share of what merging lost that the calibrated model has won back, over all tasks together: of scores
+    or, for perplexity, of nats per token. 0 if nothing was lost."""
+    of_texts = common_metric(tasks) == "perplexity"
+    expert, merged, calibrated = (
+        sum(-log(task.scores[role].value) if of_texts else task.scores[role].value for task in tasks.values())
+        for role in (EXPERT, MERGED, CALIBRATED)
+    )
+    return (calibrated - merged) / (expert - merged) if expert > merged else 0.0
 
 
 VERSION = 2

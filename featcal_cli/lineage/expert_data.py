@@ -7,7 +7,7 @@ from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.model_source import find
 from featcal_cli.hub.repo import Repo
 from featcal_cli.lineage.experts import holds, same_name
-from featcal_cli.lineage.questions import Finding
+from featcal_cli.lineage.questions import ASSUMED, Finding
 from featcal_cli.lineage.search import Search, is_gone, opened_part, read_config
 from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError
@@ -49,7 +49,7 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
     if _is_language_model(repo):
         search.notes += lost
         search.notes.append(f"{problem}: its expert is to write them, and real ones are better: --data {task}=SOURCE")
-        return Data(dataset=SELF), "no data are named"
+        return Data(dataset=SELF), ASSUMED
     problem += f" that could be opened ({lost[0]})" if lost else ""
     search.ask(problem, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
     return None

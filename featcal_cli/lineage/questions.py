@@ -12,6 +12,8 @@ from featcal_cli.runtime.errors import LineageError
 from featcal_cli.runtime.sanitise import enumerate_names, list_some
 
 FROM_USER = "the command line or recipe"
+ASSUMED = "no data is named"
+"""Sources of findings that no place names: the user, and a reason for which featcal assumes something."""
 _ORDER = ("--base", "--expert", "--data", "--skip-expert")
 
 Option = tuple[str, str]
@@ -69,6 +71,13 @@ def as_options(experts: Mapping[str, Finding], base: Finding | None = None) -> l
     first = [("--base", base.value)] if base and base.source != FROM_USER else []
     found = {task: expert.value for task, expert in experts.items() if expert.source != FROM_USER}
     return [*first, *(("--expert", f"{task}={value}") for task, value in found.items())]
+
+
+def tell_source(finding: Finding) -> str:
+    """Return where a finding comes from, as the beginning of a sentence."""
+    if finding.source == FROM_USER:
+        return "given"
+    return f"assumed, because {ASSUMED}" if finding.source == ASSUMED else f"from {finding.source}"
 
 
 def show_merged(merged: str | Merge) -> str:

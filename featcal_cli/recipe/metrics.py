@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import exp, isfinite, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # numpy would slow down `featcal --help`
@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # numpy would slow down `featcal --help`
 
     Numbers = NDArray[numpy.float64]
 
-MetricName = Literal["accuracy", "spearman"]
+MetricName = Literal["accuracy", "spearman", "perplexity"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One way to compare predictions with labels; its score is at most 1 and is shown times 100."""
+    """One way to compare predictions with labels."""
 
     title: str
     """The metric's name in tables and sentences."""
@@ -33,6 +33,12 @@ class Metric:
     intervals."""
     measure: Callable[[Numbers], float]
     """Function from these rows to the score."""
+    of_texts: bool = False
+    """Whether it says how well a language model predicts a task's own texts; there are no labels then."""
+    scale: float = 100
+    """Factor with which scores are shown."""
+    digits: int = 1
+    """Digits after the point in a shown score."""
 
 
 def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
@@ -60,8 +66,21 @@ def read_number(text: Any) -> float:
     return number if isfinite(number) else 0.0
 
 
+def _pair_losses(predictions: Sequence[Any], _: Sequence[Any]) -> Numbers:
+    """Return each text's negative log-likelihood in nats, and the number of tokens that it sums up: [examples, 2]."""
+    import numpy
+
+    return numpy.asarray(predictions, dtype=numpy.float64)
+
+
 def _mean(rows: Numbers) -> float:
     return float(rows.mean())
+
+
+def _perplexity(losses: Numbers) -> float:
+    """Return the exponential of the mean loss per token."""
+    nats, tokens = losses.sum(0)
+    return exp(min(nats / tokens, 700.0)) if tokens else 1.0
 
 
 def _correlate_ranks(pairs: Numbers) -> float:
@@ -81,4 +100,7 @@ def _correlate_ranks(pairs: Numbers) -> float:
 METRICS: dict[str, Metric] = {
     "accuracy": Metric("Accuracy", "", "accuracy", False, _pair_hits, _mean),
     "spearman": Metric("Spearman's ρ", "ρ", "spearmanr", True, _pair_numbers, _correlate_ranks),
+    "perplexity": Metric(
+        "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, of_texts=True, scale=1, digits=2
+    ),
 }

@@ -117,7 +117,10 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
 
 
 def suggest_for_option(option: str) -> str:
-    """Return the fix for an unknown option that was renamed or is a key of a recipe; else an empty text."""
+    """Return the fix for an unknown option that was renamed, has its place before the command, or is a key of a recipe;
+    else an empty text."""
+    if option == "--gpus":
+        return "write it before the command: featcal --gpus N COMMAND"
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
     if key in _RENAMED:
         return _RENAMED[key]

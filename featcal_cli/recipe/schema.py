@@ -76,13 +76,12 @@ class Section(BaseModel):
 
 
 class Evaluate(Section):
-    """How a task's figure is measured: zero-shot with `prompts`, by generated `answers`, with `lm_eval`, or, where none
-    of them is given, with the expert's own head."""
+    """How a task is measured: by `prompts`, `answers`, `lm_eval` or perplexity, otherwise with the expert's head."""
 
     split: Name = "test"
     """The split of the task's dataset to measure on; lm-eval brings its own data."""
     metric: MetricName = "accuracy"
-    """The share of right answers; or, for numbers, Spearman's rank correlation with the labels."""
+    """The share of right answers; of numbers, Spearman's rank correlation; of texts, a language model's perplexity."""
     prompts: tuple[str, ...] = ()
     """Sentences about an image in which {} is a class's name; CLIP's text tower reads them."""
     classes: tuple[str, ...] | None = None
@@ -110,6 +109,8 @@ class Evaluate(Section):
             raise ValueError(f'answers is a list, or a format with one {{}} as "{{:.1f}}", not {self.answers!r}')
         if METRICS[self.metric].of_numbers and not isinstance(self.answers, str):
             raise ValueError(f'{self.metric} compares numbers: say how they are written, as answers: "{{:.1f}}"')
+        if METRICS[self.metric].of_texts and protocol:
+            raise ValueError(f"{self.metric} is measured on the task's own texts: leave out {protocol}")
         if self.chat is not None and protocol != "lm_eval":
             raise ValueError("chat belongs to lm_eval")
         return self
@@ -120,13 +121,13 @@ class Evaluate(Section):
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
     @property
-    def protocol(self) -> Literal["zero-shot", "generation", "lm-eval", "heads"]:
+    def protocol(self) -> Literal["zero-shot", "generation", "lm-eval", "texts", "heads"]:
         """The way in which the task's figure is measured."""
         if self.prompts:
             return "zero-shot"
         if self.answers is not None:
             return "generation"
-        return "lm-eval" if self.lm_eval else "heads"
+        return "texts" if METRICS[self.metric].of_texts else "lm-eval" if self.lm_eval else "heads"
 
 
 class Merge(Section):

@@ -113,8 +113,8 @@ def explain_full(error: BaseException) -> OutputError | None:
 
 
 def tell_bytes(count: float) -> str:
-    """Format a number of bytes for people: 1.3 GB, 0.2 MB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    """Format a number of bytes for people: 1.3 GiB, 0.2 MiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def _find_number(error: BaseException) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
-from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
+from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.calibration.journal import Journal, check_unfinished, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
 from featcal_cli.data.batches import Batch, count_examples, take_range
@@ -62,7 +62,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
     fingerprint["files"] = ranks.unite(fingerprint["files"])
     if any(data != fingerprint["data"] for data in ranks.gather(fingerprint["data"])):
         fix = "give all of them the same files"
-        raise DataError("the processes of this run have read different examples", where="torchrun", fix=fix)
+        raise DataError("the processes of this run have read different examples", where="several processes", fix=fix)
     merge = recipe.merged if isinstance(recipe.merged, Merge) else None
     journal = None
     if ranks.is_first:
@@ -214,12 +214,11 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     calibration, models, examples = setup.calibration, setup.models, setup.examples
     kind = kind_of(models.merged.module)
     used, whose = choose_hyperparameters(calibration, kind, has_gradients=bool(setup.gradients))
-    numbers = f"ridge {used.ridge:g}, rho {used.rho:g}, alpha {used.alpha:g} ({whose})"
-    session.note(f"settings: method {calibration.method}, {numbers}, metric {used.metric}, order {used.order}")
+    session.note(f"settings: {describe_settings(calibration.method, used, whose)}")
     guarded = calibration.must_not_get_worse
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
     if unchecked and guarded:
-        session.note(f"updates are not checked on new data: {unchecked[0]} has no held-out rows")
+        session.note(f"updates are not checked on held-out examples: {unchecked[0]} has no held-out rows")
     watchers = {MERGED: models.merged, "base": models.base}
     job = setup.make_job({CALIBRATED: models.student}, watchers, guarded=guarded and not unchecked, judged=guarded)
     held_out = [task for task, rows in examples.items() if rows.held_out_count]

@@ -1,4 +1,4 @@
-"""The `evaluate` command: measure experts, merged and further models on the labelled data of a recipe's tasks. Each
+"""The `evaluate` command: measure experts, merged and further models on the data of a recipe's tasks. Each
 model is loaded when it is first needed."""
 
 from __future__ import annotations
@@ -182,8 +182,9 @@ class _Models:
                 names = {role: f"expert {task}" if role == EXPERT else role for role in roles}
                 towers = {role: protocols.load_tower(names[role], self._fetch(role, task), base) for role in roles}
                 scores = protocols.compare_zero_shot(opened, base, towers, tell)
-            elif how.protocol == "generation":
-                scores = protocols.compare_generation(opened, {role: self._load(role, task) for role in roles}, tell)
+            elif how.protocol in ("generation", "texts"):
+                compare = protocols.compare_texts if how.protocol == "texts" else protocols.compare_generation
+                scores = compare(opened, {role: self._load(role, task) for role in roles}, tell)
             else:
                 bodies = {role: None if role == EXPERT else self._load(role, task) for role in roles}
                 scores = protocols.compare_heads(opened, self._load(EXPERT, task), bodies, tell)
@@ -215,7 +216,7 @@ class _Models:
             return {**about, "lm-eval": read_version()}
         return {
             **about,
-            "beside": self._identify(EXPERT if how.protocol == "heads" else BASE, task),
+            "beside": self._identify(EXPERT if how.protocol in ("heads", "texts") else BASE, task),
             "data": data.model_dump(mode="json", exclude_none=True),
             "files": stamp(local_path(data)) if data.path else [],
         }

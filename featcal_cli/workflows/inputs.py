@@ -15,7 +15,7 @@ from featcal_cli.hub.model_source import Origin
 from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.second_copies import divide_files
 from featcal_cli.hub.weight_files import find_second_copies, weight_files
-from featcal_cli.lineage.questions import FROM_USER, Finding
+from featcal_cli.lineage.questions import FROM_USER, Finding, tell_source
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
@@ -82,7 +82,7 @@ def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
     def note(finding: Finding) -> None:
         if finding.source != FROM_USER and finding not in noted and not session.options.dry_run:
             noted.add(finding)
-            session.note(f"{finding.role}: {finding.value} (from {finding.source})")
+            session.note(f"{finding.role}: {finding.value} ({tell_source(finding)})")
 
     lineage = find_lineage(session.draft, session.open_repo, note)
     for finding in lineage.findings:
@@ -129,7 +129,9 @@ def identify(origin: Origin) -> list[Any]:
 def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
     """Raise RecipeError if no task says how to evaluate it, or if something that the evaluation needs is missing."""
     if session.ranks.size > 1:
-        raise RecipeError("evaluation is made for one process", where="torchrun", fix="type featcal evaluate alone")
+        raise RecipeError(
+            "evaluation is made for one process", where="evaluate", fix="type featcal evaluate, without --gpus"
+        )
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
     if not known:
         raise RecipeError(
@@ -137,6 +139,12 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
             where="tasks",
             fix="add to a task of the recipe: evaluate: {split: test} (docs/evaluate.md shows the other keys)",
         )
+    if len({how.protocol == "texts" for how in known.values()}) > 1:
+        what, fix = (
+            "perplexity and other figures have no common mean",
+            "give metric: perplexity to all tasks or to none",
+        )
+        raise RecipeError(what, where="tasks", fix=fix)
     if any(how.protocol == "lm-eval" for how in known.values()):
         from featcal_cli.evaluation.lm_eval_tasks import check_harness
 

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import constants
 from torch import nn
 
+from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.calibration.journal import list_blocks
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
@@ -67,6 +68,8 @@ class Plan:
     blocks: int
     modules: int
     """Number of modules that can be calibrated."""
+    settings: str
+    """The hyperparameters that a run uses, in words."""
     estimate: Estimate
     device: str
     stops: Sequence[FeatCalError] = ()
@@ -79,7 +82,7 @@ class Plan:
         return self.inputs.origins
 
     def to_dict(self) -> dict[str, Any]:
-        names = "model_class", "dtype", "parameters", "blocks", "modules", "device"
+        names = "model_class", "dtype", "parameters", "blocks", "modules", "settings", "device"
         return {
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
             "findings": [asdict(finding) for finding in self.inputs.findings],
@@ -162,6 +165,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
         blocks=len(architecture.blocks),
         modules=sum(len(block.modules) for block in architecture.blocks),
+        settings=describe_settings(calibration.method, *choose_hyperparameters(calibration, kind_of(merged.module))),
         estimate=session.ranks.broadcast(needs),
         device=str(device),
     )

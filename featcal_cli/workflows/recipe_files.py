@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from featcal_cli import __version__
-from featcal_cli.lineage.questions import Finding
+from featcal_cli.lineage.questions import ASSUMED, Finding, tell_source
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import name_reason, write_requested
@@ -34,7 +34,8 @@ def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, over
         f"# Written by featcal {__version__}, by a dry run: the job that would calibrate {_name_merged(recipe)},",
         "# every Hub repo at its commit. Run it: featcal calibrate -r with this file. Where its parts were read:",
     ]
-    lines += [f"#   {plain(finding.role)}: {plain(finding.source)}" for finding in findings]
+    read = {finding: tell_source(finding) if finding.source == ASSUMED else finding.source for finding in findings}
+    lines += [f"#   {plain(finding.role)}: {plain(source)}" for finding, source in read.items()]
     content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
     write_requested(file, without_tokens(content), where=f"--save {file}")
 

@@ -131,7 +131,7 @@ def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
     disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
 ) -> None:
     disk.fill()
-    check_refusal(work("given"), "0.4 MB of disk are needed, and 0.0 MB are free")
+    check_refusal(work("given"), "0.4 MiB of disk are needed, and 0.0 MiB are free")
     assert not disk.files()
     disk.clear()
     stop_before_the_end(disk, work)

@@ -54,11 +54,11 @@ ALL: dict[str, Any] = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
 @pytest.mark.parametrize(
     ("given", "kind", "expected", "whose"),
     [
-        ({}, "causal", FEATCAL["module"], "featcal's own"),
-        (HALF, "causal", replace(FEATCAL["module"], **HALF), "ridge and alpha given, else featcal's own"),
+        ({}, "causal", FEATCAL["module"], "featcal's defaults"),
+        (HALF, "causal", replace(FEATCAL["module"], **HALF), "ridge and alpha given, else featcal's defaults"),
         (ALL, "encoder", replace(FEATCAL["module"], **ALL), "given"),
-        ({"metric": "features"}, "encoder", replace(FEATCAL["module"], metric="features"), "featcal's own"),
-        ({"order": "block"}, "encoder", FEATCAL["block"], "featcal's own"),
+        ({"metric": "features"}, "encoder", replace(FEATCAL["module"], metric="features"), "featcal's defaults"),
+        ({"order": "block"}, "encoder", FEATCAL["block"], "featcal's defaults"),
         ({"method": "paper"}, "encoder", PAPER["CLIP"], "the paper's for encoder models"),
         ({"method": "paper"}, "encoder-decoder", PAPER["FLAN-T5"], "the paper's for encoder-decoder models"),
         ({"method": "paper"}, "causal", PAPER["Llama-3.2-3B"], "the paper's for causal models"),

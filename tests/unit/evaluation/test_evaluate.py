@@ -25,12 +25,13 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from featcal_cli.cli.results import _describe_accuracy
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
-from featcal_cli.evaluation.results import Evaluation, Score, combine, score
+from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
-from featcal_cli.recipe.schema import Data, Draft
+from featcal_cli.recipe.schema import Data, Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 
@@ -557,3 +558,83 @@ def test_tasks_that_are_through_stay_known_when_a_later_one_fails(bert: Path, tm
         evaluate(both)
     shutil.copy(bert / "data" / "test.jsonl", tmp_path / "later.jsonl")
     assert "2 of 4 figures were taken over from an earlier evaluation" in evaluate(both).notes
+
+
+# --- perplexity ---
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Language models, texts of several lengths, and a recipe of two tasks, each with an expert."""
+    folder, random = tmp_path_factory.mktemp("llama"), Random(4)
+    for number, name in enumerate(("base", "expert", "other", "merged", "calibrated")):
+        save(build("llama"), folder / name, 3 * number)
+        save_tokenizer(folder / name, chat=False)
+    texts = [" ".join(write_text(random) for _ in range(1 + number % 4)) for number in range(30)]
+    (folder / "data").mkdir()
+    write_table(folder / "data" / "test.parquet", [{"text": text} for text in texts], {})
+    task = {"data": {"path": "data", "columns": {"text": "text"}}, "evaluate": {"metric": "perplexity"}}
+    tasks = {"law": {"expert": "expert", **task}, "code": {"expert": "other", **task}}
+    recipe = {"merged": "merged", "base": "base", "tasks": tasks}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    return folder
+
+
+@torch.no_grad()
+def perplexity_slowly(folder: Path, name: str) -> float:
+    """In float64, a text at a time and a token at a time, from probabilities."""
+    model = library.LlamaForCausalLM.from_pretrained(folder / name).eval().double()
+    tokenizer = library.AutoTokenizer.from_pretrained(folder / name)
+    nats, count = 0.0, 0
+    for text in parquet.read_table(folder / "data" / "test.parquet")["text"].to_pylist():
+        ids = tokenizer(text, truncation=True).input_ids
+        for place in range(1, len(ids)):
+            nats -= float(model(torch.tensor([ids[:place]])).logits[0, -1].softmax(-1)[ids[place]].log())
+            count += 1
+    return float(numpy.exp(nats / count))
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_perplexity_is_that_of_tokens_foreseen_one_after_another(llama: Path, batch_size: int) -> None:
+    data = {"path": str(llama / "data"), "columns": {"text": "text"}}
+    found = evaluate(draft_of(llama, {"metric": "perplexity"}, data), batch_size=batch_size)
+    assert values(found) == pytest.approx({name: perplexity_slowly(llama, name) for name in ("expert", "merged")}, 1e-5)
+    low, value, high = (getattr(found.tasks["it"].scores["merged"], name) for name in ("low", "value", "high"))
+    assert low < value < high
+
+
+def test_perplexity_is_shown_as_it_is_and_less_is_better(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(llama)
+    run = featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "MODEL": "", "./calibrated": "./calibrated"})
+    assert run.code == 0, run.stderr
+    assert "Perplexity, ± 95 % interval, on 30 texts per task; lower is better:" in run.stdout.replace("\n", " ")
+    means = json.loads(featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "--json": ""}).stdout)["means"]
+    assert f"{means['merged']['value']:.2f} ±" in run.stdout and "change" in run.stdout
+
+
+def test_what_is_won_back_is_counted_in_nats() -> None:
+    def scores(expert: float, merged: float, calibrated: float, metric: str) -> TaskScores:
+        named = {"expert": expert, "merged": merged, "calibrated": calibrated}
+        return TaskScores("", metric, "", "", {role: Score(value, value, value, 0, 9) for role, value in named.items()})
+
+    nats = {"one": scores(2.0, 8.0, 4.0, "perplexity"), "two": scores(3.0, 3.0, 3.0, "perplexity")}
+    assert regained_share(nats) == pytest.approx(0.5)
+    assert list(_describe_accuracy(nats)) == ["perplexity fell from 5.50 to 3.50 (50 % of the nats that merging lost)"]
+    worse = {"one": scores(2.0, 4.0, 8.0, "perplexity")}
+    assert list(_describe_accuracy(worse)) == ["perplexity rose from 4.00 to 8.00"]
+    right = {"one": scores(0.9, 0.5, 0.7, "accuracy")}
+    assert list(_describe_accuracy(right)) == ["accuracy rose by 20.0 points (50 % of what merging lost)"]
+
+
+def test_perplexity_is_of_language_models_and_has_no_mean_with_other_figures(t5: Path, llama: Path) -> None:
+    data = {"path": str(llama / "data"), "columns": {"text": "text"}}
+    with pytest.raises(CheckpointError, match="does not predict the next token"):
+        evaluate(draft_of(t5, {"metric": "perplexity"}, data))
+    draft = draft_of(llama, {"metric": "perplexity"}, data)
+    mixed = {**draft.tasks, "other": draft.tasks["it"].model_copy(update={"evaluate": Evaluate()})}
+    with pytest.raises(RecipeError, match="no common mean"):
+        evaluate(draft.model_copy(update={"tasks": mixed}))
+    with pytest.raises(ValueError, match="leave out answers"):
+        Evaluate(metric="perplexity", answers="{}")

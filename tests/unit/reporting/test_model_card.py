@@ -355,6 +355,27 @@ def test_accuracy_has_a_table_with_intervals_where_it_was_measured() -> None:
     assert "| **mean** | 0.800 | 0.600 | −25 % | 1.200 |" in card
 
 
+def test_perplexity_is_no_percent_and_no_accuracy() -> None:
+    scores = {
+        role: Score(value, value - 0.5, value + 0.5, 0.25, 100)
+        for role, value in (("expert", 6.0), ("merged", 9.0), ("calibrated", 7.0))
+    }
+    card = write_card(
+        make_report(accuracy={"law": TaskScores("texts", "perplexity", "data", "test", scores)}), name="x"
+    )
+    assert (
+        "## Perplexity" in card
+        and "lower is better" in card
+        and "Mean accuracy" not in card
+        and "## Accuracy" not in card
+    )
+    assert "| law | 6.00 ±0.50 | 9.00 ±0.50 | 7.00 ±0.50 |" in card
+    assert "Mean perplexity: **9.00 ±0.49 → 7.00 ±0.49** (experts: 6.00 ±0.49)" in card
+    data: Any = ModelCard(card).data
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value) == ("perplexity", 7.0)
+
+
 def test_notes_that_say_the_same_are_one() -> None:
     report = make_report(
         notes=["digit: column text, tokenizer from its expert", "letter: column text, tokenizer from its expert", "all"]

@@ -104,7 +104,7 @@ def test_packages_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
 def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor._examine_cache("hub cache", tmp_path, "HF_HOME", "hf cache prune")
     assert finding.state == "ok"
-    assert finding.text.endswith("GB free")
+    assert finding.text.endswith("GiB free")
     monkeypatch.setattr(doctor, "SMALLEST_DISK", 1e18)
     (finding,) = doctor._examine_cache("hub cache", tmp_path, "HF_HOME", "hf cache prune")
     assert (finding.state, finding.command) == ("problem", "hf cache prune")
