@@ -100,7 +100,7 @@ def _group_modules(summaries: Sequence[_Summary], skipped: Mapping[str, str]) ->
 def _differ(names: Sequence[str]) -> FeatCalError:
     where = next((name for name in names if names.count(name) > 1), names[0])
     what = "examples of one task take different ways through the model"
-    return FeatCalError(what, where=where, fix="run it in one process, without torchrun")
+    return FeatCalError(what, where=where, fix="run it in one process")
 
 
 def share_solutions(

@@ -114,10 +114,10 @@ def describe_guard(blocks: Sequence[BlockReport]) -> str:
         return ""
     reduced, undone = [step for step in steps if 0 < step < 1], steps.count(0.0)
     if not reduced and not undone:
-        return f"all {len(steps)} updates hold on new data"
-    what = f"{len(reduced) + undone} of {len(steps)} updates did not hold on new data"
-    were_reduced, were_undone = ("was" if count == 1 else "were" for count in (len(reduced), undone))
+        return f"all {len(steps)} updates hold up on held-out examples"
+    what = f"{len(reduced) + undone} of {len(steps)} updates went too far on held-out examples"
+    were_scaled, were_undone = ("was" if count == 1 else "were" for count in (len(reduced), undone))
     if not reduced:
         return f"{what} and {were_undone} undone"
-    mean = f"{were_reduced} reduced, to {fmean(reduced):.2f} of what they were on average"
-    return f"{what}: {len(reduced)} {mean}; {undone} {were_undone} undone" if undone else f"{what} and {mean}"
+    scaled = f"{were_scaled} scaled down to {fmean(reduced):.2f}{' on average' * (len(reduced) > 1)}"
+    return f"{what}: {len(reduced)} {scaled}; {undone} {were_undone} undone" if undone else f"{what} and {scaled}"

@@ -69,10 +69,10 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
     its end, when the passes run through the block. During a visit all models except the experts have this block on the
     device; the experts have it there one after another."""
     hardware.reuse_memory()
-    with job.ranks.on_its_own():
-        passes = _start_passes(job)
-    done: list[Block] = []
+    passes, done = Passes({}, {}, {}, {}), list[Block]()
     try:
+        with job.ranks.on_its_own():
+            _start_passes(job, passes)
         for block in job.architecture.blocks:
             with ExitStack() as stack:
                 for runner in {*job.runners, job.merged, job.base}:
@@ -92,9 +92,8 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
         drop_weights(job.merged.device)
 
 
-def _start_passes(job: Job) -> Passes:
-    """Start all passes; each is then paused before its first block."""
-    passes = Passes({}, {}, {}, {})
+def _start_passes(job: Job, passes: Passes) -> None:
+    """Start all passes, and add them to `passes`; each is then paused before its first block."""
     with ExitStack() as stack:
         for runner in job.runners:
             stack.enter_context(runner.on_device())
@@ -122,7 +121,6 @@ def _start_passes(job: Job) -> Passes:
     hardware.trim_heap()
     for measurement in job.measurements:
         measurement.settle()
-    return passes
 
 
 def _start_pair(job: Job, task: str, part: Part) -> PairedPass:

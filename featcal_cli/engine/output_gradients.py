@@ -54,7 +54,7 @@ class OutputGradients(NamedTuple):
 
     factors: dict[str, Tensor]
     """R [r, d_out], where RᵀR is the mean of g gᵀ divided by its mean diagonal, in its largest directions
-    (`GradientSums.factor`). g [d_out] is the gradient of a random projection of the outputs with respect to the
+    (`GradientSums.factors`). g [d_out] is the gradient of a random projection of the outputs with respect to the
     module's output."""
     fitted: dict[str, Tensor]
     """‖g‖² at the tokens of each calibration example [n, longest], divided by its mean over all tokens except padding.
@@ -122,8 +122,10 @@ class GradientPass:
             lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
             run = partial(self._run, block, call, masks, lengths)
             with torch.enable_grad():
-                # a graph refers to weights, which must not be moved before it is through
-                if self._group.graph_room > 0 and self._group.keeps_weights:
+                # a graph refers to weights, which must be neither moved before it is through nor converted, as those
+                # of a block whose features overflow bfloat16 are
+                lasts = self._group.keeps_weights and self._expert.dtype == torch.float32
+                if self._group.graph_room > 0 and lasts:
                     output = run()
                 else:
                     output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
@@ -253,17 +255,19 @@ def measure_output_gradients(
 
     `fitted` holds the calibration examples. On `checked`, the examples on which updates are checked, only the sizes of
     gradients are measured. Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each
-    block runs forward on all batches of a group in turn, so its weights are moved to the device once per group. In the
-    backward pass of each batch, blocks run once more with gradients, except the first ones, whose graphs take
-    GRAPH_BYTES.
+    block runs forward on all batches of a group in turn, so its weights are moved to the device once per group, and
+    stay there if all blocks have room. In the backward pass of each batch, blocks run once more with gradients, except
+    the first ones, whose graphs take GRAPH_BYTES.
     """
     sums = GradientSums(seed)
-    of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
-    sums.sum_over_ranks(ranks, expert.device)
-    factors = {name: factor.cpu() for name, factor in sums.factors().items()}
-    of_checked = _measure_batches(expert, architecture, entry, checked, seed, ranks)
-    expert.give_back()
-    drop_weights(expert.device)
+    try:
+        of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
+        sums.sum_over_ranks(ranks, expert.device)
+        factors = {name: factor.cpu() for name, factor in sums.factors().items()}
+        of_checked = _measure_batches(expert, architecture, entry, checked, seed, ranks)
+    finally:
+        expert.give_back()
+        drop_weights(expert.device)
     return OutputGradients(factors, of_fitted, of_checked)
 
 

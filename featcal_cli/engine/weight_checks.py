@@ -215,8 +215,9 @@ def _describe_fit(share: float | None, parts: Mapping[str, float], base: Model) 
         return
     if share < LEAST_SHARE:
         yield (
-            f"these experts explain {100 * share:.1f} % of merged − base (on sampled weights): is {base.snapshot.name} "
-            "the right base, and are these the experts that were merged?"
+            f"the merge does not look like a mix of these experts (they explain {100 * share:.1f} % of merged − base, "
+            f"on sampled weights): check that {base.snapshot.name} is the model that the merge started from, and these "
+            "its experts"
         )
         return
     largest = max(map(abs, parts.values()))

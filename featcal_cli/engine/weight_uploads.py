@@ -143,10 +143,10 @@ class DeviceWeights:
 
 
 def fetch_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Copy new weights to host memory, with one copy for all weights of a dtype, as each copy makes the host wait for
-    the device."""
+    """Copy new weights, or other tensors, to host memory, with one copy for all tensors of a dtype, as each copy makes
+    the host wait for the device."""
     flat = {
-        dtype: torch.cat([weight.view(-1) for weight in weights if weight.dtype == dtype]).cpu()
+        dtype: torch.cat([weight.reshape(-1) for weight in weights if weight.dtype == dtype]).cpu()
         for dtype in {weight.dtype for weight in weights}
     }
     fetched = []

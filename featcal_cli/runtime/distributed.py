@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from featcal_cli.runtime.errors import FeatCalError, LostRankError, NumericsError, RecipeError
-from featcal_cli.runtime.process import read_launch
+from featcal_cli.runtime.process import list_signals, read_launch
 
 if TYPE_CHECKING:  # one process alone does without, and need not wait for it
     import torch.distributed as dist
@@ -132,23 +132,29 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from featcal_cli.runtime.hardware import use_granted_cores
+
     where, found = "--gpus", torch.cuda.device_count()
     if read_launch().by_torchrun:
         raise RecipeError("torchrun has started the processes already", where=where, fix="leave one of the two out")
     on_cpu = "--device=cpu" in arguments or ("--device", "cpu") in pairwise(arguments)
     if found < count and not on_cpu:
-        fix = f"give --gpus {found}" if found > 1 else "leave it out"
+        fix = f"give --gpus {found}" if found > 1 else "leave it out, or add --device cpu"
         raise RecipeError(f"torch finds {found or 'no'} GPU{'s' * (found > 1)} on this machine", where=where, fix=fix)
-    # torch's own default is one thread, or all cores for each process
+    use_granted_cores()
+    # by default, each process would take all cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
     logging.disable()  # the process that failed says why
+    signals = ",".join(each.name for each in list_signals())
     config = LaunchConfig(
-        1, 1, count, run_id="featcal", rdzv_endpoint="localhost:0", rdzv_backend="c10d", max_restarts=0
-    )
+        1, 1, count, run_id="featcal", rdzv_endpoint="localhost:0", rdzv_backend="c10d", max_restarts=0,
+        signals_to_handle=signals,
+    )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "featcal_cli", *arguments)
     except ChildFailedError as error:
-        return abs(error.get_first_failure()[1].exitcode)
+        code = error.get_first_failure()[1].exitcode
+        return code if code >= 0 else 128 - code  # a negative one is the signal that ended the process
     except SignalException as signalled:
         return 128 + signalled.sigval
     return 0

@@ -171,8 +171,9 @@ of the weights that stay on a device."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for a name that `check_device` accepts; under torchrun each process gets a GPU of its own.
-    Raises RecipeError if the device does not exist."""
+    """Return the device for a name that `check_device` accepts, and set torch up for it: its threads
+    (`use_granted_cores`) and float32 products. Of several processes each gets a GPU of its own. Raises RecipeError if
+    the device does not exist."""
     use_granted_cores()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,12 +181,12 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and launch.by_torchrun:
         name = f"cuda:{launch.local_rank}"
     elif name.startswith("cuda:") and launch.local_size > 1:
-        what = f"torchrun started {launch.local_size} processes here, and {name} is one device"
+        what = f"{launch.local_size} processes were started here, and {name} is one device"
         raise RecipeError(what, where="--device", fix="leave --device out: each process takes a GPU of its own")
     device = torch.device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) not in range(count):  # torch takes 999 for -25
-        fix = f"start {count} with --nproc-per-node {count}" if launch.local_size > count > 0 else "give --device cpu"
+        fix = f"start {count} processes" if launch.local_size > count > 0 else "give --device cpu"
         raise RecipeError(f"there is no device {name} here", where="--device", fix=fix)
     if device.type == "cuda":
         if launch.by_torchrun:
@@ -251,8 +252,8 @@ def memory_of(device: torch.device) -> int:
 
 
 def use_granted_cores() -> None:
-    """Let torch use no more threads than a control group grants cores (a container, a scheduler's job), as torch counts
-    the machine's. OMP_NUM_THREADS, if the user sets it, has the last word."""
+    """Let torch use no more threads than a control group (of a container or a scheduler's job) grants cores; by default
+    it starts one for each core of the machine. Does nothing if OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         granted = min(find_core_limits(_read_groups(), GROUPS), default=inf)
         if granted < torch.get_num_threads():

@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from featcal_cli.engine import weight_uploads
+
 ROWS = torch.arange(20.0).view(4, 5)
 
 
@@ -58,3 +60,29 @@ def test_freeing_what_another_stream_may_use_is_a_fault(device: ModuleType) -> N
     copy.add(1)
     del copy
     assert "record_stream" in device.faults()[0]
+
+
+def test_weights_that_were_used_last_stay_as_far_as_there_is_room(
+    device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_uploads, "room_for_weights", lambda _: 2 * ROWS.nbytes)
+    weights = weight_uploads.DeviceWeights(torch.device("cuda", 0))
+    homes, before = [ROWS + number for number in range(3)], torch.cuda.memory_allocated()
+
+    def use(number: int) -> int:
+        """Bytes that go up for it."""
+        begun = device.counts().get("bytes up", 0)
+        (taken,) = weights.take([(homes[number], torch.float32, False)])
+        assert taken is not None and taken.data is not None and torch.equal(taken.data.cpu(), homes[number])
+        return int(device.counts()["bytes up"] - begun)
+
+    assert [use(number) for number in (0, 1, 0, 2, 0, 1)] == [ROWS.nbytes * up for up in (1, 1, 0, 1, 0, 1)]
+    large = torch.ones(4, ROWS.numel())
+    (taken,) = weights.take([(large, torch.float32, False)])
+    assert taken is not None and torch.cuda.memory_allocated() - before == large.nbytes
+    del taken
+    weights.drop()
+    assert torch.cuda.memory_allocated() == before
+    assert use(0) == ROWS.nbytes
+    weights.drop()
+    assert not device.faults()

@@ -37,6 +37,8 @@ ELSEWHERE = {
     "fix:": "the same",
 }
 """First words of lines in blocks of commands that are not run here, and what is known of them."""
+RANKS = ["featcal", "--gpus"]
+"""tests/distributed/test_ranks.py runs it."""
 DEMO = ["featcal", "demo"]
 """tests/integration/test_demo.py runs it, which takes longer than all other commands."""
 
@@ -88,7 +90,7 @@ def new_blocks(page: Path) -> Iterator[Block]:
 
 def to_run(block: Block) -> list[list[str]]:
     lines = [shlex.split(command, comments=True) for command in block.commands if command.split()[0] not in ELSEWHERE]
-    return [line for line in lines if line and line[:2] != DEMO]
+    return [line for line in lines if line and line[:2] not in (DEMO, RANKS)]
 
 
 @pytest.fixture(scope="module")

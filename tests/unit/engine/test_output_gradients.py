@@ -182,7 +182,7 @@ def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None
 
 
 def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device as well: an expert as a whole may not fit on it."""
+    """As on a device in which there is no room for the whole expert."""
     monkeypatch.setattr(output_gradients, "GRAPH_BYTES", 0)
     prepared = prepare(save_family(tmp_path, BY_NAME["llama"]), batch_size=2, examples=EXAMPLES)
     task, blocks = next(iter(prepared.examples)), prepared.architecture.blocks
