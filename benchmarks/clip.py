@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from meters import Measured
-from results import Section, gib, gigabytes, mark
+from results import Section, gib, mark
 from runs import Asked, read_files, run_command, run_official
 from safetensors.torch import load_file
 from shapes import PREFIX, TOKENS, WIDTH, make_clip, tasks_of
@@ -63,9 +63,7 @@ def measure_clip(asked: Asked, folder: Path) -> Section:
         rss, bar = max(run.peak_rss for run in ours), RSS.get(examples, 0)
         memory = _mark_if(gib(rss), f"≤ {gib(bar)}", wanted=bar > 0, kept=rss <= bar)
         read = ours[0].printed["cost"]["expert_bytes_read"]
-        bytes_read = mark(
-            f"{gigabytes(read)}, {read / needed:.2f} of what is needed", f"≤ {READ}", read <= READ * needed
-        )
+        bytes_read = mark(f"{gib(read)}, {read / needed:.2f} of what is needed", f"≤ {READ}", read <= READ * needed)
         rows.append([str(examples), "featcal", *_describe(ours), faster, memory, bytes_read])
         if theirs:
             apart = _compare(*(_open(folder / name) for name in ("out", "official", "merged")))

@@ -20,7 +20,10 @@ from families import BY_NAME, TASKS, save_family
 
 from featcal_cli.workflows.verbs import calibrate
 
-FAMILIES = ("bert", "gpt2", "t5", "llama", "albert", "mixtral", "xlnet", "segformer", "qwen3-next", "wavlm", "llava")
+FAMILIES = (
+    "bert", "gpt2", "t5", "llama", "albert", "mixtral", "xlnet", "clip-vision", "segformer", "qwen3-next",
+    "wavlm", "llava",
+)  # fmt: skip
 CHOSEN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {"paper": (TASKS, {}), "featcal": (TASKS[:1], {"rho": 1.0})}
 """Tasks and settings of each method: several random experts have nothing in common, and all updates would be undone."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

@@ -9,7 +9,7 @@ from typing import Any
 import transformers as tf
 from meters import measure
 from plan import PLACES, SETTINGS, describe_places
-from results import Section, gib, gigabytes, mark
+from results import Section, gib, mark
 from runs import HERE, Asked, run_command
 from shapes import Llama, make_layers, make_llama
 
@@ -50,7 +50,7 @@ def measure_slice(asked: Asked, folder: Path) -> Section:
     cost, bar = found.printed["cost"], "≤ the estimate"
     row = [gib(guess["host_bytes"]), mark(gib(found.peak_rss), bar, found.peak_rss <= guess["host_bytes"])]
     row += [gib(found.peak_anonymous), f"{found.seconds:.0f} s"]
-    row += [gigabytes(cost["expert_bytes_read"])]
+    row += [gib(cost["expert_bytes_read"])]
     if on_gpu:
         peak, limit = cost["peak_device_bytes"], guess["device_bytes"]
         row += [gib(limit), mark(gib(peak), bar, peak <= limit)]
@@ -103,7 +103,7 @@ def measure_plan(_: Asked, folder: Path) -> Section:
                 needs = found.printed
                 is_barred = name == BARRED and place == BARRED_PLACE
                 host, card = (_show_need(needs[key], bar if is_barred else None) for key, bar in BARS.items())
-                cost = [gigabytes(needs["disk_bytes"]), f"{found.seconds:.0f} s"]
+                cost = [gib(needs["disk_bytes"]), f"{found.seconds:.0f} s"]
                 rows.append([name, settings, place, host, card, *cost])
     return Section(
         "plan",

@@ -52,8 +52,3 @@ def mark(found: str, bar: str, met: bool) -> str:
 def gib(count: float) -> str:
     """Bytes for people."""
     return f"{count / 2**30:.2f} GiB"
-
-
-def gigabytes(count: float) -> str:
-    """Bytes of files."""
-    return f"{count / 1e9:.2f} GB"
