@@ -24,7 +24,7 @@ from featcal_cli.evaluation.results import (
     common_metric,
     regained_share,
     scale_of,
-)  # fmt: skip
+)
 from featcal_cli.lineage.questions import tell_source
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe

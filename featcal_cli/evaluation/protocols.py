@@ -305,21 +305,29 @@ def compare_generation(
             raise CheckpointError(
                 f"{model.role} does not read a text and write another ({type(model.module).__name__})",
                 where=model.snapshot.name,
-                fix="measure language models with lm_eval: under evaluate",
+                fix="measure language models with lm_eval: or metric: perplexity under evaluate",
             )
-    rows = task.open(next(iter(models.values())).module)
-    cutting = task.open_tokens(rows.where)
-    predictors = {role: _generate(model, cutting, task.find_vocabulary(role), task) for role, model in models.items()}
+    rows, predictors = _open_texts(task, models, partial(_generate, task.how.max_new_tokens))
     return _compare(task, rows, partial(_read_answer, task.how.answers or (), rows), predictors, tell)
 
 
-def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, task: LabelledTask) -> Predictor:
-    """Make the predictor that generates text with the likeliest token at each step, and leaves out special tokens.
-    cutting: the vocabulary of the batches; own: the model's vocabulary, None if equal or unknown."""
+def _open_texts(
+    task: LabelledTask, models: Mapping[str, Model], make: Callable[[Model, Vocabulary, Vocabulary | None], Predictor]
+) -> tuple[LabelledRows, dict[str, Predictor]]:
+    """Open the rows of a task of texts, and make the predictor of each role's model. make: function from a model, the
+    vocabulary of the batches and the model's own vocabulary (None if equal or unknown)."""
+    rows = task.open(next(iter(models.values())).module)
+    cutting = task.open_tokens(rows.where)
+    return rows, {role: make(model, cutting, task.find_vocabulary(role)) for role, model in models.items()}
+
+
+def _generate(max_new_tokens: int, model: Model, cutting: Vocabulary, own: Vocabulary | None) -> Predictor:
+    """Make the predictor that generates text with the likeliest token at each step, and leaves out special tokens. The
+    other arguments are those of `make` in `_open_texts`."""
     module: Any = model.module
     table = None if own is None else map_ids(cutting, own)
     tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer
-    limits = {"do_sample": False, "num_beams": 1, "max_new_tokens": task.how.max_new_tokens, "use_cache": True}
+    limits = {"do_sample": False, "num_beams": 1, "max_new_tokens": max_new_tokens, "use_cache": True}
 
     def predict(batch: Batch) -> list[str]:
         given = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
@@ -357,9 +365,7 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
                 where=model.snapshot.name,
                 fix="leave metric: perplexity out; docs/evaluate.md shows what other models are measured by",
             )
-    rows = task.open(next(iter(models.values())).module)
-    cutting = task.open_tokens(rows.where)
-    predictors = {role: _predict_tokens(model, cutting, task.find_vocabulary(role)) for role, model in models.items()}
+    rows, predictors = _open_texts(task, models, _predict_tokens)
     return _compare(task, rows, lambda _: None, predictors, tell)
 
 
@@ -367,28 +373,27 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
 def _looks_ahead(module: Any) -> bool:
     """Tell whether a model's logits at a token depend on the tokens after it."""
     ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
-    first, second = module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
+    first, second = module(input_ids=ids).logits[:, :-1].float()
     return not torch.allclose(first, second, rtol=1e-2, atol=1e-2)
 
 
 def _predict_tokens(model: Model, cutting: Vocabulary, own: Vocabulary | None) -> Predictor:
     """Make the predictor of each text's negative log-likelihood in nats, with the number of its tokens that have others
-    before them. cutting: the vocabulary of the batches; own: the model's vocabulary, None if equal or unknown."""
+    before them. The arguments are those of `make` in `_open_texts`."""
     module: Any = model.module
     table = None if own is None else map_ids(cutting, own)
     options = {"use_cache": False} if "use_cache" in forward_names(module) else {}
 
     def predict(batch: Batch) -> list[tuple[float, int]]:
         given = renumber(batch, table)
+        masks = given.get("attention_mask", torch.ones_like(given["input_ids"])) > 0
         found = []
-        # one text at a time: logits are the largest tensor by far, and padding is left out
-        for number, ids in enumerate(given["input_ids"]):
-            alone = {name: value[number : number + 1] for name, value in given.items()}
-            counted = alone.get("attention_mask", torch.ones_like(ids)[None])[0] > 0
-            here = counted[1:] & counted[:-1]
-            logits = module(**alone, **options).logits[0, :-1]
-            nats = cross_entropy(logits[here].float(), ids[1:][here], reduction="sum")
-            found.append((float(nats), int(here.sum())))
+        # one text at a time and without its padding: logits are large, and positions may count padding
+        for number, mask in enumerate(masks):
+            rows = {name: value[number : number + 1] for name, value in given.items()}
+            alone = {name: row[:, mask] if row.shape[1:2] == mask.shape else row for name, row in rows.items()}
+            logits, following = module(**alone, **options).logits[0, :-1], alone["input_ids"][0, 1:]
+            found.append((float(cross_entropy(logits.float(), following, reduction="sum")), len(following)))
         return found
 
     return Predictor(module, predict)

@@ -129,9 +129,7 @@ def identify(origin: Origin) -> list[Any]:
 def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
     """Raise RecipeError if no task says how to evaluate it, or if something that the evaluation needs is missing."""
     if session.ranks.size > 1:
-        raise RecipeError(
-            "evaluation is made for one process", where="evaluate", fix="type featcal evaluate, without --gpus"
-        )
+        raise RecipeError("evaluation is made for one process", where="featcal evaluate", fix="leave --gpus out")
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
     if not known:
         raise RecipeError(
@@ -140,11 +138,8 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
             fix="add to a task of the recipe: evaluate: {split: test} (docs/evaluate.md shows the other keys)",
         )
     if len({how.protocol == "texts" for how in known.values()}) > 1:
-        what, fix = (
-            "perplexity and other figures have no common mean",
-            "give metric: perplexity to all tasks or to none",
-        )
-        raise RecipeError(what, where="tasks", fix=fix)
+        what = "perplexity and other figures have no common mean"
+        raise RecipeError(what, where="tasks", fix="give metric: perplexity to all tasks or to none")
     if any(how.protocol == "lm-eval" for how in known.values()):
         from featcal_cli.evaluation.lm_eval_tasks import check_harness
 

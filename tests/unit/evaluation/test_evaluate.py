@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pyarrow.parquet
@@ -28,6 +30,7 @@ from torch.nn.functional import normalize
 from featcal_cli.cli.results import _describe_accuracy
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
+from featcal_cli.evaluation.protocols import _predict_tokens
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
@@ -601,6 +604,19 @@ def test_perplexity_is_that_of_tokens_foreseen_one_after_another(llama: Path, ba
     assert values(found) == pytest.approx({name: perplexity_slowly(llama, name) for name in ("expert", "merged")}, 1e-5)
     low, value, high = (getattr(found.tasks["it"].scores["merged"], name) for name in ("low", "value", "high"))
     assert low < value < high
+
+
+def test_padding_before_a_text_changes_no_loss() -> None:
+    """Positions that a model has learned would count it."""
+    torch.manual_seed(0)
+    config = library.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=30, initializer_range=0.5)
+    model: Any = SimpleNamespace(module=library.GPT2LMHeadModel(config).eval())
+    predict, ids = _predict_tokens(model, Mock(), None).predict, torch.randint(3, 30, (2, 6))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with torch.no_grad():
+        (alone,) = predict({"input_ids": ids[:1, 2:]})
+        padded, whole = predict({"input_ids": ids, "attention_mask": mask})
+    assert padded == pytest.approx(alone) and (alone[1], whole[1]) == (3, 5)
 
 
 def test_perplexity_is_shown_as_it_is_and_less_is_better(
