@@ -22,8 +22,8 @@ from featcal_cli.evaluation.results import (
     TaskScores,
     average_tasks,
     common_metric,
+    find_metric,
     regained_share,
-    scale_of,
 )
 from featcal_cli.lineage.questions import tell_source
 from featcal_cli.recipe.metrics import METRICS
@@ -137,8 +137,8 @@ def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     if not tasks:
         return
     before, after = (average_tasks(tasks)[role].value for role in (MERGED, CALIBRATED))
-    metric, share, verb = common_metric(tasks), regained_share(tasks), "fell" if after < before else "rose"
-    if metric == "perplexity":
+    share, verb = regained_share(tasks), "fell" if after < before else "rose"
+    if find_metric(common_metric(tasks)).of_texts:
         won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and after < before else ""
         yield f"perplexity {verb} from {before:.2f} to {after:.2f}{won}"
         return
@@ -185,7 +185,7 @@ def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
     counts = [score.examples for scored in tasks.values() for score in scored.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
     which = "randomly chosen " if limited else ""
-    of_texts = common_metric(tasks) == "perplexity"
+    of_texts = find_metric(common_metric(tasks)).of_texts
     what = title if of_texts else f"{'Scores' if None in used else title} in percent"
     rows_used = f"{which}{'texts' if of_texts else 'labelled examples'} per task{'; lower is better' * of_texts}"
     OUT.print(f"{what}, ± 95 % interval, on {count} {rows_used}:")
@@ -197,7 +197,7 @@ def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: S
     """Return a row of scores; with one model besides expert and merged, its difference from merged comes last."""
     cells = [name, *(score.show(metric) for score in scores.values())]
     if len(others) == 1 and MERGED in scores:
-        scale, digits = scale_of(metric)
+        scale, digits = (known := find_metric(metric)).scale, known.digits
         gain = f"{scale * (scores[others[0]].value - scores[MERGED].value):+.{digits}f}"
         cells.append(gain if float(gain) else gain[1:])
     return cells

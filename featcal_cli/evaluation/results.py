@@ -43,14 +43,13 @@ class Score:
 
     def show(self, metric: str) -> str:
         """Write the value, as scores of this metric are shown, and half its interval."""
-        scale, digits = scale_of(metric)
+        scale, digits = (known := find_metric(metric)).scale, known.digits
         return f"{scale * self.value:.{digits}f} ±{scale / 2 * (self.high - self.low):.{digits}f}"
 
 
-def scale_of(metric: str) -> tuple[float, int]:
-    """Return the factor and the digits with which scores of a metric are shown; lm-eval's metrics in percent."""
-    known = METRICS.get(metric, METRICS["accuracy"])
-    return known.scale, known.digits
+def find_metric(name: str) -> Metric:
+    """Return the metric of this name; accuracy for one of lm-eval's, as these are in percent too."""
+    return METRICS.get(name, METRICS["accuracy"])
 
 
 def score(metric: Metric, predictions: Sequence[Any], labels: Sequence[Any]) -> Score:
@@ -135,7 +134,7 @@ def common_metric(tasks: Mapping[str, TaskScores]) -> str:
 def regained_share(tasks: Mapping[str, TaskScores]) -> float:
     """Return the share of what merging lost that the calibrated model has won back, over all tasks together: of scores
     or, for perplexity, of nats per token. 0 if nothing was lost."""
-    of_texts = common_metric(tasks) == "perplexity"
+    of_texts = find_metric(common_metric(tasks)).of_texts
     expert, merged, calibrated = (
         sum(-log(task.scores[role].value) if of_texts else task.scores[role].value for task in tasks.values())
         for role in (EXPERT, MERGED, CALIBRATED)

@@ -34,6 +34,7 @@ MERGED_CARD = "README.merged.md"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
 """Pattern that the Hub's names of licences match."""
 TASK_TYPES = {
+    "texts": "text-generation",
     "zero-shot": "zero-shot-image-classification",
     "generation": "text2text-generation",
     "lm-eval": "text-generation",

@@ -135,7 +135,8 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
         raise RecipeError(
             "no task says how it is evaluated",
             where="tasks",
-            fix="add to a task of the recipe: evaluate: {split: test} (docs/evaluate.md shows the other keys)",
+            fix="add to the tasks of the recipe: evaluate: {split: test}, or of a language model evaluate: {metric: "
+            "perplexity} (docs/evaluate.md shows the other keys)",
         )
     if len({how.protocol == "texts" for how in known.values()}) > 1:
         what = "perplexity and other figures have no common mean"
