@@ -2,6 +2,7 @@
 
     pip install --no-deps bokeh django                                (their files are read, nothing of them is run)
     OMP_NUM_THREADS=1 python benchmarks/family_codes.py FOLDER       (about ten minutes on one core)
+    OMP_NUM_THREADS=1 python benchmarks/family_codes.py FOLDER tied  (other texts and seed; one weight for both ends)
 
 The text is what installed packages ship: Python of sympy, networkx and matplotlib; the C++ headers of torch; bokeh's
 TypeScript declarations; django's catalogues of translations, in some hundred languages (all BSD-like licences); and the
@@ -70,6 +71,13 @@ KINDS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
     "translations": texts_of(("django", "**/*.po")),
     "prose": descriptions,
 }
+TIED_KINDS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+    "yaml": texts_of(("lm_eval", "**/*.yaml")),
+    "stubs": texts_of(("numpy", "**/*.pyi"), ("torch", "**/*.pyi")),
+    "cython": texts_of(("pyarrow", "**/*.p[yx][xi]"), ("sklearn", "**/*.pyx")),
+    "javascript": texts_of(("django", "**/*.js")),
+    "models": texts_of(("transformers", "models/**/*.py")),
+}
 
 
 def split_of(name: str) -> str:
@@ -89,9 +97,9 @@ def windows_of(text: str) -> Iterator[str]:
         start = end
 
 
-def read_kind(kind: str) -> dict[str, list[str]]:
+def read_windows(read: Callable[[], Iterator[tuple[str, str]]]) -> dict[str, list[str]]:
     """The windows of one kind of text, shuffled, by split; equal files are read once."""
-    texts = {text: name for name, text in sorted(KINDS[kind](), reverse=True)}
+    texts = {text: name for name, text in sorted(read(), reverse=True)}
     order = sorted(texts, key=lambda text: hashlib.sha256(texts[text].encode()).digest()[::-1])
     windows: dict[str, list[str]] = {split: [] for split in ROWS}
     size = 0
@@ -118,13 +126,13 @@ def new_tokenizer() -> Any:
     )
 
 
-def new_model(tokenizer: Any) -> Any:
+def new_model(tokenizer: Any, *, tied: bool) -> Any:
     """A Llama of four blocks, width 128, whose query heads share two key and value heads."""
-    torch.manual_seed(0)
+    torch.manual_seed(int(tied))
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=WINDOW + 1, bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -145,17 +153,17 @@ def train_on(model: Any, tokenizer: Any, windows: list[str], steps: int, lr: flo
     return train(model.parameters(), loss, steps, lr, decay=0.05)
 
 
-def main(out: Path) -> None:
+def main(out: Path, *, tied: bool) -> None:
     """Read, train, write, merge, and print the table."""
     torch.set_num_threads(1)  # sums in one fixed order
     started = time.monotonic()
-    kinds = {kind: read_kind(kind) for kind in KINDS}
+    kinds = {kind: read_windows(read) for kind, read in (TIED_KINDS if tied else KINDS).items()}
     for kind, windows in kinds.items():
         print(kind, {split: len(rows) for split, rows in windows.items()})
         for split, count in ROWS.items():
             write_rows(out, kind, split, [{"text": text} for text in windows[split][:count]])
     tokenizer = new_tokenizer()
-    base = new_model(tokenizer)
+    base = new_model(tokenizer, tied=tied)
     mixture = [windows["train"][row] for row in range(MIXED) for windows in kinds.values()]
     loss = train_on(base, tokenizer, mixture, steps=600, lr=2e-3)
     save(base, tokenizer, out / "base")
@@ -165,9 +173,9 @@ def main(out: Path) -> None:
         loss = train_on(expert, tokenizer, windows["train"], steps=350, lr=7e-4)
         save(expert, tokenizer, out / "experts" / kind)
         print(f"{kind}: loss {loss:.3f}, {time.monotonic() - started:.0f} s", flush=True)
-    tasks = {kind: {"text": kind} for kind in KINDS}
-    finish(out, Family("code", "causal", SOURCE, tasks))
+    tasks = {kind: {"text": kind} for kind in kinds}
+    finish(out, Family("tied code" if tied else "code", "causal", SOURCE, tasks))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), tied=sys.argv[2:] == ["tied"])

@@ -10,6 +10,8 @@ The student starts as the merged model. For each block, in the order in which a 
 5. Load: all new parameters of the part are loaded into the student together, so that the next part's features depend on
    them.
 6. Keep: the journal stores the finished block, so that an interrupted run can continue from there.
+
+The head of a language model comes last (`calibration/head.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from featcal_cli.calibration.backtracking import backtrack_block
 from featcal_cli.calibration.distributed_sums import share_solutions
+from featcal_cli.calibration.head import calibrate_head
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal, restore_block
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
@@ -57,6 +60,14 @@ def calibrate_blocks(
                 journal.write(number, report, student)
         reports.append(report)
     watch(_tell_finished(job, len(blocks)))
+    # its features depend on all blocks
+    if job.head is not None:
+        report = restore_block(journal, len(blocks), student, job.ranks)
+        if report is None:
+            report = calibrate_head(job, job.head)
+            if journal is not None:
+                journal.write(len(blocks), report, student)
+        reports.append(report)
     return reports
 
 

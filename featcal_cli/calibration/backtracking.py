@@ -148,6 +148,7 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
         experts={task: runner(expert) for task, expert in job.experts.items()},
         fitted={},
         checked={},
+        head=None,
         drift=Measurement(
             dict(students),
             job.drift.batches,

@@ -114,7 +114,7 @@ class Journal:
         parameters = {
             name: value.cpu().contiguous()
             for module in report.modules
-            for name, value in student.parameters_at_home(f"{report.name}.{module.name}").items()
+            for name, value in student.parameters_at_home(report.path_of(module)).items()
         }
         text, file = report.to_json(), self._file(number)
         checksum = _hash_block(self._job, number, text, parameters)
@@ -203,7 +203,7 @@ def restore_block(journal: Journal | None, number: int, student: BlockRunner, ra
     if report is None or ranks.size == 1:
         return report
     for module in report.modules:
-        for name, value in student.parameters_at_home(f"{report.name}.{module.name}").items():
+        for name, value in student.parameters_at_home(report.path_of(module)).items():
             restored = value.clone(memory_format=torch.contiguous_format)
             ranks.copy(restored)
             student.replace(student.parameter(name), restored)

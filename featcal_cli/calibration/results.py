@@ -38,6 +38,13 @@ class BlockReport:
     modules: list[ModuleReport]
     skipped: list[dict[str, str]]
     """Name and reason for each module that was left unchanged."""
+    divergence: tuple[float, float] | None = None
+    """If this is the head: the mean divergence from the experts' predictions on held-out examples, in nats, with the
+    merged model's head and with the new one."""
+
+    def path_of(self, module: ModuleReport) -> str:
+        """Return the path of one of the modules in the model. The head is its own only module."""
+        return f"{self.name}.{module.name}" if module.name else self.name
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -101,7 +108,7 @@ def write_share(share: float) -> str:
 def describe_ridges(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on the modules that needed a larger ridge than requested; empty if there are none."""
     names = [
-        f"{block.name}.{module.name} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
+        f"{block.path_of(module)} ({module.ridge:g})" for block in blocks for module in block.modules if module.ridge
     ]
     what = "a larger ridge than requested, because the equations had no stable solution with it"
     return f"{what}: {list_some(names)}" if names else ""

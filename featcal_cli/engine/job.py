@@ -12,6 +12,7 @@ from torch import Tensor
 from featcal_cli.data.batches import Batch, Part
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
+from featcal_cli.engine.head import Head
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.models.architecture import Architecture, Block
@@ -75,6 +76,8 @@ class Job:
     """This rank's parts of the batches on which updates are checked before they are loaded, by task."""
     second: Measurement | None = None
     """Measurement on the second half of the held-out examples; None if there is none."""
+    head: Head | None = None
+    """The head, if it is calibrated; None if it is not."""
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token has weight 1 and every other token OTHER_TOKENS."""
     offloader: Offloader | None = None

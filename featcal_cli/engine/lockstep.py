@@ -298,9 +298,12 @@ class BlockVisit:
         job = self._job
         for task, expert in job.experts.items():
             with expert.on_device():
-                for pair in self._in_turn([*self._passes.fitted[task], *self._passes.checked[task]]):
-                    for paused in pair:
-                        self._go_through(task, paused)
+                for checked, pairs in enumerate((self._passes.fitted[task], self._passes.checked[task])):
+                    for pair in self._in_turn(pairs):
+                        for paused in pair:
+                            self._go_through(task, paused)
+                        if job.head is not None and self._is_last(task):
+                            job.head.add(task, pair.student, pair.expert, pair.examples, checked=bool(checked))
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
                 for traced in self._in_turn(self._passes.switched[task]):
@@ -341,12 +344,17 @@ class BlockVisit:
                 runner.prefetch(block.name)
 
     def _go_through(self, task: str, paused: PausedForward) -> None:
-        """Run a pass that is paused before the block through it, unless it is the task's last block."""
-        while paused.is_at(self.block) and not self._is_last(task):
+        """Run a pass that is paused before the block through it. After the task's last block only the head is left,
+        so that block runs only if the head's inputs are collected."""
+        while paused.is_at(self.block) and (self._job.head is not None or not self._is_last(task)):
             self._go_on(task, paused, paused.run_block(self.block))
 
     def _go_on(self, task: str, paused: PausedForward, output: Any) -> None:
-        paused.go_on(output, self._done, last=self._is_last(task) and self.block.calls == 1)
+        head, is_last = self._job.head, self._is_last(task) and self.block.calls == 1
+        if head is not None and is_last:
+            head.end(paused, output)
+        else:
+            paused.go_on(output, self._done, last=is_last)
 
     def _is_last(self, task: str) -> bool:
         return self.block.name == self._job.architecture.last_blocks[task]

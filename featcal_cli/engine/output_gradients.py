@@ -282,7 +282,7 @@ def _measure_batches(
 ) -> dict[str, Tensor]:
     """Measure the gradients of this rank's parts of some batches: add them to `sums`, if given, and return the sizes
     at each token of all ranks' examples."""
-    used = take_range(batches, 0, _count_chosen(batches))
+    used = take_range(batches, 0, count_chosen(batches))
     examples = sum(map(count_examples, used))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
     parts, done, problem = share_batches(used, ranks), list[GradientPass](), ""
@@ -347,7 +347,7 @@ def _relative_sizes(
     return relative
 
 
-def _count_chosen(batches: Sequence[Batch]) -> int:
+def count_chosen(batches: Sequence[Batch]) -> int:
     """Count the leading examples to use: as many as have at most MOST_TOKENS text tokens together, but at least one;
     all examples if they are not text."""
     lengths = [length for batch in batches for length in count_tokens(batch)]

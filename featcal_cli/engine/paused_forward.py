@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from traceback import walk_tb
 from typing import Any
 
@@ -74,7 +74,7 @@ class PausedForward(greenlet):
         """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
         """The call of the block before which the pass is paused; None once the pass has ended."""
-        self._runner = runner
+        self.runner = runner
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -94,7 +94,7 @@ class PausedForward(greenlet):
     def advance(self, *output: Any, gradients: bool = False) -> None:
         """Continue to the next block with the paused block's `output` (none at the start). `gradients` turns autograd
         on."""
-        runner = self._runner
+        runner = self.runner
         explaining = _explaining_failure(runner.model)
         with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
             result = self.switch(*output)
@@ -102,7 +102,7 @@ class PausedForward(greenlet):
 
     def is_at(self, block: Block) -> bool:
         """Tell whether the pass is paused before this block."""
-        return self.call is not None and self.call.block == self._runner.model.own_path(block.name)
+        return self.call is not None and self.call.block == self.runner.model.own_path(block.name)
 
     def run_block(
         self,
@@ -120,11 +120,11 @@ class PausedForward(greenlet):
         those of `call`. `gradients` turns autograd on. `kept` holds the lists that hooks fill: if bfloat16 overflows,
         they are emptied and the block runs again in float32.
         """
-        runner, given = self._runner, given or self
+        runner, given = self.runner, given or self
         call = call or given.call
         assert call is not None
         runner.bring(block.name)
-        given._runner.reach(tensors_in(call))
+        given.runner.reach(tensors_in(call))
         output = self._run(block, call, gradients=gradients)
         if runner.dtype == torch.bfloat16 and all_finite(next(tensors_in(call))) & ~all_finite((output, *kept)):
             for values in kept:
@@ -141,13 +141,13 @@ class PausedForward(greenlet):
         """Run the block once on the arguments of `call`, converted to `dtype` if it is given. Returns its output, or
         None if a hook raised StopBlock."""
         args, kwargs = copy_caches(call.args, call.kwargs)
-        with torch.set_grad_enabled(gradients), self._runner.drawing(), _explaining_failure(self._runner.model):
+        with torch.set_grad_enabled(gradients), self.runner.drawing(), _explaining_failure(self.runner.model):
             if block.overwritten:
                 args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             if dtype is not None:
                 args, kwargs = cast_floats((args, kwargs), dtype)
             try:
-                return self._runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
+                return self.runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
             except StopBlock:
                 return None
 
@@ -164,6 +164,24 @@ class PausedForward(greenlet):
         else:
             self.advance(output)
             self.run_through(done)  # blocks that were visited before and run again
+
+    def end_at(self, module: nn.Module, output: Any) -> None:
+        """Continue with the last block's output until `module` is called, and end the pass there. The pass's output is
+        then the module's input."""
+        kept: list[Tensor] = []
+
+        def stop(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            kept.append(given[0])
+            raise StopBlock
+
+        handle = module.register_forward_pre_hook(stop)
+        try:
+            with suppress(StopBlock):
+                self.advance(output)
+        finally:
+            handle.remove()
+        self.close()
+        (self.output,) = kept
 
     def close(self) -> None:
         """End the pass where it is paused, without running the rest of the model."""

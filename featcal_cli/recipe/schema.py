@@ -302,6 +302,8 @@ class Calibration(Section):
     """Calibrate what runs before the first block and holds convolutions, as patch embeddings, too."""
     bias: bool = True
     """Calibrate the biases of Linear modules."""
+    head: bool | None = None
+    """Calibrate a language model's head too, to the experts' predictions; if left out, with the method `featcal`."""
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
     """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` by how far they move
     the expert's outputs where errors are measured by these, else as one of the two."""
@@ -317,6 +319,11 @@ class Calibration(Section):
     def solving_order(self) -> str:
         """The unit that is solved at once: `block` or `module`."""
         return self.order or ("module" if self.method == "featcal" else "block")
+
+    @property
+    def calibrates_head(self) -> bool:
+        """Whether a language model's head is calibrated too."""
+        return self.method == "featcal" if self.head is None else self.head
 
     @property
     def must_not_get_worse(self) -> bool:

@@ -16,9 +16,10 @@ from featcal_cli.data.batches import Batch, Part, count_examples, share_batches,
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
+from featcal_cli.engine.head import Head, find_head
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
-from featcal_cli.engine.output_gradients import measure_output_gradients
+from featcal_cli.engine.output_gradients import count_chosen, measure_output_gradients
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import check_no_huge_weight, describe_merge_fit
@@ -180,6 +181,7 @@ class Setup:
             fitted=share(lambda rows: rows.fitted) if students else {},
             drift=drift,
             checked=selection if guarded else {},
+            head=self._prepare_head() if students else None,
             second=second,
             cls_blocks=self._choose_cls_blocks(merged),
             offloader=Offloader(self.device, *rooms_for_features(self.device), self.scratch),
@@ -213,6 +215,18 @@ class Setup:
             switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
             drift.switched = self._own_batches(switched)
         return drift
+
+    def _prepare_head(self) -> Head | None:
+        """Prepare the calibration of a language model's head; None if there is none."""
+        # its rows are tokens, which must be the same in all models
+        if not self.calibration.calibrates_head or self.token_ids.tables:
+            return None
+        found = find_head(self.models.merged, list(self.models.experts.values()), self.architecture)
+        if found is None:
+            return None
+        fitted = {task: count_chosen(rows.fitted) for task, rows in self.examples.items()}
+        checked = {task: count_chosen(rows.selection) for task, rows in self.examples.items()}
+        return Head(*found, {False: fitted, True: checked})
 
     def _own_batches(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Batch]]:
         """Return this rank's parts of the batches of each task."""

@@ -1,0 +1,259 @@
+"""Calibrate the head of a language model or, if its weight is the embeddings' too, the scale of the norm before it.
+
+The outputs of a head are predictions, so their error is known exactly, and not only by features. The weight W [c, d]
+minimises the mean divergence from the experts' predictions,
+
+    L(W) = Σ_i E[KL(q_i ‖ softmax(W x + b))] / tasks + λ/2 ‖W − W_merged‖²,
+
+where x are the student's last features and q_i [c] the probabilities of expert i. L is convex, and needs of the experts
+only Σ_i E[q_i xᵀ] and a constant. A norm's scale is found in the same way, with W = W_merged diag(s).
+
+L is minimised by Newton's method, whose steps are approximated by conjugate gradients. Their preconditioner is the step
+in closed form if every token were equally likely in all places: (mean p)⁻¹ gradient (E[x xᵀ])⁻¹.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from featcal_cli.calibration.linear_algebra import factorise, solve_rows
+from featcal_cli.calibration.output_metric import approach_by_conjugate_gradients
+from featcal_cli.calibration.results import BlockReport, ModuleReport
+from featcal_cli.engine.head import Head, HeadInputs
+from featcal_cli.engine.job import Job
+from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.errors import NumericsError
+
+RIDGE = 0.3
+"""λ as a share of the mean curvature of L in the elements of W, or in the scales, if all tokens were equally likely."""
+NEWTON_STEPS, INNER_STEPS = 3, 8
+"""Number of Newton steps, and of the steps of conjugate gradients that approximate each."""
+HALVINGS, SUFFICIENT = 6, 1e-4
+"""Number of times that a Newton step may be halved, until it lowers L by this share of what its slope promises."""
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Candidates for the share of the update that is kept, the largest first."""
+DAMPING = 1e-3
+"""Share of the mean of x² that is added to the diagonal of E[x xᵀ] in the preconditioner, as few rows have no
+inverse."""
+LOGIT_BYTES = 1 << 27
+"""Bytes of the logits that are computed at once."""
+
+
+class Divergence:
+    """The mean divergence of the experts' predictions from softmax(W x + b), in nats, as a function of W [c, d]. All
+    tasks count equally. Each rank holds its own rows, and all get the same results."""
+
+    def __init__(self, bias: Tensor | None, device: torch.device, ranks: Ranks) -> None:
+        self._bias, self._device, self._ranks = bias, device, ranks
+        self._tasks: list[tuple[list[Tensor], float]] = []
+        """The student's features [n, d] of each task in parts, and the weight of one row."""
+        self._pull: Tensor | None = None
+        self._constant = 0.0
+        self.rows = 0
+        """Number of rows of all tasks on all ranks."""
+
+    def add_task(self, inputs: Sequence[HeadInputs], expert: Affine, tasks: int) -> None:
+        """Add the rows of one of the tasks, given the expert's head."""
+        count = sum(self._ranks.gather(sum(len(each.student) for each in inputs)))
+        weight, pull = expert.weight.to(self._device, torch.float32), self._pull
+        for each in inputs:
+            for x_cal, x_exp in zip(*(_split(x, len(weight)) for x in each), strict=True):
+                z = x_exp.to(weight) @ weight.T
+                log_q = (z if expert.bias is None else z.add_(expert.bias.to(weight))).log_softmax(-1)
+                q = log_q.exp().div_(count * tasks)
+                x = x_cal.to(weight)
+                pull = q.T @ x if pull is None else pull.addmm_(q.T, x)
+                self._constant += float((q * log_q.clamp_min_(-1e4)).sum())
+                if self._bias is not None:
+                    self._constant -= float((q @ self._bias).sum())
+        self._pull = weight.new_zeros(len(weight), weight.shape[1]) if pull is None else pull
+        self._tasks.append(([each.student for each in inputs], 1 / max(1, count * tasks)))
+        self.rows += count
+
+    def sum_over_ranks(self) -> None:
+        """Add up what all ranks have added; call it once, after the last task."""
+        assert self._pull is not None
+        self._ranks.add_up(self._pull)
+        self._constant = sum(self._ranks.gather(self._constant))
+
+    def _logits(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield some rows x, their logits, and the weight of one row."""
+        for parts, share in self._tasks:
+            for part in parts:
+                for x in _split(part, len(weight)):
+                    rows = x.to(weight)
+                    z = rows @ weight.T
+                    yield rows, z if self._bias is None else z.add_(self._bias), share
+
+    def value(self, weight: Tensor) -> float:
+        """Return the divergence."""
+        total = sum(share * float(z.logsumexp(-1).sum()) for _, z, share in self._logits(weight))
+        assert self._pull is not None
+        return sum(self._ranks.gather(total)) - float((weight * self._pull).sum()) + self._constant
+
+    def gradient(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient [c, d], the mean probabilities p [c], and E[x xᵀ] [d, d]."""
+        gradient, mean = torch.zeros_like(weight), weight.new_zeros(len(weight))
+        gram = weight.new_zeros(weight.shape[1], weight.shape[1])
+        for x, z, share in self._logits(weight):
+            p = z.softmax(-1).mul_(share)
+            gradient.addmm_(p.T, x)
+            mean += p.sum(0)
+            gram.addmm_(x.T, x, alpha=share)
+        for total in (gradient, mean, gram):
+            self._ranks.add_up(total)
+        assert self._pull is not None
+        return gradient.sub_(self._pull), mean, gram
+
+    def curvature(self, weight: Tensor, direction: Tensor) -> Tensor:
+        """Return the product [c, d] of the second derivative with a direction: Σ E[(diag p − p pᵀ) D x xᵀ]."""
+        image = torch.zeros_like(direction)
+        for x, z, share in self._logits(weight):
+            p, along = z.softmax(-1), x @ direction.T
+            p *= along.sub_((p * along).sum(-1, keepdim=True)).mul_(share)
+            image.addmm_(p.T, x)
+        self._ranks.add_up(image)
+        return image
+
+
+def _split(x: Tensor, choices: int) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = x.split(max(1, LOGIT_BYTES // (4 * choices)))
+    return parts
+
+
+class Weight:
+    """The whole weight W [c, d] as what is found."""
+
+    def __init__(self, merged: Tensor) -> None:
+        self.start = merged
+
+    def weight(self, found: Tensor) -> Tensor:
+        """Return W, or a change of W, for the values that are found, or a change of them."""
+        return found
+
+    def gather(self, gradient: Tensor) -> Tensor:
+        """Return the gradient by what is found, given that by W."""
+        return gradient
+
+    def ridge(self, gram: Tensor) -> float:
+        return RIDGE * float(gram.diagonal().mean()) / len(self.start)
+
+    def precondition(self, mean: Tensor, gram: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
+        """Return an approximate inverse of the second derivative."""
+        size = float(gram.diagonal().mean())
+        factor, _ = factorise(gram, DAMPING * size)
+        rows = (mean + ridge / size)[:, None]
+        return lambda residual: solve_rows(residual / rows, factor)
+
+
+class Scale(Weight):
+    """One factor s [d] for each feature, as a norm's scale is, with W = W_merged diag(s)."""
+
+    def __init__(self, merged: Tensor) -> None:
+        self._merged, self.start = merged, merged.new_ones(merged.shape[1])
+
+    def weight(self, found: Tensor) -> Tensor:
+        return self._merged * found
+
+    def gather(self, gradient: Tensor) -> Tensor:
+        return (gradient * self._merged).sum(0)
+
+    def ridge(self, gram: Tensor) -> float:
+        return RIDGE * float((self._merged.square().mean(0) * gram.diagonal()).mean())
+
+    def precondition(self, mean: Tensor, gram: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
+        sizes = (mean @ self._merged.square()) * gram.diagonal() + ridge
+        return lambda residual: residual / sizes
+
+
+def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
+    """Minimise L over what `unknown` describes, from the merged model's. Raises NumericsError if L is not finite."""
+    found, before = unknown.start, divergence.value(unknown.weight(unknown.start))
+    weight = unknown.weight(found)
+    gradient, mean, gram = divergence.gradient(weight)
+    ridge = unknown.ridge(gram)
+
+    def loss(at: Tensor) -> float:
+        return divergence.value(unknown.weight(at)) + ridge / 2 * float((at - unknown.start).square().sum())
+
+    def system_of(direction: Tensor) -> Tensor:
+        image = unknown.gather(divergence.curvature(weight, unknown.weight(direction)))
+        return image.add(direction, alpha=ridge)
+
+    for number in range(NEWTON_STEPS):
+        if number:
+            weight = unknown.weight(found)
+            gradient, mean, gram = divergence.gradient(weight)
+        slopes = unknown.gather(gradient).add(found - unknown.start, alpha=ridge)
+        precondition = unknown.precondition(mean, gram, ridge)
+        step = approach_by_conjugate_gradients(system_of, -slopes, precondition, INNER_STEPS)
+        slope = float((slopes * step).sum())
+        for size in (0.5**halving for halving in range(HALVINGS)):
+            further = found.add(step, alpha=size)
+            if (now := loss(further)) <= before + SUFFICIENT * size * slope:
+                found, before = further, now
+                break
+        else:
+            break
+    return found
+
+
+def calibrate_head(job: Job, head: Head) -> BlockReport:
+    """Calibrate the head of the job's student on the inputs that were collected, and load it. The share of the update
+    that is best on held-out rows is kept. Raises NumericsError if features are not finite."""
+    started, student, merged = time.monotonic(), job.student, job.merged
+    if obstacle := next(filter(None, job.ranks.gather(head.obstacle)), ""):
+        return BlockReport(head.changed, 0.0, [], [{"name": "", "reason": obstacle}])
+    with merged.on_device(), student.on_device():
+        for path in {head.name, head.changed}:
+            merged.bring(path)
+        own = read_parameters(merged.module(head.name)).each(lambda x: x.to(merged.device, torch.float32))
+        fitted, held_out = (_measure(job, head, own.bias, checked=checked) for checked in (False, True))
+        unknown = Scale(own.weight) if head.norm else Weight(own.weight)
+        update = minimise(fitted, unknown).sub_(unknown.start)
+        share, divergence = None, None
+        if held_out.rows:
+            losses = {each: held_out.value(unknown.weight(unknown.start.add(update, alpha=each))) for each in SHARES}
+            share = min(SHARES, key=losses.__getitem__)
+            update, divergence = update.mul_(share), (losses[0.0], losses[share])
+        size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start))
+        if not isfinite(size):
+            raise NumericsError(f"the solution of {head.changed} is not finite", fix="give head: false in the recipe")
+        found = update.add_(unknown.start)
+        for name, parameter in student.module(head.changed).named_parameters(recurse=False):
+            if head.norm:
+                student.replace(parameter, _scale(merged.module(head.norm), name, found))
+            elif name == "weight":
+                student.replace(parameter, found)
+    head.inputs.clear()
+    kind = kind_of(merged.module(head.changed)) or "linear"
+    module = ModuleReport("", kind, fitted.rows, size, share)
+    return BlockReport(head.changed, time.monotonic() - started, [module], [], divergence)
+
+
+def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Divergence:
+    """Return the divergence on the calibration examples of all tasks, or on those on which updates are checked."""
+    divergence, inputs = Divergence(bias, job.merged.device, job.ranks), head.inputs[checked]
+    for task, expert in job.experts.items():
+        with expert.on_device():
+            expert.bring(head.name)
+            divergence.add_task(inputs.get(task, []), read_parameters(expert.module(head.name)), len(job.experts))
+            expert.give_back(head.name)
+    divergence.sum_over_ranks()
+    return divergence
+
+
+def _scale(norm: nn.Module, name: str, factors: Tensor) -> Tensor:
+    """Return a parameter of a norm by which its outputs are multiplied by `factors`."""
+    old = norm.get_parameter(name).detach().to(factors)
+    zeros = {key: torch.zeros_like(x) for key, x in norm.named_parameters()}
+    # some norms scale by 1 + weight
+    extra = functional_call(norm, zeros, (torch.linspace(0, 1, len(old)).to(norm.get_parameter(name)),)).any()
+    return (1 + old) * factors - 1 if name == "weight" and extra else old * factors

@@ -1,0 +1,108 @@
+"""Find the head of a language model, the Linear module that turns last features into logits, and collect its inputs in
+student and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from featcal_cli.engine.outputs import choose_rows, find_owners, read_output
+from featcal_cli.engine.paused_forward import PausedForward
+from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.loading import Model
+from featcal_cli.models.module_kinds import kind_of
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of the head on one batch, at the predictions that count, on the CPU."""
+
+    student: Tensor
+    """[n, d]"""
+    expert: Tensor
+    """[n, d]"""
+
+
+@dataclass
+class Head:
+    """The head that all tasks share, and its inputs. Passes go on to it after their last block."""
+
+    name: str
+    """Path of the head in merged."""
+    norm: str
+    """Path of the norm before it if that is calibrated instead, because other modules share the head's weight; else
+    empty."""
+    counts: Mapping[bool, Mapping[str, int]]
+    """Number of each task's first examples that are used, of the calibration examples (False) and of those on which
+    updates are checked (True)."""
+    inputs: dict[bool, dict[str, list[HeadInputs]]] = field(default_factory=lambda: {False: {}, True: {}})
+    """Inputs on the calibration examples (False) and on those on which updates are checked (True), by task."""
+    obstacle: str = ""
+    """The reason why the head cannot be calibrated, if a pass has shown one."""
+    _seen: set[int] = field(default_factory=set)
+    """Ids of the models whose logits were compared with what their heads return."""
+
+    @property
+    def changed(self) -> str:
+        """Path of the module that is calibrated."""
+        return self.norm or self.name
+
+    def end(self, paused: PausedForward, output: Any) -> None:
+        """Run a pass from the output of its last block to the head. The pass's output is then the head's input."""
+        module = paused.runner.module(self.name)
+        if id(paused.runner) in self._seen:
+            paused.end_at(module, output)
+            return
+        # the first pass of a model shows whether anything changes the logits after the head
+        self._seen.add(id(paused.runner))
+        kept: list[tuple[Tensor, Tensor]] = []
+        last = [x for path in filter(None, (self.norm, self.name)) for x in [paused.runner.module(path)]]
+        handles = [x.register_forward_hook(lambda _, given, y: kept.append((given[0], y))) for x in last]
+        try:
+            paused.advance(output)
+        finally:
+            for handle in handles:
+                handle.remove()
+        logits, (x, y) = read_output(paused.output), kept[-1]
+        if not _are_equal(logits, y) or (self.norm and not _are_equal(kept[0][1], x)):
+            self.obstacle = "the model changes what its last norm or its head returns"
+        paused.output = x
+
+    def add(self, task: str, student: PausedForward, expert: PausedForward, examples: range, *, checked: bool) -> None:
+        """Add the inputs of one batch, whose passes have ended at the head."""
+        count, batch = self.counts[checked].get(task, 0), student.batch
+        used = find_owners(student.output, batch) + examples.start < count
+        rows = [choose_rows(paused.output, batch)[used].cpu() for paused in (student, expert)]
+        self.inputs[checked].setdefault(task, []).append(HeadInputs(*rows))
+        student.output = expert.output = None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
+
+
+def find_head(merged: Model, experts: Collection[Model], architecture: Architecture) -> tuple[str, str] | None:
+    """Return the path of merged's head if all tasks end in it: a Linear module of which every expert has a counterpart
+    in the same shape. With it comes the path of the norm before it if other modules share the head's weight, else an
+    empty string. Returns None if there is nothing that can be calibrated."""
+    head = merged.module.get_output_embeddings()
+    name = next((path for path, module in merged.module.named_modules() if module is head), "")
+    if type(head) is not nn.Linear or name not in architecture.head or any(architecture.entries.values()):
+        return None
+    if any(block.calls > 1 for block in architecture.blocks):
+        return None
+    for expert in experts:
+        own = expert.module.get_output_embeddings()
+        weight = getattr(own, "weight", None)
+        if expert.part or expert.body or expert.missing or weight is None or weight.shape != head.weight.shape:
+            return None
+    shared = [path for path, x in merged.module.named_parameters(remove_duplicate=False) if x is head.weight]
+    if len(shared) == 1:
+        return name, ""
+    norms = [
+        path for path in architecture.head if kind_of(merged.module.get_submodule(path)) in ("layernorm", "rmsnorm")
+    ]
+    return (name, norms[0]) if len(norms) == 1 else None

@@ -1,0 +1,105 @@
+"""The head's equations against autograd in float64, and its solution against a minimum that is found without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from featcal_cli.calibration import head
+from featcal_cli.calibration.head import Divergence, Scale, Weight, minimise
+from featcal_cli.engine.head import HeadInputs
+from featcal_cli.models.module_kinds import Affine
+from featcal_cli.runtime.distributed import Ranks
+
+CLASSES, WIDTH, ROWS = 11, 6, (40, 25)
+
+
+def problem(*, bias: bool = False) -> tuple[Divergence, Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Two tasks: the divergence, merged's weight, and each task's features and experts' probabilities in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    merged, offset = draw(CLASSES, WIDTH), draw(CLASSES) if bias else None
+    divergence, rows = Divergence(offset, torch.device("cpu"), Ranks()), []
+    for count in ROWS:
+        expert = Affine(merged + 0.3 * draw(CLASSES, WIDTH), None if offset is None else draw(CLASSES))
+        x = draw(count, WIDTH)
+        x_exp = x + 0.3 * draw(count, WIDTH)
+        parts = [HeadInputs(*pair) for pair in zip(x.split(17), x_exp.split(17), strict=True)]
+        divergence.add_task(parts, expert, len(ROWS))
+        z = x_exp.double() @ expert.weight.double().T
+        rows.append((x.double(), (z if expert.bias is None else z + expert.bias.double()).softmax(-1)))
+    divergence.sum_over_ranks()
+    return divergence, merged, rows, offset
+
+
+def reference(weight: Tensor, rows: list[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+    """The mean divergence, by its definition."""
+    total = weight.new_zeros(())
+    for x, q in rows:
+        z = x @ weight.T if bias is None else x @ weight.T + bias.double()
+        total = total + (q * (q.log() - z.log_softmax(-1))).sum(-1).mean() / len(rows)
+    return total
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("logit_bytes", [1, 1 << 27])
+def test_divergence_gradient_and_curvature_are_those_of_autograd(
+    bias: bool, logit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LOGIT_BYTES", logit_bytes)
+    divergence, merged, rows, offset = problem(bias=bias)
+    at, direction = merged.double(), torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
+    value, gradient = reference(at, rows, offset), torch.func.grad(reference)(at, rows, offset)
+    _, curved = torch.func.jvp(lambda w: torch.func.grad(reference)(w, rows, offset), (at,), (direction.double(),))
+    assert divergence.value(merged) == pytest.approx(float(value), rel=1e-5)
+    torch.testing.assert_close(divergence.gradient(merged)[0].double(), gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(divergence.curvature(merged, direction).double(), curved, rtol=1e-4, atol=1e-6)
+    assert divergence.rows == sum(ROWS)
+
+
+@pytest.mark.parametrize(("newton_steps", "share"), [(head.NEWTON_STEPS, 0.95), (30, 0.9999)])
+@pytest.mark.parametrize("kind", [Weight, Scale])
+def test_steps_lead_to_the_minimum(
+    kind: type[Weight], newton_steps: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "NEWTON_STEPS", newton_steps)
+    divergence, merged, rows, _ = problem()
+    unknown = kind(merged)
+    ridge = unknown.ridge(divergence.gradient(merged)[2])
+    start, wide = unknown.start.double(), kind(merged.double())
+    at = start.clone().requires_grad_()
+
+    def loss(found: Tensor) -> Tensor:
+        return reference(wide.weight(found), rows, None) + ridge / 2 * (found - start).square().sum()
+
+    optimizer = torch.optim.LBFGS([at], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(at)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    before, least = float(loss(start)), float(loss(at.detach()))
+    found = float(loss(minimise(divergence, unknown).double()))
+    assert before - least > 0.01
+    assert share * (before - least) < before - found < before - least + 1e-6
+
+
+@pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
+def test_norms_are_scaled_by_factors(make: type[nn.Module]) -> None:
+    norm = make(WIDTH)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(WIDTH, generator=torch.Generator().manual_seed(2)))
+    x, factors = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(3)), torch.linspace(0.5, 2, WIDTH)
+    expected = norm(x) * factors
+    new = {name: head._scale(norm, name, factors) for name, _ in norm.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(norm, new, (x,)), expected)
