@@ -37,6 +37,8 @@ NEWTON_STEPS, INNER_STEPS = 3, 8
 """Number of Newton steps, and of the steps of conjugate gradients that approximate each."""
 HALVINGS, SUFFICIENT = 6, 1e-4
 """Number of times that a Newton step may be halved, until it lowers L by this share of what its slope promises."""
+NEGLIGIBLE = 1e-6
+"""Descent of L, in nats, that no further step is made for; rounding of L is not much smaller."""
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the share of the update that is kept, the largest first."""
 DAMPING = 1e-3
@@ -174,7 +176,8 @@ class Scale(Weight):
 
 
 def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
-    """Minimise L over what `unknown` describes, from the merged model's. Raises NumericsError if L is not finite."""
+    """Return the change of what `unknown` describes, from the merged model's, that minimises L. Raises NumericsError if
+    L is not finite."""
     found, before = unknown.start, divergence.value(unknown.weight(unknown.start))
     weight = unknown.weight(found)
     gradient, mean, gram = divergence.gradient(weight)
@@ -193,6 +196,8 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
             gradient, mean, gram = divergence.gradient(weight)
         slopes = unknown.gather(gradient).add(found - unknown.start, alpha=ridge)
         precondition = unknown.precondition(mean, gram, ridge)
+        if float((slopes * precondition(slopes)).sum()) <= NEGLIGIBLE:
+            break
         step = approach_by_conjugate_gradients(system_of, -slopes, precondition, INNER_STEPS)
         slope = float((slopes * step).sum())
         for size in (0.5**halving for halving in range(HALVINGS)):
@@ -202,7 +207,7 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
                 break
         else:
             break
-    return found
+    return found - unknown.start
 
 
 def calibrate_head(job: Job, head: Head) -> BlockReport:
@@ -217,7 +222,7 @@ def calibrate_head(job: Job, head: Head) -> BlockReport:
         own = read_parameters(merged.module(head.name)).each(lambda x: x.to(merged.device, torch.float32))
         fitted, held_out = (_measure(job, head, own.bias, checked=checked) for checked in (False, True))
         unknown = Scale(own.weight) if head.norm else Weight(own.weight)
-        update = minimise(fitted, unknown).sub_(unknown.start)
+        update = minimise(fitted, unknown)
         share, divergence = None, None
         if held_out.rows:
             losses = {each: held_out.value(unknown.weight(unknown.start.add(update, alpha=each))) for each in SHARES}

@@ -42,6 +42,11 @@ class BlockReport:
     """If this is the head: the mean divergence from the experts' predictions on held-out examples, in nats, with the
     merged model's head and with the new one."""
 
+    @property
+    def is_head(self) -> bool:
+        """Whether this is the head of a language model, or the norm before it, and no transformer layer."""
+        return any(not module.name for module in self.modules)
+
     def path_of(self, module: ModuleReport) -> str:
         """Return the path of one of the modules in the model. The head is its own only module."""
         return f"{self.name}.{module.name}" if module.name else self.name
@@ -67,14 +72,27 @@ KINDS = {
 def describe_kinds(blocks: Sequence[BlockReport], *, stems: bool) -> str:
     """Return a sentence on which kinds of modules were calibrated and where they are; empty if there are none. stems:
     whether modules before the transformer blocks were calibrated too."""
-    modules = [module for block in blocks for module in block.modules]
+    modules = [module for block in blocks if not block.is_head for module in block.modules]
     names = [name for name, kinds in KINDS.items() if any(module.kind in kinds for module in modules)]
     if not names:
         return ""
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     experts = " (experts of mixtures included)" if any("expert" in module.name for module in modules) else ""
     stem = " and of the stem (patch embeddings) before them" if stems else ""
-    return f"Only {listed} of transformer blocks{experts}{stem} were calibrated."
+    head = "".join(f", and {block.name}," for block in blocks if block.is_head)
+    return f"Only {listed} of transformer blocks{experts}{stem}{head} were calibrated."
+
+
+def describe_head(blocks: Sequence[BlockReport]) -> str:
+    """Return a sentence on the divergence that calibrating the head removed; empty if it was not measured."""
+    for block in blocks:
+        if block.divergence is not None:
+            before, after = (f"{nats:.3f}" for nats in block.divergence)
+            return (
+                f"{block.name} was fitted to the experts' predictions: with it, the divergence from them on held-out "
+                f"examples fell from {before} to {after} nats"
+            )
+    return ""
 
 
 ADAPTER = "adapter"

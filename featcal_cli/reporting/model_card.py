@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_kinds, write_share
+from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
 from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric
 from featcal_cli.hub.model_source import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
@@ -241,11 +241,13 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
 def _describe_modules(report: Report) -> dict[str, Any]:
     """Return template variables on what was calibrated, how much it changed, and what was left unchanged."""
     modules = [module for block in report.blocks for module in block.modules]
-    guard = describe_guard(report.blocks)
+    guard, head = describe_guard(report.blocks), describe_head(report.blocks)
     kinds = Counter(module.kind for module in modules).most_common()
+    last = next((block for block in report.blocks if block.is_head), None)
     skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
     outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
-    left = [f"{outside}, final norms, poolers and heads"]
+    others = {"linear": "final norms and poolers"}.get(last.modules[0].kind, "poolers and heads") if last else ""
+    left = [f"{outside}, {others or 'final norms, poolers and heads'}"]
     for (name, reason), count in skipped.most_common():
         blocks = f"{count} block{'s' if count > 1 else ''}"
         left.append(Markup(f"{for_markdown(name)} in {blocks}: {_show_message(reason, report)}"))
@@ -254,6 +256,9 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "changes": sorted(module.relative_change for module in modules),
         "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
         "guard": guard[:1].upper() + guard[1:],
+        "has_head": last is not None,
+        "head": head if report.settings["step"] == 1 else "",
+        "blocks": [block for block in report.blocks if block is not last],
         "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
         "left_unchanged": left,
     }

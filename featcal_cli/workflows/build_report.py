@@ -70,6 +70,7 @@ def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[st
             "norms": calibration.norms,
             "routers": calibration.routers,
             "stems": calibration.stems,
+            "head": calibration.calibrates_head,
             "bias": calibration.bias,
             "token_weights": "gradients" if by_gradients else "cls" if job.cls_blocks else "uniform",
             "examples": {task: examples.fitted_count for task, examples in plan.examples.items()},

@@ -17,7 +17,7 @@ from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import interpolate, shrink_updates
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.calibration.journal import Journal, check_unfinished, take_fingerprint
-from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_ridges
+from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_head, describe_ridges
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
@@ -246,7 +246,13 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
 
 
 def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -> None:
-    texts = [describe_guard(outcome.blocks), outcome.pulled, describe_ridges(outcome.blocks)]
+    texts = [
+        describe_guard(outcome.blocks),
+        outcome.pulled,
+        describe_ridges(outcome.blocks),
+    ]
+    # it was measured with whole updates
+    texts += [describe_head(outcome.blocks)] * (outcome.step == 1)
     texts.append(outcome.job.describe_precision())
     if journal and journal.restored:
         count = len(outcome.blocks)

@@ -12,12 +12,15 @@ from itertools import product
 import torch
 from torch import nn
 
+from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.examples import TaskExamples, most_held_out
+from featcal_cli.data.padding import count_tokens
 from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
+from featcal_cli.engine.head import find_head
 from featcal_cli.engine.offload import LARGE
-from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, SAVED_TENSORS
+from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, SAVED_TENSORS
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
@@ -39,6 +42,9 @@ MODELS_CONVERTED = 4
 BATCH_COPIES = 4
 """Copies of a batch's features at one block: the student's, the expert's, the expert's outputs, and the terms of the
 sums."""
+HEAD_COPIES, HEAD_COPIES_SCALED = 9, 4
+"""Matrices of the head's size while it is calibrated, or while the norm before it is: with its weights, gradients and
+directions."""
 LOGIT_COPIES = 6
 """Copies of a batch's logits while they are differentiated, including probabilities and the gradients of both."""
 SQUARES, SQUARES_SOLVED = 2.0, 3
@@ -84,12 +90,13 @@ def estimate(
     3. Sums: matrices of d_in² and of d_out × d_in for each input [.., d_in] of a block's modules, and the features of
        one batch.
     4. Gradients: those of one expert's outputs at all its modules.
+    5. Head: its inputs, and what it is solved with.
     """
     calibration, model, on_device = recipe.calibration, merged.module, device.type != "cpu"
     computing = choose_dtype(calibration, model)
     guarded = writes and calibration.must_not_get_worse
     # 1. features
-    unread = features = filed = aside = batch = shown = logits = 0.0
+    unread = features = filed = aside = batch = shown = logits = head_rows = 0.0
     passes = DRIFT_PASSES + HEAD_PASSES * calibration.uses_output_metric + CHECK_PASSES * guarded
     for task, rows in examples.items():
         # fewer than asked for where the source has no more; beyond what is read, a run reads the rest
@@ -106,6 +113,8 @@ def estimate(
         tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
         floats = [x for x in tensors if x.is_floating_point()]
         unread += sum(x.nbytes for x in tensors) * (scale - 1)
+        texts = (*rows.fitted, *rows.selection)
+        head_rows += min(2 * MOST_TOKENS, scale * sum(count for part in texts for count in count_tokens(part)))
         if on_device:
             features += scale * sum(x.nbytes for x in tensors)
             features += scale * sum(x.numel() * (computing.itemsize - x.itemsize) for x in floats)
@@ -142,10 +151,16 @@ def estimate(
         gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * shown) + blocks_read + LOGIT_COPIES * logits
         if stays or not on_device:
             gradients += min(GRAPH_BYTES, len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES)
-    at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients)
+    # 5. head
+    solved, collected = (
+        _count_head(merged, architecture, head_rows * computing.itemsize)
+        if writes and calibration.calibrates_head
+        else (0.0, 0.0)
+    )
+    at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients, solved)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
-    on_host = resident_bytes() + unread - filed + HEAP_GAPS
+    on_host = resident_bytes() + unread - filed + HEAP_GAPS + collected
     if on_device:
         on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere + DEVICE_LIBRARIES
     else:
@@ -159,6 +174,17 @@ def estimate(
         device_bytes=round(here + at_work + stays) if on_device else 0,
         disk_bytes=round(output + aside + kept * len(examples) + in_files),
     )
+
+
+def _count_head(merged: Model, architecture: Architecture, row_bytes: float) -> tuple[float, float]:
+    """Return the bytes that it takes to calibrate the head, and those of its inputs, which lie in the machine's memory.
+    row_bytes: the bytes of all rows of inputs, one element wide."""
+    found = find_head(merged, (), architecture)
+    if found is None:
+        return 0.0, 0.0
+    weight = merged.module.get_submodule(found[0]).get_parameter("weight")
+    copies = HEAD_COPIES_SCALED if found[1] else HEAD_COPIES
+    return copies * weight.numel() * COMPUTE + 3 * LOGIT_BYTES, FITTED_PASSES * weight.shape[1] * row_bytes
 
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
