@@ -42,8 +42,8 @@ class Head:
     """Inputs on the calibration examples (False) and on those on which updates are checked (True), by task."""
     obstacle: str = ""
     """The reason why the head cannot be calibrated, if a pass has shown one."""
-    _seen: set[int] = field(default_factory=set)
-    """Ids of the models whose logits were compared with what their heads return."""
+    _scales: dict[int, float] = field(default_factory=dict)
+    """The factor by which each model, by its runner's id, multiplies what its head returns."""
 
     @property
     def changed(self) -> str:
@@ -53,11 +53,11 @@ class Head:
     def end(self, paused: PausedForward, output: Any) -> None:
         """Run a pass from the output of its last block to the head. The pass's output is then the head's input."""
         module = paused.runner.module(self.name)
-        if id(paused.runner) in self._seen:
+        if id(paused.runner) in self._scales:
             paused.end_at(module, output)
+            paused.output = paused.output * self._scales[id(paused.runner)]
             return
-        # the first pass of a model shows whether anything changes the logits after the head
-        self._seen.add(id(paused.runner))
+        # the first pass of a model shows what becomes of the logits after the head
         kept: list[tuple[Tensor, Tensor]] = []
         last = [x for path in filter(None, (self.norm, self.name)) for x in [paused.runner.module(path)]]
         handles = [x.register_forward_hook(lambda _, given, y: kept.append((given[0], y))) for x in last]
@@ -67,9 +67,13 @@ class Head:
             for handle in handles:
                 handle.remove()
         logits, (x, y) = read_output(paused.output), kept[-1]
-        if not _are_equal(logits, y) or (self.norm and not _are_equal(kept[0][1], x)):
+        scale = _find_scale(y, logits)
+        is_plain = scale is not None and (scale == 1 or module.bias is None)
+        # the norm's output may be multiplied too, which its scale passes on
+        if not is_plain or (self.norm and _find_scale(kept[0][1], x) is None):
             self.obstacle = "the model changes what its last norm or its head returns"
-        paused.output = x
+        self._scales[id(paused.runner)] = scale or 1.0
+        paused.output = x * (scale or 1.0)
 
     def add(self, task: str, student: PausedForward, expert: PausedForward, examples: range, *, checked: bool) -> None:
         """Add the inputs of one batch, whose passes have ended at the head."""
@@ -80,8 +84,15 @@ class Head:
         student.output = expert.output = None
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
+def _find_scale(y: Tensor, scaled: Tensor) -> float | None:
+    """Return the number that all of `y` is multiplied by to give `scaled`; None if there is no such number."""
+    if y.shape != scaled.shape:
+        return None
+    if torch.equal(y.to(scaled.dtype), scaled):
+        return 1.0
+    y, scaled, rounding = y.float(), scaled.float(), torch.finfo(y.dtype).eps
+    scale = float((y * scaled).sum() / y.square().sum())
+    return scale if (scale * y - scaled).abs().max() <= 4 * rounding * scaled.abs().max() else None
 
 
 def find_head(merged: Model, experts: Collection[Model], architecture: Architecture) -> tuple[str, str] | None:

@@ -18,7 +18,13 @@ from safetensors.torch import load_file
 from featcal_cli.workflows.verbs import calibrate
 
 GEMMA = {**GROUPED_SIZES, "head_dim": 8}
-CASES = {
+CASES: dict[str, tuple[str, Any, Any, str]] = {
+    "granite": (
+        "GraniteForCausalLM",
+        {**GROUPED_SIZES, "tie_word_embeddings": False, "logits_scaling": 4.0},
+        text,
+        "lm_head",
+    ),
     "llama": ("LlamaForCausalLM", {**GROUPED_SIZES, "tie_word_embeddings": False}, text, "lm_head"),
     "tied llama": ("LlamaForCausalLM", {**GROUPED_SIZES, "tie_word_embeddings": True}, text, "model.norm"),
     "gemma": ("GemmaForCausalLM", GEMMA, text, "model.norm"),
