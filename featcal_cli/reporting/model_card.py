@@ -257,7 +257,7 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
         "guard": guard[:1].upper() + guard[1:],
         "has_head": last is not None,
-        "head": head if report.settings["step"] == 1 else "",
+        "head": head if report.settings.get("step", 1) == 1 else "",
         "blocks": [block for block in report.blocks if block is not last],
         "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
         "left_unchanged": left,
