@@ -148,7 +148,7 @@ def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
 
 
 def _show_drift(report: Report) -> None:
-    if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
+    if report.has_grown or report.fitted_tasks or report.is_unchanged:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
     what = "Distance of outputs from the experts'" if report.output_distances else "Drift of the last block's features"

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from featcal_cli.calibration.results import AdapterReport, BlockReport
+from featcal_cli.calibration.results import AdapterReport, BlockReport, Refinement
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_tokens
@@ -234,6 +234,8 @@ class Report:
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     adapter: AdapterReport | None = None
     """The report on the adapter, where one was written."""
+    refined: Refinement | None = None
+    """The report on refining, where it was asked for."""
     files: list[str] = field(default_factory=list)
     """Paths of the output's files, relative to its folder."""
     loading: dict[str, Any] = field(default_factory=dict)
@@ -324,11 +326,16 @@ class Report:
         return f"on held-out rows, but on calibration examples for {list_some(self.fitted_tasks)}"
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether all weights are the merged model's."""
+        return self.settings.get("step") == 0 and not (self.refined and self.refined.share)
+
+    @property
     def headline(self) -> str:
         """The result in one line: the mean of `judged` before and after, and the examples that it is measured on."""
         before, after = (f"{value:.3f}" for value in self.mean_judged)
         what = f"mean {self.judged_by}"
-        if self.settings.get("step") == 0:
+        if self.is_unchanged:
             return f"no update helps: these are the merged model's weights, with {what} {before} {self.measured_on}"
         change = f"WARNING: {what} grew" if self.has_grown else f"{what} went"
         return f"{change} from {before} to {after} {self.measured_on}"
