@@ -266,16 +266,19 @@ class Report:
 
     @property
     def output_distances(self) -> dict[str, tuple[float, float]]:
-        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖, before and after, by task; empty unless errors
-        are measured at the outputs and every task has outputs."""
+        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖ or, of a refined result, KL(expert ‖ model),
+        before and after, by task; empty unless errors are measured at the outputs and every task has outputs."""
         if self.settings.get("metric") != "output":
             return {}
         outputs = {
-            task: tuple(drift.output.relative for role in JUDGED if (drift := measured.models[role]).output)
+            task: tuple(self._distance(drift.output) for role in JUDGED if (drift := measured.models[role]).output)
             for task, measured in self.measures.items()
         }
         known = {task: (pair[0], pair[1]) for task, pair in outputs.items() if len(pair) == len(JUDGED)}
         return known if known.keys() == self.drift.keys() else {}
+
+    def _distance(self, output: OutputDrift) -> float:
+        return output.divergence if self.is_refined and output.divergence is not None else output.relative
 
     @property
     def judged(self) -> dict[str, tuple[float, float]]:
@@ -290,7 +293,12 @@ class Report:
             return self.drift_rows
         bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
         return _add_mean(
-            replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
+            replace(
+                row,
+                before=before,
+                after=after,
+                base=self._distance(base) if (base := bases.get(row.task)) else row.base,
+            )
             for row, (before, after) in zip(self.drift_rows, self.output_distances.values(), strict=False)
         )
 
@@ -303,7 +311,8 @@ class Report:
     @property
     def judged_by(self) -> str:
         """The name of the values in `judged`."""
-        return "distance of outputs" if self.output_distances else "drift"
+        of_outputs = "KL divergence of outputs" if self.is_refined else "distance of outputs"
+        return of_outputs if self.output_distances else "drift"
 
     @property
     def has_grown(self) -> bool:
@@ -326,9 +335,14 @@ class Report:
         return f"on held-out rows, but on calibration examples for {list_some(self.fitted_tasks)}"
 
     @property
+    def is_refined(self) -> bool:
+        """Whether updates by which the result was refined are kept."""
+        return self.refined is not None and self.refined.share > 0
+
+    @property
     def is_unchanged(self) -> bool:
         """Whether all weights are the merged model's."""
-        return self.settings.get("step") == 0 and not (self.refined and self.refined.share)
+        return self.settings.get("step") == 0 and not self.is_refined
 
     @property
     def headline(self) -> str:
