@@ -1,12 +1,10 @@
-"""Refine a calibrated model end to end: its Linear modules learn updates of low rank, by which its outputs come nearer
-to the experts' probabilities. No labels are used."""
+"""Refine a calibrated model end to end: the calibrated parameters learn updates by which the model's outputs come
+nearer to the experts' probabilities. No labels are used."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import cos, pi
@@ -15,11 +13,10 @@ from statistics import fmean
 from typing import TypeAlias
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.results import Refinement
@@ -30,10 +27,11 @@ KEPT = 256
 """The number of a prediction's largest probabilities that are kept one by one; all others count as one class."""
 STEPS, TEXTS, CHECKS = 200, 8, 10
 """Number of optimiser steps, of each task's examples in a step, and of measurements on held-out examples."""
-RANK, PEAK, WARM_UP = 32, 4e-3, 0.3
-"""Rank of the updates, largest learning rate, and the share of the steps until it is reached."""
-CHECKPOINTED = 10**8
-"""Number of parameters in blocks from which on blocks run once more in the backward pass, to save memory."""
+PEAK, WARM_UP = 1e-3, 0.3
+"""Largest learning rate, and the share of the steps until it is reached."""
+LARGE, RANK, RANK_PEAK = 10**8, 32, 4e-3
+"""To save memory, models with LARGE calibrated parameters learn matrices' updates of this rank, with another largest
+learning rate, and their blocks run once more in the backward pass."""
 SHARES = (1.0, 0.5, 0.25)
 """Candidates for the share of the updates that is kept, the largest first."""
 Run: TypeAlias = "Callable[[Batch], tuple[Tensor, Tensor]]"
@@ -108,76 +106,98 @@ class Lesson:
         return sum(map(float, self.divergences(range(self.fitted, len(self.examples)))))
 
 
-def add_updates(student: nn.Module, modules: Sequence[str], seed: int) -> dict[str, nn.Parameter]:
-    """Give Linear modules of the student, by path, updates of low rank that start at zero. Returns their factors by the
-    weight's path and their side: `up` [d_out, r] times `down` [r, d_in] is the change of a weight."""
-    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="|".join(map(re.escape, modules)))
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of GPT-2's transposed Linear, and does what is right
+class Update(nn.Module):
+    """Adds an update, which starts at zero, to a parameter: a whole one, or a product of two factors, `up` [.., r] and
+    `down` [r, ..]."""
+
+    def __init__(self, parameter: Tensor, *, is_whole: bool) -> None:
+        super().__init__()
+        start = parameter.new_zeros((), dtype=torch.float32)
+        if is_whole:
+            self.whole = nn.Parameter(start.new_zeros(parameter.shape))
+        else:
+            *before, d_out, d_in = parameter.shape
+            self.up = nn.Parameter(start.new_zeros(*before, d_out, RANK))
+            self.down = nn.Parameter((torch.randn(*before, RANK, d_in) / d_in**0.5).to(start))
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        return (parameter + compute_update(dict(self.named_parameters()))).to(parameter.dtype)
+
+
+def compute_update(parts: Mapping[str, Tensor], place: str = "") -> Tensor:
+    """Return the update whose parts are at `place`."""
+    return parts[f"{place}whole"] if f"{place}whole" in parts else parts[f"{place}up"] @ parts[f"{place}down"]
+
+
+def add_updates(student: nn.Module, paths: Sequence[str], seed: int) -> dict[str, nn.Parameter]:
+    """Give parameters of the student, by path, updates that can be trained: whole ones, or of low rank for the matrices
+    of a large model. Returns their parts as PATH/NAME."""
+    parameters = {path: student.get_parameter(path) for path in paths}
+    is_small = sum(x.numel() for x in parameters.values()) < LARGE
+    parts: dict[str, nn.Parameter] = {}
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, student)
-    factors: dict[str, nn.Parameter] = {}
-    for path, module in student.named_modules():
-        if isinstance(module, LoraLayer):
-            sides = {"up": module.lora_B, "down": module.lora_A}
-            factors |= {f"{path}.weight/{side}": layers["default"].weight for side, layers in sides.items()}
-    for factor in factors.values():
-        factor.data = factor.data.float()
-    return factors
+        for path, parameter in parameters.items():
+            module, _, name = path.rpartition(".")
+            update = Update(parameter, is_whole=is_small or parameter.ndim < 2)
+            parametrize.register_parametrization(student.get_submodule(module), name, update, unsafe=True)
+            parts |= {f"{path}/{part}": x for part, x in update.named_parameters()}
+    return parts
 
 
 def distil(
     lessons: Mapping[str, Lesson],
-    factors: Mapping[str, nn.Parameter],
+    parts: Mapping[str, nn.Parameter],
     merged: dict[str, float],
     journal: Journal,
     seed: int,
     watch: Watch,
 ) -> tuple[Refinement, dict[str, Tensor]]:
-    """Learn the factors by AdamW, from where an interrupted run of the same job stopped. merged: the merged model's
-    divergence by task. Returns the report, and the factors that were best on held-out examples, in the share with which
-    no task is farther from its expert than merged; no factors if they do not help."""
+    """Learn the parts by AdamW, from where an interrupted run of the same job stopped. merged: the merged model's
+    divergence by task. Returns the report, and the parts that were best on held-out examples, in the share with which
+    no task is farther from its expert than merged; no parts if they do not help."""
 
     def measure() -> dict[str, float]:
         return {task: lesson.measure() for task, lesson in lessons.items()}
 
-    optimizer = torch.optim.AdamW(factors.values(), weight_decay=0.0)
+    peak = RANK_PEAK if any(name.endswith("/up") for name in parts) else PEAK
+    optimizer = torch.optim.AdamW(parts.values(), weight_decay=0.0)
     orders = {task: order_examples(lesson.fitted, seed) for task, lesson in lessons.items()}
     if (state := journal.read_state()) is not None:
-        done, best = Refinement(**json.loads(state[0])), _restore(state[1], factors, optimizer)
+        done, best = Refinement(**json.loads(state[0])), _restore(state[1], parts, optimizer)
     else:
         before = measure()
         done, best = Refinement(merged, before, before), dict[str, Tensor]()
     began = time.monotonic() - done.seconds
     for step in range(done.steps, STEPS):
         watch(Progress("", step, STEPS, unit="step"))
-        optimizer.param_groups[0]["lr"] = learning_rate(step)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, peak)
         optimizer.zero_grad()
         for task, lesson in lessons.items():
-            for part in lesson.divergences(orders[task][step]):
-                (part / len(lessons)).backward()
+            for loss in lesson.divergences(orders[task][step]):
+                (loss / len(lessons)).backward()
         optimizer.step()
         if (step + 1) % (STEPS // CHECKS) == 0:
             now = measure()
             if fmean(now.values()) < fmean(done.after.values()):
-                best = {name: factor.detach().cpu().clone() for name, factor in factors.items()}
+                best = {name: part.detach().cpu().clone() for name, part in parts.items()}
                 done = replace(done, after=now, best=step + 1)
             done = replace(done, steps=step + 1, seconds=time.monotonic() - began)
-            journal.write_state(json.dumps(asdict(done)), _collect_state(factors, optimizer, best))
+            journal.write_state(json.dumps(asdict(done)), _collect_state(parts, optimizer, best))
     for share in SHARES if best else ():
-        kept = {name: share * x if name.endswith("up") else x for name, x in best.items()}
-        for name, factor in factors.items():
-            factor.data.copy_(kept[name])
+        kept = {name: x if name.endswith("/down") else share * x for name, x in best.items()}
+        for name, part in parts.items():
+            part.data.copy_(kept[name])
         after = measure()
         if all(after[task] <= max(done.before[task], done.merged[task]) for task in lessons):
             return replace(done, after=after, share=share), kept
     return replace(done, after=done.before, share=0.0), {}
 
 
-def learning_rate(step: int) -> float:
-    """Return the learning rate of a step: it rises to PEAK and falls again, each along half a cosine."""
+def learning_rate(step: int, peak: float) -> float:
+    """Return the learning rate of a step: it rises to `peak` and falls again, each along half a cosine."""
     rises = WARM_UP * STEPS
-    return PEAK * (1 - cos(pi * min((step + 1) / rises, (STEPS - step) / (STEPS - rises)))) / 2
+    return peak * (1 - cos(pi * min((step + 1) / rises, (STEPS - step) / (STEPS - rises)))) / 2
 
 
 def order_examples(count: int, seed: int) -> list[list[int]]:
@@ -189,22 +209,22 @@ def order_examples(count: int, seed: int) -> list[list[int]]:
 
 
 def _collect_state(
-    factors: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, best: Mapping[str, Tensor]
+    parts: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, best: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return all tensors that an interrupted run needs to go on."""
     state = {f"best/{name}": x for name, x in best.items()}
-    for name, factor in factors.items():
-        of_factor = {"now": factor.detach(), **optimizer.state[factor]}
-        state |= {f"{key}/{name}": x.cpu().contiguous() for key, x in of_factor.items()}
+    for name, part in parts.items():
+        of_part = {"now": part.detach(), **optimizer.state[part]}
+        state |= {f"{key}/{name}": x.cpu().contiguous() for key, x in of_part.items()}
     return state
 
 
 def _restore(
-    state: Mapping[str, Tensor], factors: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
+    state: Mapping[str, Tensor], parts: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> dict[str, Tensor]:
-    """Give factors and optimiser the state that `_collect_state` returned, and return the best factors of it."""
-    for name, factor in factors.items():
-        factor.data.copy_(state[f"now/{name}"])
-        moments = {key: state[f"{key}/{name}"].to(factor.device) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[factor] = {"step": state[f"step/{name}"], **moments}
+    """Give parts and optimiser the state that `_collect_state` returned, and return the best parts of it."""
+    for name, part in parts.items():
+        part.data.copy_(state[f"now/{name}"])
+        moments = {key: state[f"{key}/{name}"].to(part.device) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[part] = {"step": state[f"step/{name}"], **moments}
     return {name.removeprefix("best/"): x for name, x in state.items() if name.startswith("best/")}

@@ -163,7 +163,7 @@ class Progress:
     module: str = ""
     """The module that is being solved."""
     unit: str = "expert"
-    """What is counted if `block` is empty."""
+    """The unit of `finished` and `blocks` if `block` is empty."""
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The drift of the merged and of the calibrated model after `block`, by task, if it was just measured."""
     by_outputs: bool = False

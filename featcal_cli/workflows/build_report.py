@@ -46,8 +46,8 @@ class Outcome:
     pulled: str
     """A sentence on why `step` is less than 1; empty if it is 1."""
     refined: Refinement | None = None
-    factors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Factors of the updates by which the result was refined; empty if it was not, or if that did not help."""
+    updates: Mapping[str, Tensor] = field(default_factory=dict)
+    """Updates by which the result was refined, in parts; empty if it was not, or if that did not help."""
 
 
 def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[str, str]) -> Report:

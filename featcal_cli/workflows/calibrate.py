@@ -265,7 +265,7 @@ def _extract_adapter(
 ) -> tuple[AdapterReport | None, dict[str, bytes]]:
     """Build the adapter that holds the updates. Returns the report on it, and its files by their paths in the output;
     None and no files if there are no updates."""
-    if not (outcome.step or outcome.factors):
+    if not (outcome.step or outcome.updates):
         session.note("no adapter is written: no update helps, so there is nothing that it could hold")
         return None, {}
     groups = read_groups(journal, models.merged.module, outcome)

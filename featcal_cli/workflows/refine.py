@@ -3,23 +3,23 @@ distilled into the result afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.calibration.backtracking import interpolate, measure_result
-from featcal_cli.calibration.distillation import CHECKPOINTED, TEXTS, Lesson, add_updates, distil
+from featcal_cli.calibration.distillation import LARGE, TEXTS, Lesson, add_updates, compute_update, distil
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.data.batches import Batch, Example, count_examples, forward_names, padding_id, take_examples
 from featcal_cli.data.padding import cut_padding
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output
 from featcal_cli.models.loading import Model, share_model
-from featcal_cli.models.low_rank import MATRICES
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Progress
@@ -103,30 +103,31 @@ class Refiner:
         for headed in self._headed.values():
             self._place(headed)
         of_merged = {task: lesson.measure() for task, lesson in self._lessons.items()}
-        for group in read_groups(journal, self._merged, outcome):
-            for path, value in group.items():
-                parameter = student.get_parameter(path)
-                parameter.data = value.to(parameter)
-        layers = [student.get_submodule(block.name) for block in outcome.blocks]
-        if sum(x.numel() for layer in layers for x in layer.parameters()) >= CHECKPOINTED:
-            for layer in layers:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        named = {f"{block.name}.{x.name}": x.kind for block in outcome.blocks for x in block.modules}
-        functional = outcome.job.architecture.functional
-        paths = [path for path, kind in named.items() if kind in MATRICES and path not in functional]
-        if not paths:
-            session.note("nothing is refined: no Linear module was calibrated")
-            return outcome
-        watch = session.listener.progress
-        refined, factors = distil(self._lessons, add_updates(student, paths, seed), of_merged, journal, seed, watch)
+        calibrated = {path: x for number in range(len(outcome.blocks)) for path, x in journal.tensors(number).items()}
+        for path, new in calibrated.items():
+            parameter = student.get_parameter(path)
+            parameter.data = finish(outcome, path, self._merged.get_parameter(path).data, new).to(parameter)
+        if sum(x.numel() for x in calibrated.values()) >= LARGE:
+            for layer in (student.get_submodule(block.name) for block in outcome.blocks):
+                run = partial(_run_with_cache, layer.forward)
+                layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        updates, watch = add_updates(student, list(calibrated), seed), session.listener.progress
+        del calibrated
+        refined, parts = distil(self._lessons, updates, of_merged, journal, seed, watch)
         for headed in self._headed.values():
             headed.to("meta")  # gives its memory back
         session.note(str(refined))
-        outcome = replace(outcome, refined=refined, factors=factors)
-        if factors:
+        outcome = replace(outcome, refined=refined, updates=parts)
+        if parts:
             session.stage("measuring the result")
-            measure_result(outcome.job, outcome.blocks, journal, partial(finish, self._merged, outcome), watch)
+            measure_result(outcome.job, outcome.blocks, journal, partial(finish, outcome), watch)
         return outcome
+
+
+def _run_with_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block, and compute each updated parameter once, as a mixture reads them for each of its experts."""
+    with parametrize.cached():
+        return forward(*args, **kwargs)
 
 
 def _refuse(expert: Model, lacks: str) -> RecipeError:
@@ -136,16 +137,12 @@ def _refuse(expert: Model, lacks: str) -> RecipeError:
 
 def read_groups(journal: Journal, merged: nn.Module, outcome: Outcome) -> Iterator[dict[str, Tensor]]:
     """Yield each block's new parameters by path; nothing if every byte is merged's."""
-    for number in range(len(outcome.blocks) if outcome.step or outcome.factors else 0):
+    for number in range(len(outcome.blocks) if outcome.step or outcome.updates else 0):
         full = journal.tensors(number).items()
-        yield {path: finish(merged, outcome, path, merged.get_parameter(path).data, new) for path, new in full}
+        yield {path: finish(outcome, path, merged.get_parameter(path).data, new) for path, new in full}
 
 
-def finish(merged: nn.Module, outcome: Outcome, path: str, old: Tensor, new: Tensor) -> Tensor:
+def finish(outcome: Outcome, path: str, old: Tensor, new: Tensor) -> Tensor:
     """Return the final value of a parameter: with its update scaled by the outcome's `step`, and refined."""
     value = interpolate(old, new, outcome.step)
-    if f"{path}/up" not in outcome.factors:
-        return value
-    update = outcome.factors[f"{path}/up"] @ outcome.factors[f"{path}/down"]
-    is_transposed = isinstance(merged.get_submodule(path.rpartition(".")[0]), Conv1D)
-    return (value.float() + (update.T if is_transposed else update)).to(value.dtype)
+    return (value + compute_update(outcome.updates, f"{path}/")).to(value.dtype) if outcome.updates else value

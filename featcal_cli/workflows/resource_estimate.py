@@ -12,7 +12,8 @@ from itertools import product
 import torch
 from torch import nn
 
-from featcal_cli.calibration.distillation import CHECKPOINTED, KEPT, RANK, TEXTS
+from featcal_cli.calibration.distillation import KEPT, RANK, TEXTS
+from featcal_cli.calibration.distillation import LARGE as LARGE_MODEL
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.examples import TaskExamples, most_held_out
@@ -155,10 +156,11 @@ def estimate(
     refining = 0.0
     if calibration.refine:
         weights = [x for block in architecture.blocks for x in model.get_submodule(block.name).parameters()]
-        updates = UPDATE_COPIES * RANK * COMPUTE * sum(sum(x.shape) for x in weights if x.ndim == 2)
-        is_checkpointed = sum(x.numel() for x in weights) >= CHECKPOINTED
+        is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
+        learned = sum(RANK * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights)
+        updates = UPDATE_COPIES * COMPUTE * learned
         refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + updates + LOGIT_COPIES * logits
-        refining += SAVED_TENSORS * taught * (1 if is_checkpointed else len(architecture.blocks))
+        refining += SAVED_TENSORS * taught * (1 if is_large else len(architecture.blocks))
         aside += answers + updates
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS

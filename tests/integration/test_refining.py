@@ -31,12 +31,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def refine(llama: Saved, output: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    line = {"--base": llama.folder / "base", "-n": 64, "-o": output, "--device": "cpu", "--refine": "", "--json": ""}
+    # a merge that is worse than its base, so that there is much to win
+    line = {
+        "--merge": "task_arithmetic:1.0",
+        "--base": llama.folder / "base",
+        "-n": 64,
+        "-o": output,
+        "--device": "cpu",
+        "--refine": "",
+        "--json": "",
+    }
     named = {
         "--expert": [f"{task}={llama.folder / task}" for task in llama.inputs],
         "--data": [f"{task}={llama.folder / task}.safetensors" for task in llama.inputs],
     }
-    return featcal_inside(capsys, "calibrate", {"": llama.folder / "merged", **line, **named})
+    return featcal_inside(capsys, "calibrate", {**line, **named})
 
 
 class Stopper(Listener):
@@ -70,6 +79,7 @@ def test_refining_is_reported_done_once_and_goes_on(
     assert again.code == 0 and json.loads(again.stdout)["refined"] == refined
 
     recipe = llama.recipe(ridge=None, rho=None, alpha=None, examples=64, refine=True)
+    recipe["merged"] = {"method": "task_arithmetic", "scale": 1.0}
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe, output=tmp_path / "parts", listener=Stopper(), device="cpu")
     assert (tmp_path / ".parts.featcal" / "journal" / "refining.safetensors").is_file()

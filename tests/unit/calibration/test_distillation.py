@@ -32,6 +32,7 @@ CLASSES = 6
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "STEPS", 40)
     monkeypatch.setattr(distillation, "PEAK", 0.05)
+    monkeypatch.setattr(distillation, "RANK_PEAK", 0.05)
 
 
 @pytest.mark.parametrize("count", [3, KEPT, KEPT + 1, 1000])
@@ -95,10 +96,12 @@ def learn(
     }
     merged = {task: lesson.measure() for task, lesson in lessons.items()}
     journal = Journal(folder / "work" / "journal", {})
-    return distil(lessons, add_updates(student, ["0"], seed=0), merged, journal, 5, watch)
+    return distil(lessons, add_updates(student, ["0.weight"], seed=0), merged, journal, 5, watch)
 
 
-def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [distillation.LARGE, 0])
+def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    monkeypatch.setattr(distillation, "LARGE", large)
     expert = make_expert(0.3, seed=1)
     record, whole = learn(tmp_path / "whole", {"red": (expert, expert)})
     assert record.share == 1 and record.after["red"] < 0.2 * record.before["red"]
