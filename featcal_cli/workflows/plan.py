@@ -339,7 +339,7 @@ def _check_refinable(session: Session, recipe: Recipe, examples: Mapping[str, Ta
         raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
     if recipe.calibration.refine and unchecked:
         what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
-        raise RecipeError(what, where="--refine", fix="give more rows and the method featcal, or leave out --refine")
+        raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
 
 
 def _check_adapter(
