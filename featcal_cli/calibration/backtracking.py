@@ -3,7 +3,7 @@ until drift is no larger than merged's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -101,15 +101,15 @@ def shrink_updates(
     measured, other = _read_drifts(job, job.drift, ends), _read_second(job, ends)
     if _holds(measured, other, 1.0, held_out):
         return 1.0, ""
-    partial = _measure_partial_updates(job, blocks, journal, watch)
-    partial.share_readings()
-    between = _read_drifts(partial, partial.drift, PARTIAL), _read_second(partial, PARTIAL)
+    changes = {role: partial(_reduce, step) for step, role in PARTIAL.items()}
+    other_job = _measure_updates(job, blocks, journal, changes, watch)
+    between = _read_drifts(other_job, other_job.drift, PARTIAL), _read_second(other_job, PARTIAL)
     for drifts, more in zip((measured, other), between, strict=True):
         for task in drifts:
             drifts[task] |= more[task]
     step = next(t for t in STEPS if not t or _holds(measured, other, t, held_out))
     if step < 1:
-        _take_over(job, partial if step else job, PARTIAL.get(step, MERGED))
+        _take_over(job, other_job if step else job, PARTIAL.get(step, MERGED))
     before, after, now = (_mean(measured, t, measured) for t in (0.0, 1.0, step))
     what = "mean distance of outputs" if job.gradients else "mean drift"
     return step, _describe(what, step, "held-out rows" if held_out else "the calibration examples", before, after, now)
@@ -132,14 +132,29 @@ def interpolate(merged: Tensor, new: Tensor, step: float) -> Tensor:
     return mixed
 
 
-def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: Journal | None, watch: Watch) -> Job:
-    """Run the merged model with each share in PARTIAL of all updates on the rows of the job; return the job that holds
-    the measurements."""
+def _reduce(step: float, _: str, merged: Tensor, new: Tensor) -> Tensor:
+    return interpolate(merged, new, step)
+
+
+Change: TypeAlias = "Callable[[str, Tensor, Tensor], Tensor]"
+"""Computes the value of a parameter from its path, its merged value and its calibrated value."""
+
+
+def measure_result(job: Job, blocks: Sequence[BlockReport], journal: Journal, change: Change, watch: Watch) -> None:
+    """Replace the job's measurements of the calibrated model by those of the model that `change` makes of it."""
+    _take_over(job, _measure_updates(job, blocks, journal, {CALIBRATED: change}, watch), CALIBRATED)
+
+
+def _measure_updates(
+    job: Job, blocks: Sequence[BlockReport], journal: Journal | None, changes: Mapping[str, Change], watch: Watch
+) -> Job:
+    """Run the merged model with each of some changes, by the role's name, on the rows of the job; return the job that
+    holds the measurements."""
 
     def runner(of: BlockRunner) -> BlockRunner:
         return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype, of.token_ids)
 
-    students = {role: runner(job.merged) for role in PARTIAL.values()}
+    students = {role: runner(job.merged) for role in changes}
     partial = replace(
         job,
         students=students,
@@ -161,10 +176,11 @@ def _measure_partial_updates(job: Job, blocks: Sequence[BlockReport], journal: J
     for number, visit in enumerate(forward_order(partial)):
         watch(Progress(visit.block.name, number, len(blocks)))
         for path, merged, new in _read_updates(partial, blocks[number], journal, number):
-            for step, role in PARTIAL.items():
-                students[role].replace(students[role].parameter(path), interpolate(merged, new, step))
+            for role, change in changes.items():
+                students[role].replace(students[role].parameter(path), change(path, merged, new))
     for task, expert in partial.experts.items():
         job.experts[task].bytes_read += expert.bytes_read
+    partial.share_readings()
     return partial
 
 

@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # what only looks for finished blocks need not wait for torch
 
 FORMAT = 4
 """Version of the file format; blocks written in another version are not reused."""
-BLOCK = re.compile(r"block-\d{4,}\.safetensors")
+BLOCK = re.compile(r"(block-\d{4,}|refining)\.safetensors")
+"""Names of a journal's files. The state of refining comes after all blocks, and is dropped with any of them."""
+STATE = -1
+"""Number that stands for the state of refining in place of a block's."""
 LONGEST = 60
 """Characters of a value that a message shows at most."""
 TYPED = {key for key, field in Calibration.model_fields.items() if AsOption.of(field)}
@@ -108,26 +111,44 @@ class Journal:
 
     def write(self, number: int, report: BlockReport, student: BlockRunner) -> None:
         """Write the current parameters of a finished block to the journal."""
-        from safetensors.torch import save_file
-
         self._check_inputs()
         parameters = {
             name: value.cpu().contiguous()
             for module in report.modules
             for name, value in student.parameters_at_home(report.path_of(module)).items()
         }
-        text, file = report.to_json(), self._file(number)
-        checksum = _hash_block(self._job, number, text, parameters)
+        self._store(number, report.to_json(), parameters)
+        self._own.add(number)
+
+    def write_state(self, text: str, tensors: dict[str, Tensor]) -> None:
+        """Write the state of refining, which replaces the one before."""
+        self._check_inputs()
+        self._store(STATE, text, tensors)
+
+    def read_state(self) -> tuple[str, dict[str, Tensor]] | None:
+        """Return what `write_state` wrote last; None if there is nothing, or if it is damaged."""
+        try:
+            return self._load(STATE)
+        except FileNotFoundError:
+            return None
+        except DamagedError:
+            self._note("the state of refining was damaged on the disk: the result is refined from the start")
+            return None
+
+    def _store(self, number: int, text: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        file = self._file(number)
+        checksum = _hash_block(self._job, number, text, tensors)
         about = {"job": self._job, "made with": self._made_with, "report": text, "checksum": checksum}
         partial = file.with_suffix(".partial")
         try:
-            save_file(parameters, partial, metadata=about)
+            save_file(tensors, partial, metadata=about)
             replace_durably(partial, file)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):  # it stays, then, and is written over
                 partial.unlink(missing_ok=True)
             raise _explain(error, file) from None
-        self._own.add(number)
 
     def restore(self, number: int, student: BlockRunner) -> BlockReport | None:
         """Load a block that was finished before into the student and return its report. Returns None if the block is
@@ -161,8 +182,13 @@ class Journal:
             ) from None
 
     def _read(self, number: int) -> tuple[BlockReport, dict[str, Tensor]]:
-        """Read the report and the parameters of a finished block. Raises FileNotFoundError if there is no file, and
-        DamagedError if it is damaged."""
+        """Read the report and the parameters of a finished block. Raises what `_load` raises."""
+        text, parameters = self._load(number)
+        return BlockReport.from_json(text), parameters
+
+    def _load(self, number: int) -> tuple[str, dict[str, Tensor]]:
+        """Read the text and the tensors of a file. Raises FileNotFoundError if there is no file, and DamagedError if it
+        is damaged."""
         file = self._file(number)
         if not file.is_file():
             raise FileNotFoundError(file)
@@ -175,7 +201,7 @@ class Journal:
         text = about.get("report", "")
         if about.get("checksum") != _hash_block(self._job, number, text, parameters):
             raise DamagedError
-        return BlockReport.from_json(text), parameters
+        return text, parameters
 
     def _drop_from(self, number: int) -> None:
         """Delete a block and all later ones, starting with the last."""
@@ -191,7 +217,8 @@ class Journal:
             raise _explain(error, self.folder) from None
 
     def _file(self, number: int) -> Path:
-        return self.folder / f"block-{number:04d}.safetensors"
+        name = "refining" if number == STATE else f"block-{number:04d}"
+        return self.folder / f"{name}.safetensors"
 
 
 def restore_block(journal: Journal | None, number: int, student: BlockRunner, ranks: Ranks) -> BlockReport | None:
@@ -227,8 +254,8 @@ def drop_journal(folder: Path) -> None:
 
 
 def list_blocks(folder: Path) -> list[Path]:
-    """List the files of the finished blocks in order."""
-    return sorted(file for file in folder.glob("block-*.safetensors") if BLOCK.fullmatch(file.name))
+    """List the files of a journal: of the finished blocks in order, and of refining."""
+    return sorted(file for file in folder.glob("*.safetensors") if BLOCK.fullmatch(file.name))
 
 
 def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

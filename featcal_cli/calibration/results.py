@@ -21,7 +21,7 @@ class ModuleReport:
     rows: int
     """Number of rows (tokens) of the calibration examples of all tasks."""
     relative_change: float
-    """Relative size of the update, ‖W* − W_merged‖ / ‖W_merged‖."""
+    """Relative size of the update in closed form, ‖W* − W_merged‖ / ‖W_merged‖."""
     step: float | None = None
     """The step t: the share of the update that was kept after the check on held-out rows; None if it was not
     checked."""
@@ -116,6 +116,35 @@ class AdapterReport:
         left_out = f"; an adapter cannot hold {self.left_out[0]}{more} ({len(self.left_out)})" if self.left_out else ""
         size = tell_bytes(self.bytes)
         return f"the adapter of rank {self.rank} holds {write_share(self.share)} of the updates ({size}){left_out}"
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """The report on refining by a distillation. Divergences are the mean KL(expert ‖ model) of predictions on the
+    held-out examples that refining is checked on, in nats, by task."""
+
+    merged: dict[str, float]
+    """Divergence of the merged model."""
+    before: dict[str, float]
+    """Divergence of the calibrated model before it was refined."""
+    after: dict[str, float]
+    """Divergence of the result; equal to `before` if the updates are not used."""
+    steps: int = 0
+    """Number of steps done."""
+    best: int = 0
+    """Number of steps after which the updates were best; 0 if they never helped."""
+    share: float = 1.0
+    """Share of the best updates that is kept, from 0 to 1."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        of_merged, before, after = (fmean(of.values()) for of in (self.merged, self.before, self.after))
+        spent = f"{self.steps} steps in {self.seconds:.0f} s"
+        if not self.share:
+            return f"refining did not help on held-out rows ({spent}), so the calibrated weights stay"
+        part = "" if self.share == 1 else f"{self.share:g} of "
+        updates = f"refined by {part}the updates after step {self.best} ({spent})"
+        return f"{updates}: KL from the experts is {after:.3f} ({of_merged:.3f} merged, {before:.3f} calibrated)"
 
 
 def write_share(share: float) -> str:

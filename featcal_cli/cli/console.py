@@ -137,7 +137,7 @@ class Screen(Listener):
         number = min(step.finished + 1, step.blocks)
         self._bar.update(
             self._task,
-            description=f"{self._doing} · {'block' if step.block else 'expert'} {number}/{step.blocks}",
+            description=f"{self._doing} · {'block' if step.block else step.unit} {number}/{step.blocks}",
             total=step.blocks,
             completed=step.finished,
             at=escape(step.task or step.module),

@@ -212,7 +212,6 @@ WRITING = {
     ),
     "strict": _flag(OUTPUT, "--strict", "Exit with 3, and do not push, if a task got farther from its expert."),
     "evaluate": _flag(OUTPUT, "--evaluate", "Also measure accuracy or perplexity of experts, merged and result."),
-    "allow_code": AllowCode,
     "dry_run": _flag(OUTPUT, "--dry-run", "Check and estimate everything; download no weights."),
 }
 PUSHING = {
@@ -220,7 +219,7 @@ PUSHING = {
     "overwrite_repo": _flag(HUB, "--overwrite-repo", "Commit to a repo that already holds a model."),
     "push_anyway": _flag(HUB, "--push-anyway", "Push even if, on average, tasks got farther from their experts."),
 }
-"""Options for pushing a calibration; RUNNING, WRITING and PUSHING together are the fields of RunOptions."""
+"""Options for pushing a calibration; RUNNING, WRITING and PUSHING together are fields of RunOptions."""
 
 
 def check_words(words: Sequence[str]) -> None:

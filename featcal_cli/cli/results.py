@@ -148,10 +148,11 @@ def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
 
 
 def _show_drift(report: Report) -> None:
-    if report.has_grown or report.fitted_tasks or report.settings.get("step") == 0:
+    if report.has_grown or report.fitted_tasks or report.is_unchanged:
         colour = "bold red" if report.has_grown else "bold"
         OUT.print(f"[{colour}]{escape(report.headline[0].upper() + report.headline[1:])}[/]")
-    what = "Distance of outputs from the experts'" if report.output_distances else "Drift of the last block's features"
+    what = f"{report.judged_by[0].upper()}{report.judged_by[1:]} from the experts'"
+    what = what if report.output_distances else "Drift of the last block's features"
     OUT.print(f"{what} {escape(report.measured_on)}; 0 is the expert:")
     rows = [[escape(row.task), *row.cells] for row in report.judged_rows]
     OUT.print(make_table(("task", "merged", "calibrated", "change", "base")[: len(rows[-1])], rows))

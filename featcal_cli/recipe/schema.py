@@ -189,9 +189,7 @@ class Data(Section):
         """Replace the address of a dataset's page by its name and, unless it is given beside it, its revision."""
         name = values.get("dataset") if isinstance(values, dict) else None
         page = read_page(name) if isinstance(name, str) else None
-        if page is None:
-            return values
-        return {"revision": page.revision, **values, "dataset": page.id}
+        return values if page is None else {"revision": page.revision, **values, "dataset": page.id}
 
     @property
     def has_source(self) -> bool:
@@ -307,6 +305,8 @@ class Calibration(Section):
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
     """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` by how far they move
     the expert's outputs where errors are measured by these, else as one of the two."""
+    refine: Annotated[bool, AsOption(names=("--refine",))] = False
+    """Refine the result by a short distillation to the experts' probabilities on the same examples."""
     seed: Annotated[int, AsOption("N")] = Field(default=42, ge=-(2**63), lt=2**63)
     """Seed for sampling examples."""
 
@@ -378,8 +378,8 @@ class Draft(Section):
     @property
     def local_paths(self) -> list[Path]:
         """All local files and folders that the job names, as absolute paths."""
-        models = [self.merged if isinstance(self.merged, str) else None, self.base]
-        models += [task.expert for task in self.tasks.values()]
+        experts = [task.expert for task in self.tasks.values()]
+        models = [self.merged if isinstance(self.merged, str) else None, self.base, *experts]
         names = [task.data.path for task in self.tasks.values() if task.data and task.data.path]
         names += [part for name in models if name for part in (name, *name.split("+"))]  # BASE+ADAPTER
         return [path for name in names if (path := existing_path(name))]

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from featcal_cli.calibration.results import AdapterReport, BlockReport
+from featcal_cli.calibration.results import AdapterReport, BlockReport, Refinement
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_tokens
@@ -234,6 +234,8 @@ class Report:
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     adapter: AdapterReport | None = None
     """The report on the adapter, where one was written."""
+    refined: Refinement | None = None
+    """The report on refining, where it was asked for."""
     files: list[str] = field(default_factory=list)
     """Paths of the output's files, relative to its folder."""
     loading: dict[str, Any] = field(default_factory=dict)
@@ -264,16 +266,19 @@ class Report:
 
     @property
     def output_distances(self) -> dict[str, tuple[float, float]]:
-        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖, before and after, by task; empty unless errors
-        are measured at the outputs and every task has outputs."""
+        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖ or, of a refined result, KL(expert ‖ model),
+        before and after, by task; empty unless errors are measured at the outputs and every task has outputs."""
         if self.settings.get("metric") != "output":
             return {}
         outputs = {
-            task: tuple(drift.output.relative for role in JUDGED if (drift := measured.models[role]).output)
+            task: tuple(self._distance(drift.output) for role in JUDGED if (drift := measured.models[role]).output)
             for task, measured in self.measures.items()
         }
         known = {task: (pair[0], pair[1]) for task, pair in outputs.items() if len(pair) == len(JUDGED)}
         return known if known.keys() == self.drift.keys() else {}
+
+    def _distance(self, output: OutputDrift) -> float:
+        return output.divergence if self.is_refined and output.divergence is not None else output.relative
 
     @property
     def judged(self) -> dict[str, tuple[float, float]]:
@@ -288,7 +293,12 @@ class Report:
             return self.drift_rows
         bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
         return _add_mean(
-            replace(row, before=before, after=after, base=base.relative if (base := bases.get(row.task)) else row.base)
+            replace(
+                row,
+                before=before,
+                after=after,
+                base=self._distance(base) if (base := bases.get(row.task)) else row.base,
+            )
             for row, (before, after) in zip(self.drift_rows, self.output_distances.values(), strict=False)
         )
 
@@ -301,7 +311,8 @@ class Report:
     @property
     def judged_by(self) -> str:
         """The name of the values in `judged`."""
-        return "distance of outputs" if self.output_distances else "drift"
+        of_outputs = "KL divergence of outputs" if self.is_refined else "distance of outputs"
+        return of_outputs if self.output_distances else "drift"
 
     @property
     def has_grown(self) -> bool:
@@ -324,11 +335,21 @@ class Report:
         return f"on held-out rows, but on calibration examples for {list_some(self.fitted_tasks)}"
 
     @property
+    def is_refined(self) -> bool:
+        """Whether updates by which the result was refined are kept."""
+        return self.refined is not None and self.refined.share > 0
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all weights are the merged model's."""
+        return self.settings.get("step") == 0 and not self.is_refined
+
+    @property
     def headline(self) -> str:
         """The result in one line: the mean of `judged` before and after, and the examples that it is measured on."""
         before, after = (f"{value:.3f}" for value in self.mean_judged)
         what = f"mean {self.judged_by}"
-        if self.settings.get("step") == 0:
+        if self.is_unchanged:
             return f"no update helps: these are the merged model's weights, with {what} {before} {self.measured_on}"
         change = f"WARNING: {what} grew" if self.has_grown else f"{what} went"
         return f"{change} from {before} to {after} {self.measured_on}"

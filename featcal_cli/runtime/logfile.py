@@ -66,7 +66,8 @@ class Log(Listener):
 
     def progress(self, progress: Progress) -> None:
         if not (progress.task or progress.module):
-            self.write("block", finished=progress.finished, blocks=progress.blocks, name=progress.block)
+            what = "block" if progress.block else progress.unit
+            self.write(what, finished=progress.finished, blocks=progress.blocks, name=progress.block)
         if progress.drifts:
             drifts = {
                 task: dict(zip(("merged", "calibrated"), pair, strict=True)) for task, pair in progress.drifts.items()

@@ -154,8 +154,7 @@ class Progress:
     """The state of a calibration, as it is given to whoever shows it."""
 
     block: str
-    """The current block. It is empty while the experts' outputs are computed; `finished` and `blocks` then count
-    these."""
+    """The current block. It is empty while something else is counted, by `finished` and `blocks`."""
     finished: int
     """The number of finished blocks."""
     blocks: int
@@ -163,6 +162,8 @@ class Progress:
     """The task whose features are being read."""
     module: str = ""
     """The module that is being solved."""
+    unit: str = "expert"
+    """The unit of `finished` and `blocks` if `block` is empty."""
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The drift of the merged and of the calibrated model after `block`, by task, if it was just measured."""
     by_outputs: bool = False

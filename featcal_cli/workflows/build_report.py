@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from featcal_cli import __version__
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.results import BlockReport
+from featcal_cli.calibration.results import BlockReport, Refinement
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.lineage.questions import FROM_USER
@@ -44,6 +45,9 @@ class Outcome:
     """The factor by which the final check scaled all updates, from 0 to 1."""
     pulled: str
     """A sentence on why `step` is less than 1; empty if it is 1."""
+    refined: Refinement | None = None
+    updates: Mapping[str, Tensor] = field(default_factory=dict)
+    """Updates by which the result was refined, in parts; empty if it was not, or if that did not help."""
 
 
 def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[str, str]) -> Report:
@@ -79,6 +83,7 @@ def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[st
         drift={task: read_drift(job, task, bool(rows.held_out_count)) for task, rows in plan.examples.items()},
         cost=add_up_cost(session, job),
         notes=list(session.notes),
+        refined=outcome.refined,
         sources=list(_describe_sources(plan)),
         measures=describe_tasks(job, {task: rows.measured_count for task, rows in plan.examples.items()}),
     )

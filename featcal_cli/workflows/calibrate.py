@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from featcal_cli.calibration.algorithm import calibrate_blocks
-from featcal_cli.calibration.backtracking import interpolate, shrink_updates
+from featcal_cli.calibration.backtracking import shrink_updates
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.calibration.journal import Journal, check_unfinished, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_head, describe_ridges
@@ -42,6 +42,7 @@ from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.recipe_files import dump_recipe
+from featcal_cli.workflows.refine import Refiner, read_groups
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
 from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, Workspace, describe_output, stamp_inputs
@@ -110,7 +111,9 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
             adapter, adapter_files = _extract_adapter(session, journal, models, plan, outcome)
         report = replace(summarise(session, plan, outcome, stamps), adapter=adapter)
         if journal:
-            report = _write(session, workspace, journal, models, report, plan, target, adapter_files, check_inputs)
+            report = _write(
+                session, workspace, journal, models, outcome, report, plan, target, adapter_files, check_inputs
+            )
     return report, models
 
 
@@ -219,6 +222,8 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
     if unchecked and guarded:
         session.note(f"updates are not checked on held-out examples: {unchecked[0]} has no held-out rows")
+    # before the job makes its models pause
+    refiner = Refiner(session, setup) if calibration.refine else None
     watchers = {MERGED: models.merged, "base": models.base}
     job = setup.make_job({CALIBRATED: models.student}, watchers, guarded=guarded and not unchecked, judged=guarded)
     held_out = [task for task, rows in examples.items() if rows.held_out_count]
@@ -242,7 +247,8 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     if guarded:
         session.stage("checking the result")
         step, pulled = shrink_updates(job, blocks, journal, held_out, watch)
-    return Outcome(used, whose, job, blocks, step, pulled)
+    outcome = Outcome(used, whose, job, blocks, step, pulled)
+    return refiner.refine(journal, outcome) if refiner and journal else outcome
 
 
 def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -> None:
@@ -260,23 +266,15 @@ def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -
     session.note(*filter(None, texts))
 
 
-def _read_groups(journal: Journal, models: Models, blocks: int, step: float) -> Iterator[dict[str, Tensor]]:
-    """Yield each block's parameters by path, with their updates scaled by `step`; nothing if `step` is 0."""
-    merged = models.merged.module
-    for number in range(blocks if step else 0):  # without updates every byte is merged's
-        full = journal.tensors(number).items()
-        yield {name: interpolate(merged.get_parameter(name).data, new, step) for name, new in full}
-
-
 def _extract_adapter(
     session: Session, journal: Journal, models: Models, plan: Plan, outcome: Outcome
 ) -> tuple[AdapterReport | None, dict[str, bytes]]:
     """Build the adapter that holds the updates. Returns the report on it, and its files by their paths in the output;
     None and no files if there are no updates."""
-    if not outcome.step:
+    if not (outcome.step or outcome.updates):
         session.note("no adapter is written: no update helps, so there is nothing that it could hold")
         return None, {}
-    groups = _read_groups(journal, models, len(outcome.blocks), outcome.step)
+    groups = read_groups(journal, models.merged.module, outcome)
     rank, functional = int(session.options.as_adapter or 0), outcome.job.architecture.functional
     made = extract_adapter(models.merged.module, groups, rank, functional)
     origin = plan.origins["merged"]
@@ -291,6 +289,7 @@ def _write(
     workspace: Workspace,
     journal: Journal,
     models: Models,
+    outcome: Outcome,
     report: Report,
     plan: Plan,
     target: Target | None,
@@ -302,7 +301,7 @@ def _write(
     slots = read_slots(merged.snapshot)
 
     def read_named() -> Iterator[dict[str, Tensor]]:
-        for tensors in _read_groups(journal, models, len(report.blocks), report.settings["step"]):
+        for tensors in read_groups(journal, merged.module, outcome):
             yield names_on_disk(merged, tensors, slots)
 
     card = plan.inputs.merged_card

@@ -145,6 +145,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
             if options.strict:
                 check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
     with look():
+        _check_refinable(session, recipe, examples)
+    with look():
         _check_disk(needs, transfers, target if session.ranks.is_first else None)
 
     if self_written and not options.dry_run:
@@ -328,6 +330,16 @@ def _check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], tar
         if free < wanted:
             what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
             raise OutputError(what, where=str(place), fix=fix)
+
+
+def _check_refinable(session: Session, recipe: Recipe, examples: Mapping[str, TaskExamples]) -> None:
+    """Raise RecipeError if the result is to be refined, but by several processes, or without held-out examples."""
+    unchecked = [task for task, rows in examples.items() if not rows.selection_count]
+    if recipe.calibration.refine and session.ranks.size > 1:
+        raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
+    if recipe.calibration.refine and unchecked:
+        what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
+        raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
 
 
 def _check_adapter(

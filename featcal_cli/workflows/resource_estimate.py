@@ -12,6 +12,8 @@ from itertools import product
 import torch
 from torch import nn
 
+from featcal_cli.calibration.distillation import KEPT, RANK, TEXTS
+from featcal_cli.calibration.distillation import LARGE as LARGE_MODEL
 from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
@@ -50,6 +52,8 @@ LOGIT_COPIES = 6
 SQUARES, SQUARES_SOLVED = 2.0, 3
 """Matrices of d_in² elements. SQUARES: in the sums for one input, products of the student's features with themselves
 and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory."""
+UPDATE_COPIES = 5
+"""Copies of the updates by which a result is refined: they, their gradients, two moments, and the best so far."""
 HEAP_GAPS = 2 * LARGEST_REUSED
 """Bytes that the heap keeps without using them: a freed piece of the largest size, and gaps between features."""
 DEVICE_LIBRARIES = 5 << 28
@@ -91,12 +95,13 @@ def estimate(
        one batch.
     4. Gradients: those of one expert's outputs at all its modules.
     5. Head: its inputs, and what it is solved with.
+    6. Refining: the whole student, its updates, and the graph of a batch; and the experts' probabilities on the disk.
     """
     calibration, model, on_device = recipe.calibration, merged.module, device.type != "cpu"
     computing = choose_dtype(calibration, model)
     guarded = writes and calibration.must_not_get_worse
     # 1. features
-    unread = features = filed = aside = batch = shown = logits = head_rows = 0.0
+    unread = features = filed = aside = batch = shown = logits = head_rows = taught = answers = 0.0
     passes = DRIFT_PASSES + HEAD_PASSES * calibration.uses_output_metric + CHECK_PASSES * guarded
     for task, rows in examples.items():
         # fewer than asked for where the source has no more; beyond what is read, a run reads the rest
@@ -129,7 +134,10 @@ def estimate(
         shown = max(shown, state * wanted)
         ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
         tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
-        logits = max(logits, len(getattr(model.get_output_embeddings(), "weight", ())) * tokens * size * COMPUTE)
+        choices = len(getattr(model.get_output_embeddings(), "weight", ()))
+        logits = max(logits, choices * tokens * size * COMPUTE)
+        taught = max(taught, need.feature_bytes * min(size, TEXTS))
+        answers += 2 * COMPUTE * min(choices, KEPT + 1) * tokens * (wanted + watched)
     room, further_room = rooms_for_features(device)
     here = min(features, room if on_device else further_room)
     elsewhere = min(features - here, further_room) if on_device else 0.0
@@ -152,26 +160,34 @@ def estimate(
         if stays or not on_device:
             gradients += min(GRAPH_BYTES, len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES)
     # 5. head
-    solved, collected = (
-        _count_head(merged, architecture, head_rows * computing.itemsize)
-        if writes and calibration.calibrates_head
-        else (0.0, 0.0)
-    )
+    solved = collected = 0.0
+    if writes and calibration.calibrates_head:
+        solved, collected = _count_head(merged, architecture, head_rows * computing.itemsize)
     at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients, solved)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
+    # 6. refining
+    refining = 0.0
+    if calibration.refine:
+        weights = [x for block in architecture.blocks for x in model.get_submodule(block.name).parameters()]
+        is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
+        learned = sum(RANK * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights)
+        updates = UPDATE_COPIES * COMPUTE * learned
+        refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + updates + LOGIT_COPIES * logits
+        refining += SAVED_TENSORS * taught * (1 if is_large else len(architecture.blocks))
+        aside += answers + updates
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS + collected
     if on_device:
         on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere + DEVICE_LIBRARIES
     else:
-        on_host += max(filed, here + at_work)
+        on_host += max(filed, here + at_work, refining)
     fused = count_fused(model)  # of one model at a time in memory, of all in files of each process
     in_files = fused * (2 + len(examples)) * read_launch().local_size
     whole = sum(x.nbytes for x in model.parameters())
     output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + SMALL_FILES
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
-        device_bytes=round(here + at_work + stays) if on_device else 0,
+        device_bytes=round(max(here + at_work + stays, refining)) if on_device else 0,
         disk_bytes=round(output + aside + kept * len(examples) + in_files),
     )
 

@@ -25,8 +25,9 @@ from featcal_cli.runtime.sanitise import list_some, without_tokens
 
 MOST_STAMPS = 2_000
 """The most files whose stamps a report lists one by one."""
-MERGED_MODEL, GRADIENTS = "merged", "gradients"
-"""Names of the folders for the merged model, if featcal builds it, and for the gradients of experts' outputs."""
+MERGED_MODEL, GRADIENTS, ANSWERS = "merged", "gradients", "answers"
+"""Names of the folders for the merged model, if featcal builds it, for the gradients of experts' outputs, and for their
+probabilities."""
 COMMIT = re.compile(r"@[0-9a-f]{40}\b")
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
@@ -105,7 +106,7 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
     clauses += [f"{file} has changed" for file, stamp in stamps.items() if now.get(file) != stamp]
     rank = report.adapter.rank if report.adapter else None
     # where no update was left there is none to put into an adapter
-    if as_adapter and as_adapter != rank and report.settings.get("step") != 0:
+    if as_adapter and as_adapter != rank and not report.is_unchanged:
         clauses.append(f"--as-adapter was {rank or 'not given'}, and is {as_adapter}")
     if clauses:
         what = f"this is the output of another job: {list_some(clauses, between='; ', write=str)}"
@@ -251,7 +252,7 @@ class Workspace:
         """Delete what no later run needs, and folders that this run created and left empty; never files that are not
         featcal's."""
         with suppress(OSError):  # the disk may be for reading only by now
-            for folder in (self.built, self.folder / MERGED_MODEL, self.folder / GRADIENTS):
+            for folder in (self.built, *(self.folder / name for name in (MERGED_MODEL, GRADIENTS, ANSWERS))):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in (REPORT, CARD):  # of one that was being rewritten
                 (self.folder / name).unlink(missing_ok=True)

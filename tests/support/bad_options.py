@@ -36,6 +36,7 @@ CASES: list[Case] = [
     (options(rho="inf"), ["rho", "finite"]),
     (options(n=0), ["examples", "1"]),
     (options(seed=10**30), ["seed"]),
+    (options(refine=""), ["expert red has no head on merged's body", "leave out --refine"]),
     (options(method="best"), ["--method", "featcal or paper"]),
     (options(select="preset"), ["no such option: --select", "--method featcal and --method paper"]),
     (options(norms="all"), ["no such option: --norms", "write norms: in the section calibration: of a recipe"]),

@@ -1,0 +1,148 @@
+"""Refine a calibrated model (`--refine`): the experts' probabilities are recorded before blocks are calibrated, and
+distilled into the result afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from featcal_cli.calibration.backtracking import interpolate, measure_result
+from featcal_cli.calibration.distillation import LARGE, TEXTS, Lesson, add_updates, compute_update, distil
+from featcal_cli.calibration.journal import Journal
+from featcal_cli.data.batches import Batch, Example, count_examples, forward_names, padding_id, take_examples
+from featcal_cli.data.padding import cut_padding
+from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output
+from featcal_cli.models.loading import Model, share_model
+from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.progress import Progress
+from featcal_cli.workflows.build_report import Outcome
+from featcal_cli.workflows.resource_estimate import choose_dtype
+from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.setup import Setup
+from featcal_cli.workflows.workspace import ANSWERS
+
+
+class Refiner:
+    """The student as a whole model that runs on all tasks, and each task's lesson."""
+
+    def __init__(self, session: Session, setup: Setup) -> None:
+        """Record the experts' probabilities on all examples, one expert after another. Raises RecipeError for models
+        that have no probabilities of one choice, or token ids of their own."""
+        self._session, self._setup, self._merged = session, setup, setup.models.merged.module
+        self._dtype = choose_dtype(setup.calibration, self._merged)
+        self._student = share_model(setup.models.merged).module
+        head = self._student.get_output_embeddings()
+        self._choices = None if head is None else len(head.weight)
+        """Number of classes of the head that all tasks share; None if each expert has a head of its own."""
+        self._headed = {task: self._put_under_head(expert) for task, expert in setup.models.experts.items()}
+        """The student under the head that counts for a task."""
+        self._lessons: dict[str, Lesson] = {}
+        folder = setup.scratch / ANSWERS
+        folder.mkdir(exist_ok=True)
+        session.stage("asking experts for probabilities")
+        for number, (task, rows) in enumerate(setup.examples.items()):
+            session.listener.progress(Progress("", number, len(setup.examples), task))
+            examples = [
+                Example(cut_padding(take_examples(batch, [position])))
+                for batch in (*rows.fitted, *rows.selection)
+                for position in range(count_examples(batch))
+            ]
+            size = 1 if setup.architecture.needs_full_batches else min(TEXTS, rows.batch_size)
+            file, padding = folder / f"{number}.safetensors", padding_id(self._merged)
+            run = partial(self._run, self._headed[task])
+            self._lessons[task] = Lesson(run, examples, rows.fitted_count, file, size, padding)
+            expert = setup.models.experts[task]
+            self._lessons[task].record(partial(self._run, self._place(share_model(expert).module), expert=expert))
+            hardware.give_back(expert.module.parameters())
+
+    def _put_under_head(self, expert: Model) -> PreTrainedModel:
+        """Return the student itself if all tasks share its head; else the expert's model with the student in place of
+        all that is below the head."""
+        if expert.role in self._setup.token_ids.tables or expert.missing:
+            raise _refuse(expert, "has no head in its files" if expert.missing else "has other token ids than merged")
+        if self._choices is not None:
+            return self._student
+        headed = share_model(expert).module
+        if type(headed.base_model) is not type(self._student.base_model) or headed.base_model is headed:
+            raise _refuse(expert, "has no head on merged's body")
+        setattr(headed, headed.base_model_prefix, self._student.base_model)
+        return headed
+
+    def _place(self, module: PreTrainedModel) -> PreTrainedModel:
+        """Move a whole model to the device, in the computing dtype."""
+        for x in (*module.parameters(), *module.buffers()):
+            computes = isinstance(x, nn.Parameter) and x.is_floating_point()
+            x.data = x.data.to(self._setup.device, self._dtype if computes else x.dtype)
+        return module
+
+    def _run(self, module: PreTrainedModel, batch: Batch, expert: Model | None = None) -> tuple[Tensor, Tensor]:
+        """Return the logits of the predictions that count, of an expert only those of the student's classes, and the
+        number of the example that each belongs to."""
+        device, names = self._setup.device, forward_names(module)
+        taken = {name: x for name, x in batch.items() if name in names}
+        placed = {name: x.to(device, self._dtype if x.is_floating_point() else x.dtype) for name, x in taken.items()}
+        with hardware.drawing_alike(self._setup.architecture.draws, device):
+            output = module(**placed)
+        if expert is not None and not gives_logits(module, output):
+            raise _refuse(expert, f"gives no probabilities of one choice ({type(module).__name__})")
+        z = read_output(output)
+        return choose_rows(z, placed)[:, : self._choices if expert else None], find_owners(z, placed)
+
+    def refine(self, journal: Journal, outcome: Outcome) -> Outcome:
+        """Refine the result of a calibration, and measure it again."""
+        session, student, seed = self._session, self._student, self._setup.calibration.seed
+        session.stage("refining the result")
+        for headed in self._headed.values():
+            self._place(headed)
+        of_merged = {task: lesson.measure() for task, lesson in self._lessons.items()}
+        calibrated = {path: x for number in range(len(outcome.blocks)) for path, x in journal.tensors(number).items()}
+        for path, new in calibrated.items():
+            parameter = student.get_parameter(path)
+            parameter.data = finish(outcome, path, self._merged.get_parameter(path).data, new).to(parameter)
+        if sum(x.numel() for x in calibrated.values()) >= LARGE:
+            for layer in (student.get_submodule(block.name) for block in outcome.blocks if not block.is_head):
+                run = partial(_run_with_cache, layer.forward)
+                layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        updates, watch = add_updates(student, list(calibrated), seed), session.listener.progress
+        del calibrated
+        refined, parts = distil(self._lessons, updates, of_merged, journal, seed, watch)
+        for headed in self._headed.values():
+            headed.to("meta")  # gives its memory back
+        session.note(str(refined))
+        outcome = replace(outcome, refined=refined, updates=parts)
+        if parts:
+            session.stage("measuring the result")
+            measure_result(outcome.job, outcome.blocks, journal, partial(finish, outcome), watch)
+        return outcome
+
+
+def _run_with_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block, and compute each updated parameter once, as a mixture reads them for each of its experts."""
+    with parametrize.cached():
+        return forward(*args, **kwargs)
+
+
+def _refuse(expert: Model, lacks: str) -> RecipeError:
+    what = f"refining needs experts' probabilities, and {expert.role} {lacks}"
+    return RecipeError(what, where=expert.snapshot.name, fix="leave out --refine")
+
+
+def read_groups(journal: Journal, merged: nn.Module, outcome: Outcome) -> Iterator[dict[str, Tensor]]:
+    """Yield each block's new parameters by path; nothing if every byte is merged's."""
+    for number in range(len(outcome.blocks) if outcome.step or outcome.updates else 0):
+        full = journal.tensors(number).items()
+        yield {path: finish(outcome, path, merged.get_parameter(path).data, new) for path, new in full}
+
+
+def finish(outcome: Outcome, path: str, old: Tensor, new: Tensor) -> Tensor:
+    """Return the final value of a parameter: with its update scaled by the outcome's `step`, and refined."""
+    value = interpolate(old, new, outcome.step)
+    return (value + compute_update(outcome.updates, f"{path}/")).to(value.dtype) if outcome.updates else value
