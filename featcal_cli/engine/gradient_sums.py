@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -77,7 +79,8 @@ class GradientSums:
 
     def factors(self) -> dict[str, Tensor]:
         """Compute, for each module, R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the
-        directions of its r ≤ DIRECTIONS largest eigenvalues. If M has values that are not finite, R is NaN."""
+        directions of its r ≤ DIRECTIONS largest eigenvalues. If M has values that are not finite, R is NaN. If
+        gradients are so much smaller than other modules' that they are only rounding, r is 0."""
         traces = [
             total.trace() if len(total) == total.shape[1] else self._traces[name] for name, total in self.sums.items()
         ]
@@ -87,9 +90,13 @@ class GradientSums:
         bases: dict[str, Tensor] = {}
         projected: dict[int, dict[str, Tensor]] = {}
         scales: dict[str, float] = {}
+        least = FLOAT32_ROUNDING**2 * max(filter(isfinite, sizes), default=0.0)
         for (name, total), size, is_finite in zip(self.sums.items(), sizes, are_finite, strict=True):
             rows, d = total.shape
-            scales[name] = (d / size) ** 0.5 if size > 0 else 0.0
+            if size <= least:
+                factors[name] = total[:0]
+                continue
+            scales[name] = (d / size) ** 0.5
             if not is_finite:
                 factors[name] = torch.full_like(total[:1], torch.nan)
             elif rows != d:

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +50,8 @@ each output of a Linear module."""
 
 class OutputGradients(NamedTuple):
     """Summary of the gradients of an expert's outputs at its Linear modules, by the module's path in merged, on the
-    CPU. Modules that have no effect on the outputs are left out."""
+    CPU. Modules that have no effect on the outputs are left out, and from `factors` those whose rows all examples
+    share: their gradients are sums over a batch."""
 
     factors: dict[str, Tensor]
     """R [r, d_out], where RᵀR is the mean of g gᵀ divided by its mean diagonal, in its largest directions
@@ -184,7 +185,9 @@ class GradientPass:
         gradient = channels_last(held, gradient)
         if not module.is_routed:
             self._add_sizes(path, module, gradient, masks, lengths)
-        if self.sums is not None:  # a function may return [.., heads, d]
+        # a row that all examples read has the sum of their gradients, which depends on the batch
+        if self.sums is not None and not any(rows.is_shared for rows in module.rows):
+            # a function may return [.., heads, d]
             rows = gradient.reshape(-1, read_parameters(held).weight[..., 0].numel())
             self.sums.add(path, rows, of_experts=module.is_routed)
 
@@ -241,6 +244,13 @@ class GradientPass:
         self._leaves.clear()
 
 
+def _keep_layout(_: nn.Module, __: Any, y: Tensor) -> None:
+    """Have the gradient at a batch norm's output laid out in memory as the output is: if one of the two has its
+    channels first and the other has them last, torch computes a wrong gradient at the input."""
+    if y.requires_grad:
+        y.register_hook(lambda gradient: torch.empty_like(y).copy_(gradient))
+
+
 def measure_output_gradients(
     expert: BlockRunner,
     architecture: Architecture,
@@ -259,16 +269,22 @@ def measure_output_gradients(
     stay there if all blocks have room. In the backward pass of each batch, blocks run once more with gradients, except
     the first ones, whose graphs take GRAPH_BYTES.
     """
-    sums = GradientSums(seed)
+    sums, hooks = GradientSums(seed), ExitStack()
+    for module in expert.model.module.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
+            hooks.callback(module.register_forward_hook(_keep_layout).remove)
     try:
         of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
         sums.sum_over_ranks(ranks, expert.device)
-        factors = {name: factor.cpu() for name, factor in sums.factors().items()}
+        factors = {name: factor.cpu() for name, factor in sums.factors().items() if len(factor)}
         of_checked = _measure_batches(expert, architecture, entry, checked, seed, ranks)
     finally:
+        hooks.close()
         expert.give_back()
         drop_weights(expert.device)
-    return OutputGradients(factors, of_fitted, of_checked)
+    # sizes of gradients that are only rounding would differ from batch to batch
+    of_all = ({name: of for name, of in sizes.items() if name in factors} for sizes in (of_fitted, of_checked))
+    return OutputGradients(factors, *of_all)
 
 
 def _measure_batches(

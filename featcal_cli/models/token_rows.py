@@ -45,6 +45,11 @@ class Rows(NamedTuple):
     may_hold_padding: bool = False
     """Whether some rows may come from padding that no mask identifies."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all examples of a batch read the same rows."""
+        return self.is_table or (self.distances is not None and self.examples is None)
+
     def select(self, x: Tensor, masks: PerToken, weights: PerToken, count: int) -> tuple[Tensor, Tensor | None] | None:
         """Return the rows [T, d] that count in a feature [.., d] of `count` examples, and their weights [T], or None
         for equal weights. Returns None if a mask or weights do not fit the feature's shape."""

@@ -10,10 +10,8 @@ from inspect import cleandoc
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from unicodedata import category
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,21 +28,9 @@ from pydantic.fields import FieldInfo
 
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
+from featcal_cli.recipe.names import ModelName, Name
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import bare_model, existing_path, parse_source, read_page, write_number
-from featcal_cli.runtime.sanitise import quoted
-
-
-def _check_name(text: str) -> str:
-    if any(category(character) == "Cc" for character in text):
-        raise ValueError(f"{quoted(text)} has a control character")
-    return text
-
-
-Name = Annotated[str, AfterValidator(_check_name)]
-"""A name without control characters, so that it can be shown on a terminal and be part of a path."""
-ModelName = Annotated[Name, AfterValidator(bare_model)]
-"""A model's Hub id or path, or the address of its page, which is converted to the id."""
+from featcal_cli.runtime.references import existing_path, parse_source, read_page, write_number
 
 SELF = "self"
 """The value of `dataset` that makes the expert write its own examples."""

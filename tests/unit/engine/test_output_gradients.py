@@ -181,6 +181,27 @@ def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None
     assert not all(torch.equal(fitted[path], checked[path]) for path in fitted)  # of other projections
 
 
+@pytest.mark.parametrize("name", few_of(["cvt", "detr", "deberta"], ("cvt", "detr")))
+def test_they_do_not_depend_on_batches(name: str, tmp_path: Path) -> None:
+    """Where torch misreads gradients in memory (CvT's batch norms), where they are rounding alone (DETR's first
+    attention, whose values are all equal), and where all examples read one table (DeBERTa's positions)."""
+    saved, found = save_family(tmp_path, BY_NAME[name]), []
+    for batch_size in (1, EXAMPLES):
+        prepared = prepare(saved, batch_size=batch_size, examples=EXAMPLES)
+        task = next(iter(prepared.examples))
+        runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.float32)
+        entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
+        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, [], SEED, ALONE)
+        runner.retire()
+        metrics = {path: factor.T @ factor for path, factor in measured.factors.items()}
+        found.append({"factors": metrics, "fitted": measured.fitted})
+    for field, ours in found[0].items():
+        assert ours.keys() == found[1][field].keys() != set()
+        for path, one in ours.items():
+            other = found[1][field][path]
+            assert (one - other).norm() <= 1e-3 * other.norm(), (field, path)
+
+
 def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device in which there is no room for the whole expert."""
     monkeypatch.setattr(output_gradients, "GRAPH_BYTES", 0)
