@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import COMMAND_LINE, OutputError, RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
 MODELS, METHOD, MACHINE, OUTPUT, HUB = (
@@ -231,7 +231,7 @@ def check_words(words: Sequence[str]) -> None:
             continue
         before = words[number - 1] if number and words[number - 1].startswith("-") else "an argument"
         option = name.strip() or before
-        raise RecipeError(f"{option} is empty", where="the command line", fix=f"give {option} a value, or leave it out")
+        raise RecipeError(f"{option} is empty", where=COMMAND_LINE, fix=f"give {option} a value, or leave it out")
 
 
 def check_finite(option: str, value: float | None) -> None:

@@ -30,6 +30,7 @@ from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import Report
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.process import list_launch_words
 from featcal_cli.runtime.progress import tell_change, tell_seconds
 from featcal_cli.runtime.sanitise import for_terminal
 
@@ -113,7 +114,8 @@ def show_calibration(report: Report, output: Path, pushed: Pushed | None, second
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
     """Return a note with the command that runs a saved dry run: with all options that were typed, except those in
     `said`, whose values the file has."""
-    line, leave_out = ["featcal", str(context.info_name), "-r", str(file)], {*said, "recipe", "dry_run", "save"}
+    line = ["featcal", *list_launch_words(), str(context.info_name), "-r", str(file)]
+    leave_out = {*said, "recipe", "dry_run", "save"}
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)

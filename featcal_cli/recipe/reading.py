@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from featcal_cli.recipe.mistakes import COMMAND_LINE, did_you_mean, explain
+from featcal_cli.recipe.mistakes import did_you_mean, explain
 from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
-from featcal_cli.runtime.errors import RecipeError, join_errors
+from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, join_errors
 from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents, write_json

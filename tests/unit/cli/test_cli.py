@@ -247,7 +247,52 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     assert written.value.where == f"{file}, line 2"
     with pytest.raises(RecipeError, match=r"--alpha must be") as typed:
         read_draft(file, collect_overrides(alpha=3.0))
-    assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"
+    assert typed.value.where == "the command line" and typed.value.fix == "give a number from 0 to 1"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    {
+        "calibrate x --rigde 3": ("featcal calibrate", "did you mean --ridge?"),
+        "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
+        "calibrate x --alpha": ("featcal calibrate", "see what there is: featcal calibrate --help"),
+        "calibrate x -n 0": ("featcal calibrate", "give a number of 1 or more; the default is 256"),
+        "calibrate x --device gpu": ("featcal calibrate --device", "give auto, cpu or cuda[:K]"),
+        "calibrat x": ("featcal", "did you mean 'calibrate'?"),
+    }.items(),
+)  # fmt: skip
+def test_a_wrong_option_is_told_with_its_verb_and_one_proposal(
+    typed: str, expected: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, *words = typed.split()
+    run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(words)})
+    what, place, fix = run.stderr.strip().split("\n")
+    assert run.code == 2 and (place, fix) == (f"  in: {expected[0]}", f"  fix: {expected[1]}")
+    assert "possible" not in what.lower() and "did you mean" not in what.lower()
+
+
+@pytest.mark.parametrize("words", [("-h",), ("help",), ("calibrate", "-h"), ("help", "calibrate")])
+def test_help_is_asked_for_in_any_usual_way(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    usual = [word for word in words if word not in ("-h", "help")]
+    asked, known = (
+        featcal_inside(capsys, line[0], {str(number): word for number, word in enumerate(line[1:])})
+        for line in (words, [*usual, "--help"])
+    )
+    assert (asked.code, asked.stdout) == (0, known.stdout) and "Usage:" in known.stdout
+    assert featcal_inside(capsys, "-V", {}).stdout == featcal_inside(capsys, "--version", {}).stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_command_to_type_again_keeps_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "featcal")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    typed = {**LOCAL, "--dry-run": "", "--save": "job.yaml", "--device": "cpu"}
+    saved = featcal_inside(capsys, "calibrate", typed).stderr
+    assert "`featcal --gpus 2 calibrate -r job.yaml --device cpu`" in saved
+    asked = featcal_inside(capsys, "calibrate", {**LOCAL, "--expert": None, "--strict": ""}).stderr
+    assert "featcal --gpus 2 calibrate merged --base base --data red=red.safetensors -n 8 --strict" in asked
 
 
 def test_drift_is_told_after_every_block(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

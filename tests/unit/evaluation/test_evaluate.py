@@ -465,7 +465,7 @@ def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
         ({"answers": "{"}, "a list, or a format with one {}"),
         ({"chat": True}, "chat belongs to lm_eval"),
         ({"promts": ["{}"]}, "unknown key promts"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be greater than or equal to 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"answers": 5}, r"tasks\.it\.evaluate\.answers must be a list"),
     ],
 )
