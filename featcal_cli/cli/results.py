@@ -28,7 +28,7 @@ from featcal_cli.evaluation.results import (
 from featcal_cli.lineage.questions import tell_source
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
-from featcal_cli.reporting.report import Report
+from featcal_cli.reporting.report import CARD, PICTURE, Report
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.process import list_launch_words
 from featcal_cli.runtime.progress import tell_change, tell_seconds
@@ -91,15 +91,15 @@ def show_plan(plan: Plan) -> None:
         _hint(f"{downloaded}{start}".strip())
 
 
-def show_calibration(report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: str | None) -> None:
-    """Show the result of a calibration, its output folder, and its duration. hint: what to do next."""
+def show_calibration(
+    report: Report, output: Path, pushed: Pushed | None, seconds: float, next_steps: Iterable[str] = ()
+) -> None:
+    """Show the result of a calibration, its output folder, and its duration, and lines on what to do next."""
     _show_drift(report)
     if report.accuracy:
         OUT.print()
         _show_scores(report.accuracy, limited=False)
     OUT.print()
-    if hint:
-        _hint(hint)
     if report.worse:
         _print(
             f"warning: {report.judged_by} grew on {', '.join(report.worse)}: see if it should be published",
@@ -109,6 +109,25 @@ def show_calibration(report: Report, output: Path, pushed: Pushed | None, second
     places = [str(output), *([pushed.url] if pushed else [])]
     gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
     _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
+    if next_steps:
+        ERR.print()
+    for step in next_steps:
+        _hint(step)
+
+
+def list_next_steps(report: Report, output: Path, pushed: Pushed | None) -> list[str]:
+    """List what a user may want to do with a calibrated model, in at most three lines."""
+    folder = shlex.quote(str(output))
+    lines = [f"{folder}/{PICTURE} shows the drift by block, {CARD} how to load the model."]
+    can_be_measured = any(task.get("evaluate") for task in report.recipe["tasks"].values())
+    commands = [f"`featcal evaluate {folder}`"] if can_be_measured and not report.accuracy else []
+    if not (pushed or report.has_grown):
+        commands.append("this command with --push-to USER/NAME")
+    if commands:
+        lines.append(f"Next: {', or '.join(commands)}.")
+    if str(report.loading.get("model_class")).endswith("ForCausalLM"):
+        lines.append("vLLM serves the folder as it is; llama.cpp's convert_hf_to_gguf.py makes a GGUF.")
+    return lines
 
 
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +30,12 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.console import show_error, show_falling_drift
 from featcal_cli.cli.options import list_keys, with_groups
+from featcal_cli.cli.results import list_next_steps
+from featcal_cli.hub.push import Pushed
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
+from featcal_cli.reporting.report import Report, TaskDrift
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
@@ -89,8 +93,12 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out"})
     assert run.code == 0
     assert "red" in run.stdout and "calibrated" in run.stdout and "out" in run.stdout
-    assert "settings: method featcal, ridge" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
+    assert "settings: method featcal, ridge" in run.stderr and "README.md how to load" in run.stderr
     assert max(map(len, run.stdout.splitlines())) <= 80
+    assert run.shown.splitlines()[-2:] == [  # vit's task says nothing of evaluation, and it writes no text
+        "out/drift.png shows the drift by block, README.md how to load the model.",
+        "Next: this command with --push-to USER/NAME.",
+    ]
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
     assert (quiet.code, quiet.stderr, quiet.stdout.partition(" in ")[0]) == (0, "", run.stdout.partition(" in ")[0])
     ending = r"Mean distance of outputs fell by \d+ % in .* s; the calibrated model is in out\.$"
@@ -100,6 +108,20 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     report = json.loads(printed.stdout)
     assert (report.pop("output"), report.pop("pushed")) == ("out", None)
     assert report == json.loads((folder / "out" / "featcal_report.json").read_text())
+
+
+def test_what_comes_next_fits_in_three_short_lines() -> None:
+    recipe = {"tasks": {"red": {"evaluate": {"split": "test"}}}}
+    drift = {"red": TaskDrift(0.4, 0.2, None, 0.9, 0.95, held_out=True)}
+    report = Report("0.1.0", recipe, {}, {}, [], drift, {}, loading={"model_class": "LlamaForCausalLM"})
+    lines = list_next_steps(report, Path("my out"), None)
+    assert lines[1] == "Next: `featcal evaluate 'my out'`, or this command with --push-to USER/NAME."
+    assert "vLLM" in lines[2] and "GGUF" in lines[2] and len(lines) == 3
+    assert max(map(len, lines)) <= 80
+    pushed = Pushed("https://huggingface.co/user/it", "0" * 40, None)
+    assert list_next_steps(report, Path("out"), pushed)[1] == "Next: `featcal evaluate out`."
+    worse = replace(report, drift={"red": replace(drift["red"], after=0.5)})
+    assert "--push-to" not in "".join(list_next_steps(worse, Path("out"), None))
 
 
 def test_help_and_version_do_not_load_torch() -> None:
