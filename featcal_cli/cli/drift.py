@@ -27,6 +27,7 @@ from featcal_cli.runtime.sanitise import one_line, shorten_commits
 
 ABOUT = {
     "drift": "after the last block, relative to the expert's feature; 0 is the expert itself",
+    "other −": "below 0 the other model is nearer to the expert",
     "output": "distance of what the expert's head makes of it, relative",
     "agree": "same first choice",
 }

@@ -157,15 +157,15 @@ def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     """Yield a phrase on the calibrated model's gain over merged; nothing without an evaluation."""
     if not tasks:
         return
-    before, after = (average_tasks(tasks)[role].value for role in (MERGED, CALIBRATED))
-    share, verb = regained_share(tasks), "fell" if after < before else "rose"
+    before, after = (average_tasks(tasks)[role] for role in (MERGED, CALIBRATED))
+    share, verb = regained_share(tasks), "fell" if after.value < before.value else "rose"
     if find_metric(common_metric(tasks)).of_texts:
-        won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and after < before else ""
-        yield f"perplexity {verb} from {before:.2f} to {after:.2f}{won}"
+        won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and verb == "fell" else ""
+        yield f"perplexity {verb} from {before.value:.2f} to {after.value:.2f}{won}"
         return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
     won = f" ({100 * share:.0f} % of what merging lost)" if share > 0 else ""
-    yield f"{word} {verb} by {100 * abs(after - before):.1f} points{won}"
+    yield f"{word} {verb} by {abs(after.subtract(before, common_metric(tasks))):.1f} points{won}"
 
 
 def _show_drift(report: Report) -> None:
@@ -184,9 +184,8 @@ def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
     """Show the table of scores, and how long they took."""
     _show_scores(evaluation.tasks, limited=evaluation.limit is not None)
     OUT.print()
-    roles, tasks = len(average_tasks(evaluation.tasks)), len(evaluation.tasks)
-    counted = f"{roles} models were measured on {tasks} task{'s' if tasks > 1 else ''}"
-    _print(f"{counted} in {tell_seconds(seconds)}.")
+    tasks = len(evaluation.tasks)
+    _print(f"Measured on {tasks} task{'s' if tasks > 1 else ''} in {tell_seconds(seconds)}.")
 
 
 def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
@@ -218,9 +217,8 @@ def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: S
     """Return a row of scores; with one model besides expert and merged, its difference from merged comes last."""
     cells = [name, *(score.show(metric) for score in scores.values())]
     if len(others) == 1 and MERGED in scores:
-        scale, digits = (known := find_metric(metric)).scale, known.digits
-        gain = f"{scale * (scores[others[0]].value - scores[MERGED].value):+.{digits}f}"
-        cells.append(gain if float(gain) else gain[1:])
+        gain = scores[others[0]].subtract(scores[MERGED], metric)
+        cells.append(f"{gain:{'+' if gain else ''}.{find_metric(metric).digits}f}")
     return cells
 
 
