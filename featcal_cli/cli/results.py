@@ -32,7 +32,7 @@ from featcal_cli.reporting.report import CARD, PICTURE, Report
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.process import list_launch_words
 from featcal_cli.runtime.progress import tell_change, tell_seconds
-from featcal_cli.runtime.sanitise import for_terminal
+from featcal_cli.runtime.sanitise import enumerate_names, for_terminal
 
 if TYPE_CHECKING:
     from typer import Context
@@ -75,6 +75,7 @@ def show_plan(plan: Plan) -> None:
     lines = {
         "model": f"{plan.model_class}, {write_count(plan.parameters)} parameters, {plan.dtype}",
         "calibrated": calibrated,
+        "examples": "; ".join(_describe_examples(plan)),
         "settings": plan.settings,
         "download": f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing",
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
@@ -89,6 +90,17 @@ def show_plan(plan: Plan) -> None:
     start = "" if plan.stops or plan.is_finished else "Leave out --dry-run to start."
     if downloaded or start:
         _hint(f"{downloaded}{start}".strip())
+
+
+def _describe_examples(plan: Plan) -> Iterator[str]:
+    """Yield a phrase for each group of tasks from which as many examples are taken."""
+    tasks: dict[tuple[int, int], list[str]] = {}
+    for task, counts in plan.example_counts.items():
+        tasks.setdefault(counts, []).append(task)
+    for (fitted, held_out), named in tasks.items():
+        at_most = "" if all(plan.examples[task].is_whole for task in named) else "at most "
+        whose = "per task" if len(tasks) == 1 else f"of {enumerate_names(named)}"
+        yield f"{at_most}{fitted} to fit and {held_out} to hold out {whose}"
 
 
 def show_calibration(
