@@ -163,7 +163,7 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, b
     if len(drifts) > MOST_TASKS:
         before, after = (sum(pairs[-1][side] for pairs in drifts.values()) / len(drifts) for side in (0, 1))
         add(f"mean of {len(drifts)}", "", before, after)
-    about = "; it may grow where answers come nearer" if by_outputs else " after the finished blocks"
+    about = "; it may grow where outputs come nearer" if by_outputs else " after the finished blocks"
     return Group(Text(f"drift of features, merged → calibrated{about}", "dim"), table)
 
 

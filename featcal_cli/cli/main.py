@@ -86,7 +86,7 @@ def _call() -> None:
         what = tell_wanted(re.sub(r"^Invalid value for '([^']+)': Input should be", r"\1 must be", what))
         what, command = what[:1].lower() + what[1:], _name_command()
         help_line = "" if fix else f"{command} --help"
-        raise RecipeError(what, where=command, fix=fix or "see what there is", command=help_line) from None
+        raise RecipeError(what, where=command, fix=fix or "see its options and examples", command=help_line) from None
 
 
 def _name_command() -> str:

@@ -68,7 +68,7 @@ def show_plan(plan: Plan) -> None:
     """Show what a job would do, and its cost."""
     needs = plan.estimate
     missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
-    calibrated = f"{plan.modules} modules in {plan.blocks} blocks; all models fit together"
+    calibrated = f"{plan.modules} modules in {plan.blocks} blocks{'' if plan.stops else ', which all models have'}"
     if not plan.blocks:
         calibrated = "known when it runs: the model cannot be traced without its weights"
     device = f", {tell_bytes(needs.device_bytes)} on {plan.device}" if needs.device_bytes else ""
@@ -114,15 +114,13 @@ def show_calibration(
     OUT.print()
     if report.worse:
         _print(
-            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: see if it should be published",
+            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: look at this before you publish",
             ERR,
             "bold red",
         )
     places = [str(output), *([pushed.url] if pushed else [])]
     gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
     _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
-    if next_steps:
-        ERR.print()
     for step in next_steps:
         _hint(step)
 

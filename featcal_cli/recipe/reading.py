@@ -21,9 +21,9 @@ from featcal_cli.runtime.structured_text import load_documents, write_json
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
-    "ci/on-new-merge.yml": "an example of its caller",
+    "ci/on-new-merge.yml": "an example of a workflow that calls it",
     "ci/calibrate.sh": "the same for any machine with a shell",
-    "recipe.schema.json": "what an editor checks a recipe by",
+    "recipe.schema.json": "all keys of a recipe, for editors that complete and check them",
 }
 """Files beside the recipes that are not recipes themselves, and their purpose."""
 

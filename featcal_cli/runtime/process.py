@@ -48,7 +48,7 @@ def read_launch() -> Launch:
     try:
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
     except ValueError:
-        what = f"the environment says that torchrun started this, and not as what: {', '.join(NAMES[:4])}"
+        what = f"torchrun's variables in the environment are no numbers: {', '.join(NAMES[:4])}"
         raise RecipeError(what, where="the environment", fix="unset them, or start it with torchrun") from None
     return Launch(rank, size, local_rank, local_size, by_torchrun=True)
 

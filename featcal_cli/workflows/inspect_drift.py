@@ -101,7 +101,7 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     plan = make_plan(session, inputs)
     for task, examples in plan.examples.items():
         if examples.is_whole:
-            session.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
+            session.note(f"{task}: the source has few rows, and a calibration with it was fitted to most of them")
     snapshots = fetch_models(session, plan)
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")

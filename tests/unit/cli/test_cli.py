@@ -277,7 +277,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     {
         "calibrate x --rigde 3": ("featcal calibrate", "did you mean --ridge?"),
         "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
-        "calibrate x --alpha": ("featcal calibrate", "see what there is: featcal calibrate --help"),
+        "calibrate x --alpha": ("featcal calibrate", "see its options and examples: featcal calibrate --help"),
         "calibrate x -n 0": ("featcal calibrate", "give a number of 1 or more; the default is 256"),
         "calibrate x --device gpu": ("featcal calibrate --device", "give auto, cpu or cuda[:K]"),
         "calibrat x": ("featcal", "did you mean 'calibrate'?"),
@@ -337,7 +337,7 @@ def test_falling_drift_is_shown_of_many_tasks_in_few_lines() -> None:
     out.print(show_falling_drift(drifts, by_outputs=True))
     assert isinstance(out.file, io.StringIO)
     lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
-    assert lines[0] == "drift of features, merged → calibrated; it may grow where answers come nearer"
+    assert lines[0] == "drift of features, merged → calibrated; it may grow where outputs come nearer"
     assert lines[1] == "task 0      ▂▄  0.800 → 0.400  -50 %"
     assert lines[-1] == "mean of 20      0.800 → 0.400  -50 %"
     assert len(lines) == 10
