@@ -18,6 +18,7 @@ PAGES = {
     "benchmarks/NOTES.md": "notes.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
 }
 """Files of the repository that become pages."""
 

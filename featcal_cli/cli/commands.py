@@ -41,6 +41,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help=HELP,
     epilog=EPILOG,
 )
@@ -57,7 +58,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     _: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
     gpus: Annotated[
         int | None,
@@ -148,8 +149,8 @@ def calibrate(
             if json:
                 _print_json(done.to_dict())
             elif how.evaluate or not done.was_done:
-                hint = None if quiet else f"Load it like the merged model; {done.output}/README.md shows how."
-                results.show_calibration(done.report, done.output, done.pushed, screen.seconds, hint)
+                made = done.report, done.output, done.pushed
+                results.show_calibration(*made, screen.seconds, [] if quiet else results.list_next_steps(*made))
             elif quiet:
                 typer.echo(verbs.ALREADY_DONE.format(done.output))
             if how.strict:
@@ -378,5 +379,5 @@ def demo(
     if json:
         _print_json(done.to_dict())
     else:
-        hint = None if quiet else results.OWN_MODEL
-        results.show_calibration(done.report, done.output, None, screen.seconds, hint)
+        next_steps = [] if quiet else [results.OWN_MODEL]
+        results.show_calibration(done.report, done.output, None, screen.seconds, next_steps)

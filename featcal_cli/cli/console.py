@@ -18,7 +18,7 @@ from rich.text import Text
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
 from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
-from featcal_cli.runtime.process import STARTED
+from featcal_cli.runtime.process import STARTED, list_launch_words
 from featcal_cli.runtime.progress import Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
@@ -163,7 +163,7 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, b
     if len(drifts) > MOST_TASKS:
         before, after = (sum(pairs[-1][side] for pairs in drifts.values()) / len(drifts) for side in (0, 1))
         add(f"mean of {len(drifts)}", "", before, after)
-    about = "; it may grow where answers come nearer" if by_outputs else " after the finished blocks"
+    about = "; it may grow where outputs come nearer" if by_outputs else " after the finished blocks"
     return Group(Text(f"drift of features, merged → calibrated{about}", "dim"), table)
 
 
@@ -192,7 +192,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     head, what, where = f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", error.what, error.where
     command = error.command
     if isinstance(error, OpenQuestionsError) and command:
-        command = " ".join(error.parts(sys.argv[1:]))
+        command = " ".join(error.parts([*list_launch_words(), *sys.argv[1:]]))
     listed: Sequence[str] = ()
     if isinstance(error, SeveralErrors):
         what, listed = f"{error.summary}:", error.lines

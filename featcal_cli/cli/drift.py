@@ -27,8 +27,9 @@ from featcal_cli.runtime.sanitise import one_line, shorten_commits
 
 ABOUT = {
     "drift": "after the last block, relative to the expert's feature; 0 is the expert itself",
-    "output": "distance of what the expert's head makes of it, relative",
-    "agree": "same first choice",
+    "other −": "below 0 the other model is nearer to the expert",
+    "output": "distance of the outputs that the expert's head gives for it, relative",
+    "agree": "how often the first choice is the expert's",
 }
 """The meaning of each column of the table, by its head."""
 LONGEST_PATH = 400

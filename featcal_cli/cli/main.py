@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
-from featcal_cli.runtime.errors import FeatCalError, RecipeError
+from featcal_cli.runtime.errors import COMMAND_LINE, FeatCalError, RecipeError
 from featcal_cli.runtime.process import GONE, Launch, read_launch
 
 
@@ -27,6 +27,7 @@ def main() -> None:
         with _silent() if launch.rank else nullcontext():
             _call()
     except FeatCalError as error:
+        error.where = _name_option_with_verb(error.where)
         if launch.by_torchrun:
             from featcal_cli.runtime.distributed import is_first_to_fail
 
@@ -57,9 +58,12 @@ def main() -> None:
 
 def _call() -> None:
     """Run the command and flush its output; raise RecipeError for arguments that typer cannot parse."""
-    check_words(sys.argv[1:])
+    words = sys.argv[1:]
+    check_words(words)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
-        code = app(standalone_mode=len(sys.argv) < 2)  # alone, it shows the help and ends
+        code = app(words, standalone_mode=not words)  # alone, it shows the help and ends
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except SystemExit:
@@ -68,21 +72,34 @@ def _call() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        # what typer could not read, as a message like all others
-        context = getattr(error, "ctx", None)
-        command = "featcal" + (f" {context.info_name}" if context and context.parent else "")
-        what = re.sub(
-            r"^Invalid value for '([^']+)': Input should be",
-            r"\1 must be",
-            error.format_message().strip().rstrip("."),
-        )
-        from featcal_cli.recipe.mistakes import suggest_for_option  # with PyYAML, which the help does without
+        from featcal_cli.recipe.mistakes import suggest_for_option, tell_wanted  # with PyYAML, which the help lacks
 
+        # what typer could not read, as a message like all others
+        what, asked, guess = error.format_message().strip().rstrip(".").partition(". Did you mean ")
+        fix = f"did you mean {guess}" if asked else ""
         # an option that is unknown, unlike one whose value is missing, comes with its possibilities
-        fix = suggest_for_option(getattr(error, "option_name", "")) if hasattr(error, "possibilities") else ""
+        if hasattr(error, "possibilities") and hasattr(error, "option_name"):
+            what, fix = (
+                str(getattr(error, "message", "")),
+                suggest_for_option(error.option_name, error.possibilities or ()),
+            )
+        what = tell_wanted(re.sub(r"^Invalid value for '([^']+)': Input should be", r"\1 must be", what))
+        what, command = what[:1].lower() + what[1:], _name_command()
         help_line = "" if fix else f"{command} --help"
-        what = what[:1].lower() + what[1:]
-        raise RecipeError(what, where=command, fix=fix or "see what there is", command=help_line) from None
+        raise RecipeError(what, where=command, fix=fix or "see its options and examples", command=help_line) from None
+
+
+def _name_command() -> str:
+    """Return the command that was typed, as `featcal VERB`, or `featcal` alone where no verb was."""
+    verbs = {str(known.name or getattr(known.callback, "__name__", "")) for known in app.registered_commands}
+    return " ".join(["featcal", *[word for word in sys.argv[1:] if word in verbs][:1]])
+
+
+def _name_option_with_verb(where: str) -> str:
+    """Return the place of an error with the verb before it if that is an option or the whole command line."""
+    if where == COMMAND_LINE:
+        return _name_command()
+    return f"{_name_command()} {where}" if where.startswith("--") else where
 
 
 def _leave(code: int) -> NoReturn:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import COMMAND_LINE, OutputError, RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
 MODELS, METHOD, MACHINE, OUTPUT, HUB = (
@@ -154,7 +154,7 @@ MergeMethod = _given(
     "(seed).",
 )  # fmt: skip
 Recipe = _given(str, MODELS, "--recipe -r", "FILE", "A recipe or its name; options override it.")
-Compare = _given(str, MODELS, "--compare", "MODEL2", "Show a second model against the same experts.")
+Compare = _given(str, MODELS, "--compare", "MODEL2", "Compare a second model with the same experts.")
 Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [64].")
 MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [43; calibrate uses 42].")
 Limit = _given(int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all].", min=1)
@@ -166,12 +166,12 @@ AllowCode = _flag(MACHINE, "--allow-code-execution", "Let lm-eval tasks run code
 Save = _given(Path, OUTPUT, "--save", "FILE", "With --dry-run, write the whole job as a recipe.")
 DemoFolder = _given(Path, OUTPUT, "--output -o", "DIR", "Output folder [./featcal-demo].")
 Plot = _given(Path, OUTPUT, "--plot", "FILE", "Draw the drift as .png or .svg.")
-Html = _given(Path, OUTPUT, "--html", "FILE", "Write a page that needs no network.")
-Markdown = _given(Path, OUTPUT, "--markdown", "FILE", "Write verdict and table as Markdown, for a pipeline.")
+Html = _given(Path, OUTPUT, "--html", "FILE", "Write everything as one HTML page, which needs no network.")
+Markdown = _given(Path, OUTPUT, "--markdown", "FILE", "Write the verdict and the table as Markdown, for a pipeline.")
 MaxDrift = _given(
     float, OUTPUT, "--max-drift", "F",
-    "Exit with 3 if a task's drift is above F; with --compare, if MODEL2's answers (features, where there are none) "
-    "are farther from the expert's than MODEL's by more.",
+    "Exit with 3 if a task's drift is above F; with --compare, if MODEL2's outputs (features, where there are none) "
+    "are farther from the expert's than MODEL's by more than F.",
     min=0.0,
 )  # fmt: skip
 Json = _flag(OUTPUT, "--json", "Print the result as JSON on stdout.")
@@ -230,7 +230,7 @@ def check_words(words: Sequence[str]) -> None:
             continue
         before = words[number - 1] if number and words[number - 1].startswith("-") else "an argument"
         option = name.strip() or before
-        raise RecipeError(f"{option} is empty", where="the command line", fix=f"give {option} a value, or leave it out")
+        raise RecipeError(f"{option} is empty", where=COMMAND_LINE, fix=f"give {option} a value, or leave it out")
 
 
 def check_finite(option: str, value: float | None) -> None:

@@ -28,10 +28,11 @@ from featcal_cli.evaluation.results import (
 from featcal_cli.lineage.questions import tell_source
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
-from featcal_cli.reporting.report import Report
+from featcal_cli.reporting.report import CARD, PICTURE, Report
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.process import list_launch_words
 from featcal_cli.runtime.progress import tell_change, tell_seconds
-from featcal_cli.runtime.sanitise import for_terminal
+from featcal_cli.runtime.sanitise import enumerate_names, for_terminal
 
 if TYPE_CHECKING:
     from typer import Context
@@ -67,13 +68,14 @@ def show_plan(plan: Plan) -> None:
     """Show what a job would do, and its cost."""
     needs = plan.estimate
     missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
-    calibrated = f"{plan.modules} modules in {plan.blocks} blocks; all models fit together"
+    calibrated = f"{plan.modules} modules in {plan.blocks} blocks{'' if plan.stops else ', which all models have'}"
     if not plan.blocks:
         calibrated = "known when it runs: the model cannot be traced without its weights"
     device = f", {tell_bytes(needs.device_bytes)} on {plan.device}" if needs.device_bytes else ""
     lines = {
         "model": f"{plan.model_class}, {write_count(plan.parameters)} parameters, {plan.dtype}",
         "calibrated": calibrated,
+        "examples": "; ".join(_describe_examples(plan)),
         "settings": plan.settings,
         "download": f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing",
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
@@ -90,30 +92,59 @@ def show_plan(plan: Plan) -> None:
         _hint(f"{downloaded}{start}".strip())
 
 
-def show_calibration(report: Report, output: Path, pushed: Pushed | None, seconds: float, hint: str | None) -> None:
-    """Show the result of a calibration, its output folder, and its duration. hint: what to do next."""
+def _describe_examples(plan: Plan) -> Iterator[str]:
+    """Yield a phrase for each group of tasks from which as many examples are taken."""
+    tasks: dict[tuple[int, int], list[str]] = {}
+    for task, counts in plan.example_counts.items():
+        tasks.setdefault(counts, []).append(task)
+    for (fitted, held_out), named in tasks.items():
+        at_most = "" if all(plan.examples[task].is_whole for task in named) else "at most "
+        whose = "per task" if len(tasks) == 1 else f"of {enumerate_names(named)}"
+        yield f"{at_most}{fitted} to fit and {held_out} to hold out {whose}"
+
+
+def show_calibration(
+    report: Report, output: Path, pushed: Pushed | None, seconds: float, next_steps: Iterable[str] = ()
+) -> None:
+    """Show the result of a calibration, its output folder, and its duration, and lines on what to do next."""
     _show_drift(report)
     if report.accuracy:
         OUT.print()
         _show_scores(report.accuracy, limited=False)
     OUT.print()
-    if hint:
-        _hint(hint)
     if report.worse:
         _print(
-            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: see if it should be published",
+            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: look at this before you publish",
             ERR,
             "bold red",
         )
     places = [str(output), *([pushed.url] if pushed else [])]
     gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
     _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
+    for step in next_steps:
+        _hint(step)
+
+
+def list_next_steps(report: Report, output: Path, pushed: Pushed | None) -> list[str]:
+    """List what a user may want to do with a calibrated model, in at most three lines."""
+    folder = shlex.quote(str(output))
+    lines = [f"{folder}/{PICTURE} shows the drift by block, {CARD} how to load the model."]
+    can_be_measured = any(task.get("evaluate") for task in report.recipe["tasks"].values())
+    commands = [f"`featcal evaluate {folder}`"] if can_be_measured and not report.accuracy else []
+    if not (pushed or report.has_grown):
+        commands.append("this command with --push-to USER/NAME")
+    if commands:
+        lines.append(f"Next: {', or '.join(commands)}.")
+    if str(report.loading.get("model_class")).endswith("ForCausalLM"):
+        lines.append("vLLM serves the folder as it is; llama.cpp's convert_hf_to_gguf.py makes a GGUF.")
+    return lines
 
 
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
     """Return a note with the command that runs a saved dry run: with all options that were typed, except those in
     `said`, whose values the file has."""
-    line, leave_out = ["featcal", str(context.info_name), "-r", str(file)], {*said, "recipe", "dry_run", "save"}
+    line = ["featcal", *list_launch_words(), str(context.info_name), "-r", str(file)]
+    leave_out = {*said, "recipe", "dry_run", "save"}
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)
@@ -136,15 +167,15 @@ def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     """Yield a phrase on the calibrated model's gain over merged; nothing without an evaluation."""
     if not tasks:
         return
-    before, after = (average_tasks(tasks)[role].value for role in (MERGED, CALIBRATED))
-    share, verb = regained_share(tasks), "fell" if after < before else "rose"
+    before, after = (average_tasks(tasks)[role] for role in (MERGED, CALIBRATED))
+    share, verb = regained_share(tasks), "fell" if after.value < before.value else "rose"
     if find_metric(common_metric(tasks)).of_texts:
-        won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and after < before else ""
-        yield f"perplexity {verb} from {before:.2f} to {after:.2f}{won}"
+        won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and verb == "fell" else ""
+        yield f"perplexity {verb} from {before.value:.2f} to {after.value:.2f}{won}"
         return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
     won = f" ({100 * share:.0f} % of what merging lost)" if share > 0 else ""
-    yield f"{word} {verb} by {100 * abs(after - before):.1f} points{won}"
+    yield f"{word} {verb} by {abs(after.subtract(before, common_metric(tasks))):.1f} points{won}"
 
 
 def _show_drift(report: Report) -> None:
@@ -164,9 +195,8 @@ def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
     """Show the table of scores, and how long they took."""
     _show_scores(evaluation.tasks, limited=evaluation.limit is not None)
     OUT.print()
-    roles, tasks = len(average_tasks(evaluation.tasks)), len(evaluation.tasks)
-    counted = f"{roles} models were measured on {tasks} task{'s' if tasks > 1 else ''}"
-    _print(f"{counted} in {tell_seconds(seconds)}.")
+    tasks = len(evaluation.tasks)
+    _print(f"Measured on {tasks} task{'s' if tasks > 1 else ''} in {tell_seconds(seconds)}.")
 
 
 def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
@@ -198,9 +228,8 @@ def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: S
     """Return a row of scores; with one model besides expert and merged, its difference from merged comes last."""
     cells = [name, *(score.show(metric) for score in scores.values())]
     if len(others) == 1 and MERGED in scores:
-        scale, digits = (known := find_metric(metric)).scale, known.digits
-        gain = f"{scale * (scores[others[0]].value - scores[MERGED].value):+.{digits}f}"
-        cells.append(gain if float(gain) else gain[1:])
+        gain = scores[others[0]].subtract(scores[MERGED], metric)
+        cells.append(f"{gain:{'+' if gain else ''}.{find_metric(metric).digits}f}")
     return cells
 
 

@@ -110,7 +110,7 @@ def make_list(rows: Iterable[Sequence[str]], indent: int = 0) -> Table:
 
 def write_count(number: int) -> str:
     """Write a number: 1,234,567 as 1.2 M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)

@@ -74,7 +74,7 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
     if data.template is not None and not fields:
         raise DataError("the template names no column", where=where, fix="write e.g. {premise} {hypothesis}")
     if missing := [name for name in fields if name not in columns]:
-        what = f"the template names a column that there is not: {{{missing[0]}}}"
+        what = f"the template names a column that does not exist: {{{missing[0]}}}"
         raise DataError(what, where=where, fix=f"use: {list_some(columns)}")
 
 

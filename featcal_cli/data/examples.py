@@ -195,7 +195,7 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     if model.main_input_name == "input_ids":
         return open_text(data, samples, target)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
-    raise DataError(what, where=where, fix="give a .safetensors file with one tensor a forward argument")
+    raise DataError(what, where=where, fix="give a .safetensors file with one tensor for each argument of forward")
 
 
 @dataclass
@@ -286,7 +286,7 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
     if usable.left_out:
-        yield f"{usable.left_out} rows are left out, because they equal others and would be on both sides"
+        yield f"{usable.left_out} rows are left out, because equal rows may not be both fitted and held out"
     fitted = len(usable.fitted)
     if fitted < count and held_out:
         rows = fitted + held_out + usable.left_out

@@ -124,7 +124,7 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
     if copy is not None and name in copied:
         is_partial = any(path.startswith(f"{name}/partial-") for path in copy.files)
         part = ", which holds only the first part of it" if is_partial else ""
-        what = f"{repo.name} has no parquet files of its own: read is the Hub's own parquet copy"
+        what = f"{repo.name} has no parquet files of its own: the Hub's parquet copy is read"
         note(f"{what} ({COPY} at {str(copy.commit)[:7]}){part}")
         return HubSource(copy, name, copied[name], is_copy=True)
     if splits:

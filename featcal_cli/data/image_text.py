@@ -50,7 +50,7 @@ class DialogueReader(Reader):
         text, token = self.formatter.compose(row).text, str(self.processor.image_token)
         text = text if token in text else f"{token}\n{text.replace(MARK, '').strip()}"
         if text.count(token) > 1:
-            raise BadRowError(f"its text speaks of {text.count(token)} images, and one is read of a row")
+            raise BadRowError(f"its text refers to {text.count(token)} images, and only one per row is read")
         picture = self.images.picture(row)
         process = partial(self.processor, images=[picture], text=[text], return_tensors="pt")
         inputs = self.target.preprocess("input_ids", process)

@@ -46,7 +46,7 @@ class ImageReader(Reader):
         value = row.get(self.column)
         if isinstance(value, list):
             if len(value) > 1:
-                raise BadRowError(f"column {self.column} has {len(value)} images, and one is read of a row")
+                raise BadRowError(f"column {self.column} has {len(value)} images, and only one per row is read")
             value = value[0] if value else None
         return decode_cell(value, self.column, self.folder, "image", _decode)
 
@@ -58,7 +58,7 @@ def _decode(source: BytesIO | Path) -> Image.Image:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         image = Image.open(source, formats=FORMATS)
         if image.mode.startswith(DEEP_MODES):
-            raise ValueError(f"its pixels are no 8-bit colours, but of mode {image.mode}")
+            raise ValueError(f"its pixels are not 8-bit colours, but of mode {image.mode}")
         return ImageOps.exif_transpose(image).convert("RGB")
 
 

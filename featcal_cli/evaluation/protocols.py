@@ -363,7 +363,7 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
             raise CheckpointError(
                 f"{model.role} does not predict the next token of a text ({type(model.module).__name__})",
                 where=model.snapshot.name,
-                fix="leave metric: perplexity out; docs/evaluate.md shows what other models are measured by",
+                fix="leave metric: perplexity out; `featcal recipes recipe.schema.json` describes the other metrics",
             )
     rows, predictors = _open_texts(task, models, _predict_tokens)
     return _compare(task, rows, lambda _: None, predictors, tell)

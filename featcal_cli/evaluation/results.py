@@ -46,6 +46,11 @@ class Score:
         scale, digits = (known := find_metric(metric)).scale, known.digits
         return f"{scale * self.value:.{digits}f} ±{scale / 2 * (self.high - self.low):.{digits}f}"
 
+    def subtract(self, other: Score, metric: str) -> float:
+        """Return the difference of two values as they are shown, so that readers who subtract find the same."""
+        scale, digits = (known := find_metric(metric)).scale, known.digits
+        return round(round(scale * self.value, digits) - round(scale * other.value, digits), digits)
+
 
 def find_metric(name: str) -> Metric:
     """Return the metric of this name; accuracy for one of lm-eval's, as these are in percent too."""

@@ -60,7 +60,7 @@ WRITING = READING | {
     errors.HFValidationError: ("{repo!r} is not the name of a repo", "write USER/NAME"),
     errors.RepositoryNotFoundError: (
         "{repo} is not on {hub} any more, or the token may no longer see it",
-        "look whether it was deleted, renamed or made private",
+        "check whether it was deleted, renamed or made private",
     ),
     403: (
         "{host} does not let this token write here",

@@ -66,7 +66,7 @@ def _find_parents(search: Search, name: str, source: str | None = None) -> list[
     try:
         return search.find_parents(name, source or FROM_USER)
     except HubError as error:
-        search.notes += [f"{name} was not asked what it comes from: {error.what}"] if source else []
+        search.notes += [f"{name} was not asked for its base: {error.what}"] if source else []
         return []
 
 

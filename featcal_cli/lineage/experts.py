@@ -47,9 +47,9 @@ def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> E
     for task in tasks if experts else ():
         if task not in experts:
             named = [one for one in experts if one not in tasks]
-            others = f"those left are {enumerate_names(named)}" if named else "none is left"
-            what = f"no expert of {search.merged} is for the task {task}: {others}"
-            fix = f"{did_you_mean(task, experts)}name the data by one of the tasks"
+            others = f"; experts without a task are {enumerate_names(named)}" if named else ""
+            what = f"no expert of {search.merged} is for the task {task}{others}"
+            fix = f"{did_you_mean(task, experts)}give the data to a task that has an expert"
             search.ask(what, ("--expert", f"{task}=REPO"), where=claim.source if claim else FROM_USER, fix=fix)
     _leave_out(search, experts)
     if len(search.asked) > asked:  # names that the user typed are told before anything is opened

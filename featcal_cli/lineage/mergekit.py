@@ -50,7 +50,7 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     in one, and LineageError with the reason for a merge that cannot be calibrated: a mixture of experts, or stacked
     or shifted layers."""
     if len(documents) != 1:
-        raise MalformedError(f"it holds {len(documents)} merges, and it is not told what went into the last one")
+        raise MalformedError(f"it holds {len(documents)} merges, and it does not say what went into the last one")
     config = documents[0]
     if not isinstance(config, dict):
         raise MalformedError("it is not a mapping of keys to values")

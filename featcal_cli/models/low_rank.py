@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from peft import LoraConfig
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -54,6 +53,8 @@ class LowRank:
         all_have = bool(self.biases) and len(self.biases) == len(self.matrices)
         for path, (added, new) in self.biases.items():
             tensors[f"{PREFIX}{path}.{'lora_B' if all_have else 'base_layer'}.bias"] = added if all_have else new
+        from peft import LoraConfig  # takes a second to import, and few runs need it
+
         config = LoraConfig(
             r=self.rank, lora_alpha=self.rank, lora_dropout=0.0, target_modules=sorted(self.matrices),
             modules_to_save=sorted(self.whole) or None, fan_in_fan_out=self.transposed, lora_bias=all_have,

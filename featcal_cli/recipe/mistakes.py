@@ -10,12 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from featcal_cli.recipe.schema import Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
-from featcal_cli.runtime.errors import RecipeError, SeveralErrors
+from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
+from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, SeveralErrors
 from featcal_cli.runtime.sanitise import plain, quoted
 from featcal_cli.runtime.structured_text import find_line
 
-COMMAND_LINE = "the command line"
 _KEYS = [
     key for section in (Draft, Merge, TaskDraft, Data, Evaluate, Calibration, Output) for key in section.model_fields
 ]
@@ -41,6 +40,7 @@ def explain(
         # a value that may be of several types is complained of once for each: what lies deeper says more
         if not any(len(other) > len(place) and other[: len(place)] == place for other in complaints):
             what, option, fix = _describe_mistake(place, problem, typed)
+            fix = fix or _suggest_number(place)
             line = f"line {find_line(text, place)}" if text else ""
             errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
     if len(errors) > 1:
@@ -86,11 +86,22 @@ def _describe_mistake(
     wanted = complaint.removeprefix("Input should be ")
     if wanted == complaint:
         return f"{name}: {complaint[:1].lower()}{complaint[1:]}", option, ""
-    wanted = re.sub(", (unable|got) .*", "", wanted.replace("'", ""))
+    wanted = tell_wanted(wanted.replace("'", ""))
     wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", wanted).replace("a valid tuple", "a list")
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
     return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), option, ""
+
+
+def _suggest_number(place: Sequence[str | int]) -> str:
+    """Return the fix for a number of the section calibration: its range and default; for other keys an empty text."""
+    field = Calibration.model_fields.get(str(place[-1])) if place[:1] == ("calibration",) else None
+    marks = field.metadata if field else []
+    low, high = (next((getattr(mark, end) for mark in marks if hasattr(mark, end)), None) for end in ("ge", "le"))
+    if field is None or low is None or high is None:
+        return ""
+    default = "" if field.default is None else f"; the default is {field.default}"
+    return f"give a number {f'of {low} or more' if high >= 10**6 else f'from {low} to {high}'}{default}"
 
 
 def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | None:
@@ -116,16 +127,28 @@ def _name_option(place: Sequence[str], overrides: Mapping[str, Any]) -> str | No
     return None
 
 
-def suggest_for_option(option: str) -> str:
-    """Return the fix for an unknown option that was renamed, has its place before the command, or is a key of a recipe;
-    else an empty text."""
+def tell_wanted(text: str) -> str:
+    """Return pydantic's or typer's words about a value that is wrong in plainer ones."""
+    text = re.sub(", (unable|got) .*", "", text)
+    for word, plainer in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
+        text = text.replace(word, plainer)
+    return text.replace("greater than", "more than")
+
+
+def suggest_for_option(option: str, known_options: Iterable[str]) -> str:
+    """Return the fix for an unknown option that was renamed, has its place before the command, is a key of a recipe, or
+    resembles one of `known_options`; else an empty text."""
     if option == "--gpus":
         return "write it before the command: featcal --gpus N COMMAND"
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
     if key in _RENAMED:
         return _RENAMED[key]
-    known = {**dict.fromkeys(Calibration.model_fields, "calibration"), **dict.fromkeys(Output.model_fields, "output")}
-    return f"write {key}: in the section {known[key]}: of a recipe (-r FILE)" if key in known else ""
+    for section, fields in (("calibration", Calibration.model_fields), ("output", Output.model_fields)):
+        if key in fields and AsOption.of(fields[key]):
+            return "only featcal calibrate has this option"
+        if key in fields:
+            return f"write {key}: in the section {section}: of a recipe (-r FILE)"
+    return did_you_mean(option, known_options).strip()
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

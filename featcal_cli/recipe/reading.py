@@ -12,18 +12,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from featcal_cli.recipe.mistakes import COMMAND_LINE, did_you_mean, explain
+from featcal_cli.recipe.mistakes import did_you_mean, explain
 from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
-from featcal_cli.runtime.errors import RecipeError, join_errors
+from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, join_errors
 from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents, write_json
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
-    "ci/on-new-merge.yml": "an example of its caller",
+    "ci/on-new-merge.yml": "an example of a workflow that calls it",
     "ci/calibrate.sh": "the same for any machine with a shell",
-    "recipe.schema.json": "what an editor checks a recipe by",
+    "recipe.schema.json": "all keys of a recipe, for editors that complete and check them",
 }
 """Files beside the recipes that are not recipes themselves, and their purpose."""
 

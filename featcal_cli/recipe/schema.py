@@ -265,7 +265,7 @@ class Calibration(Section):
     """`featcal`: errors measured by their effect on outputs, module by module, every update checked on held-out rows;
     `paper`: features, block by block, the paper's λ, ρ and α for the kind of model, no checks."""
     examples: Annotated[int, AsOption("N", ("--examples", "-n"))] = Field(default=256, ge=1, le=10**9)
-    """Examples fitted per task."""
+    """Examples per task to calibrate with."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], AsOption(group="machine")] = "auto"
     """Precision of forward passes; `auto` is the merged model's precision, with float32 in place of float16."""
     ridge: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,15 +29,17 @@ COLOURS = 64
 """Size of a PNG's palette, with which a picture of 24 charts stays below 150 kB."""
 LEFT, RIGHT, TOP, BOTTOM = 0.65, 0.15, 1.15, 0.6
 """Inches around the charts. They are fixed, as a layout that is computed differs in its last bits from run to run."""
+MERGED, CALIBRATED, SECOND = "#d55e00", "#0072b2", "#009e73"
+"""Colours of a merged and of a calibrated model, and of the second of two that are both merged or both calibrated;
+colour-blind readers can tell them apart."""
 ROLES = {
     "base": ("#8c8c8c", 1.2),
-    "merged": ("#d55e00", 1.6),
-    "model": ("#d55e00", 1.6),
-    "calibrated": ("#0072b2", 2.0),
-    "other": ("#0072b2", 2.0),
+    "merged": (MERGED, 1.6),
+    "model": (MERGED, 1.6),
+    "calibrated": (CALIBRATED, 2.0),
+    "other": (MERGED, 2.0),
 }
-"""Colour and line width of every role, in the order in which they are drawn; colour-blind readers can tell the colours
-apart."""
+"""Colour and line width of every role, in the order in which they are drawn."""
 MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
     "relative": ("drift", "-"),
     "local": ("local: from the block itself", "--"),
@@ -106,17 +108,27 @@ def plot_drift(report: Report) -> bytes:
         title = "\non calibration examples: on new ones, drift is larger"
         if len(report.fitted_tasks) < len(report.drift):
             title = f"\non calibration examples: {shorten(', '.join(map(for_html, report.fitted_tasks)), 60)}"
-    return _plot(report.measures, {"merged": "merged", "calibrated": "calibrated", "base": "base model"}, title, "png")
+    labels = {"merged": "merged", "calibrated": "calibrated", "base": "base model"}
+    return _plot(report.measures, labels, title, "png", choose_colours(()))
 
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     """Draw the drift of all models of an inspection after every block, with its local and its inherited part, as PNG or
     SVG. Raises ValueError for an inspection without tasks."""
-    return _plot(inspection.tasks, label_roles(inspection), "", kind)
+    return _plot(inspection.tasks, label_roles(inspection), "", kind, choose_colours(inspection.calibrated))
 
 
-def _plot(tasks: Mapping[str, TaskInspection], labels: Mapping[str, str], title: str, kind: Format) -> bytes:
-    """Draw a chart for each task and, first, one for their mean. labels: names of the roles; title: a further line."""
+def choose_colours(calibrated: Collection[str]) -> dict[str, str]:
+    """Return the colour of every role; `calibrated` are those of an inspection that featcal has calibrated before."""
+    colours = {role: CALIBRATED if role in calibrated else colour for role, (colour, _) in ROLES.items()}
+    return colours if colours["other"] != colours["model"] else colours | {"other": SECOND}
+
+
+def _plot(
+    tasks: Mapping[str, TaskInspection], labels: Mapping[str, str], title: str, kind: Format, colours: Mapping[str, str]
+) -> bytes:
+    """Draw a chart for each task and, first, one for their mean. labels: names of the roles; title: a further line;
+    colours: colours of the roles."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -132,13 +144,13 @@ def _plot(tasks: Mapping[str, TaskInspection], labels: Mapping[str, str], title:
         grid = {**around, "wspace": 0.08, "hspace": 0.4}
         places = list(figure.subplots(rows, columns, sharey=True, squeeze=False, gridspec_kw=grid).flat)
         for axes, chart in zip(places, charts, strict=False):
-            _draw_chart(axes, chart, longest=52 if columns == 1 else 26)
+            _draw_chart(axes, chart, colours, longest=52 if columns == 1 else 26)
         for axes in places[len(charts) :]:
             axes.remove()
         places[0].set_ylim(bottom=0)
         shown = {part for chart in charts for curve in chart.curves for part in curve}
         keys = [
-            Line2D([], [], color=ROLES[role][0], linewidth=2.5, label=shorten(label, 36))
+            Line2D([], [], color=colours[role], linewidth=2.5, label=shorten(label, 36))
             for role, label in labels.items()
             if role in shown
         ]
@@ -185,12 +197,12 @@ def _read_chart(title: str, task: TaskInspection) -> Chart:
     return Chart(title, blocks, curves)
 
 
-def _draw_chart(axes: Axes, chart: Chart, longest: int) -> None:
+def _draw_chart(axes: Axes, chart: Chart, colours: Mapping[str, str], longest: int) -> None:
     """Draw the curves, label blocks by the numbers in their names, and draw vertical lines between lists of blocks."""
     mark = "o" if len(chart.blocks) <= 12 else ""
     for (role, measure), values in chart.curves.items():
-        (colour, width), stroke = ROLES[role], MEASURES[measure][1]
-        axes.plot(range(len(values)), values, stroke, color=colour, linewidth=width, marker=mark, markersize=3)
+        width, stroke = ROLES[role][1], MEASURES[measure][1]
+        axes.plot(range(len(values)), values, stroke, color=colours[role], linewidth=width, marker=mark, markersize=3)
     axes.set_title(shorten(chart.title, longest), fontsize=9, parse_math=False)
     lists = split_lists(chart.blocks)
     starts = [0, *accumulate(map(len, lists))][:-1]

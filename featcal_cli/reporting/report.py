@@ -135,6 +135,8 @@ class Inspection:
     environment: dict[str, str]
     cost: dict[str, float]
     schema: int = SCHEMA
+    calibrated: list[str] = field(default_factory=list)
+    """Roles of the models that featcal has calibrated before, which pictures draw in one colour."""
 
     @property
     def short_names(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ class Column:
             return "–"
         if self.kind == "share":
             return f"{100 * value:.0f} %"
-        sign = "+" if self.kind == "difference" else ""
+        sign = "+" if self.kind == "difference" and round(value, 3) else ""
         return f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.3g}"
 
 
@@ -111,7 +111,9 @@ def list_columns(inspection: Inspection) -> list[Column]:
     columns = [drifts[role] for role in judged]
     if "other" in roles:
         pairs = zip(drifts["model"].values, drifts["other"].values, strict=True)
-        columns.append(Column("other −", "model", [(b or 0.0) - (a or 0.0) for a, b in pairs], "difference"))
+        columns.append(
+            Column("other −", "model", [round(b or 0.0, 3) - round(a or 0.0, 3) for a, b in pairs], "difference")
+        )
     columns += [drifts[role] for role in roles if role == "base"]
     of_outputs: list[Column] = []
     for role in judged:

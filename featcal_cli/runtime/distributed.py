@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from featcal_cli.runtime.errors import FeatCalError, LostRankError, NumericsError, RecipeError
-from featcal_cli.runtime.process import list_signals, read_launch
+from featcal_cli.runtime.process import RUN_ID, list_signals, read_launch
 
 if TYPE_CHECKING:  # one process alone does without, and need not wait for it
     import torch.distributed as dist
@@ -147,7 +147,7 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
     logging.disable()  # the process that failed says why
     signals = ",".join(each.name for each in list_signals())
     config = LaunchConfig(
-        1, 1, count, run_id="featcal", rdzv_endpoint="localhost:0", rdzv_backend="c10d", max_restarts=0,
+        1, 1, count, run_id=RUN_ID, rdzv_endpoint="localhost:0", rdzv_backend="c10d", max_restarts=0,
         signals_to_handle=signals,
     )  # fmt: skip
     try:

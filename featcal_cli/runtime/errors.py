@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+COMMAND_LINE = "the command line"
+"""Place of an error in what was typed; the command line shows its verb there."""
 MOST_ERRORS = 12
 """Maximum number of errors that one message lists; the rest are counted."""
 

@@ -18,7 +18,7 @@ ACCESS = "let this user read and write it"
 LIMIT = "raise the limit of this process (ulimit {})"
 FIXES = {
     errno.ENOSPC: "free disk space", errno.EDQUOT: "free some of this user's share of the disk",
-    errno.EROFS: "have this disk mounted for writing, too", errno.EIO: "check the disk",
+    errno.EROFS: "mount this disk for writing", errno.EIO: "check the disk",
     errno.EACCES: ACCESS, errno.EPERM: ACCESS,
     errno.EFBIG: LIMIT.format("-f"), errno.EMFILE: LIMIT.format("-n"),
     errno.ELOOP: "remove the link that leads to itself",
@@ -102,12 +102,12 @@ def explain_full(error: BaseException) -> OutputError | None:
     """The message for an OSError that the user can do something about, wherever it was raised; None for any other
     error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's, without a name
-        what, fix = "there is no folder for temporary files", "let TMPDIR name a folder that can be written"
+        what, fix = "there is no folder for temporary files", "set TMPDIR to a folder that can be written"
         return OutputError(what, where="TMPDIR", fix=fix)
     named, number = getattr(error, "filename", None), _find_number(error)
     if number not in FIXES or (FIXES[number] == ACCESS and not named):
         return None
-    fix = tell_fix(error, "let FEATCAL_CACHE, HF_HOME or TMPDIR name another folder, or give another file")
+    fix = tell_fix(error, "set FEATCAL_CACHE, HF_HOME or TMPDIR to another folder, or give another file")
     where = os.fsdecode(named) if named else "standard output or a temporary file"
     return OutputError(f"a file cannot be opened, read or written: {name_reason(error)}", where=where, fix=fix)
 

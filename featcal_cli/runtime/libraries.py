@@ -16,7 +16,7 @@ MOST_WORDS = 300
 
 
 def load_libraries() -> None:
-    """Import torch, transformers and peft, which takes seconds, unless torch is imported already.
+    """Import torch and transformers, which takes seconds, unless torch is imported already.
 
     Call it in the main thread, after everything that can be found out and shown without these libraries. The garbage
     collector is off meanwhile, because imports make no garbage and it would take a fifth of the time.
@@ -25,7 +25,7 @@ def load_libraries() -> None:
         return
     gc.disable()
     try:
-        import peft  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()

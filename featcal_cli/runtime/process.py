@@ -21,6 +21,8 @@ from featcal_cli.runtime.errors import OutputError, RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets."""
+RUN_ID = "featcal"
+"""Value of TORCHELASTIC_RUN_ID in processes that `featcal --gpus` has started."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,15 @@ def read_launch() -> Launch:
     try:
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in NAMES[:4])
     except ValueError:
-        what = f"the environment says that torchrun started this, and not as what: {', '.join(NAMES[:4])}"
+        what = f"torchrun's variables in the environment are no numbers: {', '.join(NAMES[:4])}"
         raise RecipeError(what, where="the environment", fix="unset them, or start it with torchrun") from None
     return Launch(rank, size, local_rank, local_size, by_torchrun=True)
+
+
+def list_launch_words() -> list[str]:
+    """Return the words between `featcal` and its verb: --gpus, which the processes that it starts are not given."""
+    started = os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
+    return ["--gpus", os.environ["WORLD_SIZE"]] if started else []
 
 
 def check_device(name: str) -> None:

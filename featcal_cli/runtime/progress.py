@@ -139,9 +139,11 @@ def tell_seconds(seconds: float) -> str:
 
 
 def tell_change(before: float, after: float) -> str:
-    """Format the relative change of a drift in percent; "new" if it was 0.000 before."""
-    if f"{before:.3f}" == "0.000":
-        return "0 %" if f"{after:.3f}" == "0.000" else "new"
+    """Format the relative change of a drift in percent, computed from three digits of it, which are shown beside it;
+    "new" if it was 0.000 before."""
+    before, after = round(before, 3), round(after, 3)
+    if not before:
+        return "new" if after else "0 %"
     percent = f"{100 * (after - before) / before:+.0f} %"
     return "0 %" if percent in ("+0 %", "-0 %") else percent
 

@@ -189,13 +189,13 @@ def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         folder.mkdir()
     try:
-        session.stage("measuring how experts answer")
+        session.stage("measuring the experts' outputs")
         try:
             gradients = setup.measure_gradients(folder, session.listener.progress)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            what = f"experts' answers cannot be differentiated: {error}"
+            what = f"experts' outputs cannot be differentiated: {error}"
             _go_on_by_features(session, NumericsError(what, fix="take metric: output out of the recipe"))
             gradients = {}
         yield replace(setup, gradients=gradients)

@@ -136,7 +136,7 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
             "no task says how it is evaluated",
             where="tasks",
             fix="add to the tasks of the recipe: evaluate: {split: test}, or of a language model evaluate: {metric: "
-            "perplexity} (docs/evaluate.md shows the other keys)",
+            "perplexity}; `featcal recipes recipe.schema.json` describes all its keys",
         )
     if len({how.protocol == "texts" for how in known.values()}) > 1:
         what = "perplexity and other figures have no common mean"

@@ -15,7 +15,7 @@ from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.markdown import write_summary
-from featcal_cli.reporting.report import Inspection
+from featcal_cli.reporting.report import REPORT, Inspection
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
@@ -101,7 +101,7 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     plan = make_plan(session, inputs)
     for task, examples in plan.examples.items():
         if examples.is_whole:
-            session.note(f"{task}: the source has few rows, to most of which a calibration with it was fitted")
+            session.note(f"{task}: the source has few rows, and a calibration with it was fitted to most of them")
     snapshots = fetch_models(session, plan)
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
@@ -137,4 +137,9 @@ def _describe(plan: Plan, session: Session, job: Job) -> Inspection:
         recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
         environment=describe_environment(session.device),
         cost={name: figure for name, figure in cost.items() if isinstance(figure, float | int)},
+        calibrated=[
+            role
+            for role, key in ((MODEL, MERGED), (OTHER, OTHER))
+            if key in plan.origins and REPORT in plan.origins[key].repo.files
+        ],
     )

@@ -14,7 +14,7 @@ from featcal_cli.calibration.hyperparameters import choose_hyperparameters, desc
 from featcal_cli.calibration.journal import list_blocks
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
-from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
+from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download, missing_files, other_weights
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
@@ -81,12 +81,23 @@ class Plan:
     def origins(self) -> Mapping[str, Origin]:
         return self.inputs.origins
 
+    @property
+    def example_counts(self) -> dict[str, tuple[int, int]]:
+        """The numbers of examples to fit and to hold out, by task: those that a source has if it was read to its end,
+        otherwise the most that a run takes."""
+        most = self.recipe.calibration.examples, most_held_out(self.recipe.calibration.examples)
+        return {
+            task: (rows.fitted_count, rows.selection_count + rows.held_out_count) if rows.is_whole else most
+            for task, rows in self.examples.items()
+        }
+
     def to_dict(self) -> dict[str, Any]:
         names = "model_class", "dtype", "parameters", "blocks", "modules", "settings", "device"
         return {
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
             "findings": [asdict(finding) for finding in self.inputs.findings],
             "transfers": dict(self.transfers),
+            "examples": {task: {"fit": fit, "hold_out": out} for task, (fit, out) in self.example_counts.items()},
             **{name: getattr(self, name) for name in names},
             "estimate": asdict(self.estimate),
             "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],

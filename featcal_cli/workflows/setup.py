@@ -254,9 +254,8 @@ class Setup:
                     blocks |= find_cls_blocks(merged, self.architecture, task, batch)
         hardware.give_back(merged.model.module.parameters())
         if blocks and not self.gradients:
-            self.note(
-                f"token weights: cls in {list_some(sorted(blocks))}, because the output is read from the first token"
-            )
+            places = list_some(sorted(blocks))
+            self.note(f"token weights: the first token counts most in {places}, as the output is read from it")
         return frozenset(blocks)
 
 

@@ -133,7 +133,7 @@ def dry_run(
 
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
     """Join the errors that would stop a run into one error."""
-    fix = "see to all of it, then leave out --dry-run"
+    fix = "deal with all of them, then leave out --dry-run"
     return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 

@@ -110,7 +110,7 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
         clauses.append(f"--as-adapter was {rank or 'not given'}, and is {as_adapter}")
     if clauses:
         what = f"this is the output of another job: {list_some(clauses, between='; ', write=str)}"
-        again = f"-r {target / RECIPE} -o {target} goes on with what is there"
+        again = f"to go on with what is there, give -r {target / RECIPE} -o {target} in place of what differs"
         raise OutputError(what, where=str(target), fix=f"give --overwrite to replace it, or another --output; {again}")
     return report
 

@@ -15,7 +15,8 @@ import yaml
 from hub_server import HubServer
 from published import publish
 
-CI = Path(__file__).parents[2] / "recipes" / "ci"
+ROOT = Path(__file__).parents[2]
+CI, GITHUB = ROOT / "recipes" / "ci", ROOT / ".github"
 WORKFLOW, CALLER, SCRIPT = CI / "featcal.yml", CI / "on-new-merge.yml", CI / "calibrate.sh"
 FAR = "-n 16 --method paper --ridge 1000 --rho 30 --alpha 0"
 """Settings of the user's that make a model worse; those that featcal chooses do not."""
@@ -91,11 +92,31 @@ def test_the_script_says_what_it_was_not_told(tmp_path: Path) -> None:
     assert code == 1 and "MERGED is not set" in said
 
 
-@pytest.mark.parametrize("file", [WORKFLOW, CALLER], ids=lambda file: file.name)
-def test_workflows_are_valid(file: Path) -> None:
-    line = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(file)]
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    {
+        WORKFLOW: "github-workflows",
+        CALLER: "github-workflows",
+        GITHUB / "workflows" / "ci.yml": "github-workflows",
+        GITHUB / "ISSUE_TEMPLATE" / "bug.yml": "github-issue-forms",
+        GITHUB / "ISSUE_TEMPLATE" / "idea.yml": "github-issue-forms",
+        GITHUB / "ISSUE_TEMPLATE" / "config.yml": "github-issue-config",
+        ROOT / "CITATION.cff": "citation-file-format",
+    }.items(),
+    ids=lambda part: getattr(part, "name", ""),
+)
+def test_files_that_the_repositorys_host_reads_are_valid(file: Path, kind: str) -> None:
+    line = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{kind}", str(file)]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_citation_names_the_authors_that_the_readme_names() -> None:
+    (paper,) = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    named = re.search(r"author {8}= \{(.*?)\}", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert named and paper["identifiers"][0]["value"] == "arXiv:2605.13030"
+    authors = [f"{author['family-names']}, {author['given-names']}" for author in paper["authors"]]
+    assert " and ".join(authors) == " ".join(named[1].split())
 
 
 def test_the_caller_gives_what_the_workflow_asks_for() -> None:

@@ -41,6 +41,7 @@ def test_all_that_would_stop_a_run_is_said_after_the_plan(
     run = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--save": "my job.yaml"})
     assert run.code == 2 and run.stderr.count("error:") == 1
     assert "blocks" in run.stdout and "memory" in run.stdout and "push        to me/calibrated" in run.stdout
+    assert "at most 8 to fit and 8 to hold out per task" in run.stdout
     for what in (
         "error: 4 things would stop a run",
         "out: the output folder exists",
@@ -54,6 +55,7 @@ def test_all_that_would_stop_a_run_is_said_after_the_plan(
     as_json = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--json": ""})
     plan = json.loads(as_json.stdout)
     assert as_json.code == 2 and plan["blocks"] == 2
+    assert plan["examples"] == {"red": {"fit": 8, "hold_out": 8}}
     assert [stop["where"] for stop in plan["stops"]][:2] == ["out", "--push-to me/calibrated"]
     assert len(plan["stops"]) == 4 and all(stop["what"] and stop["fix"] for stop in plan["stops"])
 
@@ -65,7 +67,7 @@ def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -
     for dry in ({}, {"--dry-run": ""}):
         run = featcal_inside(capsys, "calibrate", {**strict, **dry})
         assert run.code == 2 and "--strict has nothing to judge by: all 20 rows of red are fitted" in run.stderr
-    assert "blocks" in run.stdout
+    assert "blocks" in run.stdout and "20 to fit and 0 to hold out per task" in run.stdout
     enough = featcal_inside(capsys, "calibrate", {**strict, "-n": 8, "--dry-run": ""})
     assert enough.code == 0 and "Leave out --dry-run to start" in enough.stderr
 

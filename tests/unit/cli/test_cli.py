@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +30,12 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.console import show_error, show_falling_drift
 from featcal_cli.cli.options import list_keys, with_groups
+from featcal_cli.cli.results import list_next_steps
+from featcal_cli.hub.push import Pushed
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
+from featcal_cli.reporting.report import Report, TaskDrift
 from featcal_cli.runtime.errors import FeatCalError, RecipeError
 
 VIT = next(family for family in FAMILIES if family.name == "vit")
@@ -89,8 +93,12 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out"})
     assert run.code == 0
     assert "red" in run.stdout and "calibrated" in run.stdout and "out" in run.stdout
-    assert "settings: method featcal, ridge" in run.stderr and "README.md shows how" in run.stderr.replace("\n", " ")
+    assert "settings: method featcal, ridge" in run.stderr and "README.md how to load" in run.stderr
     assert max(map(len, run.stdout.splitlines())) <= 80
+    assert run.shown.splitlines()[-2:] == [  # vit's task says nothing of evaluation, and it writes no text
+        "out/drift.png shows the drift by block, README.md how to load the model.",
+        "Next: this command with --push-to USER/NAME.",
+    ]
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
     assert (quiet.code, quiet.stderr, quiet.stdout.partition(" in ")[0]) == (0, "", run.stdout.partition(" in ")[0])
     ending = r"Mean distance of outputs fell by \d+ % in .* s; the calibrated model is in out\.$"
@@ -100,6 +108,20 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: pytes
     report = json.loads(printed.stdout)
     assert (report.pop("output"), report.pop("pushed")) == ("out", None)
     assert report == json.loads((folder / "out" / "featcal_report.json").read_text())
+
+
+def test_what_comes_next_fits_in_three_short_lines() -> None:
+    recipe = {"tasks": {"red": {"evaluate": {"split": "test"}}}}
+    drift = {"red": TaskDrift(0.4, 0.2, None, 0.9, 0.95, held_out=True)}
+    report = Report("0.1.0", recipe, {}, {}, [], drift, {}, loading={"model_class": "LlamaForCausalLM"})
+    lines = list_next_steps(report, Path("my out"), None)
+    assert lines[1] == "Next: `featcal evaluate 'my out'`, or this command with --push-to USER/NAME."
+    assert "vLLM" in lines[2] and "GGUF" in lines[2] and len(lines) == 3
+    assert max(map(len, lines)) <= 80
+    pushed = Pushed("https://huggingface.co/user/it", "0" * 40, None)
+    assert list_next_steps(report, Path("out"), pushed)[1] == "Next: `featcal evaluate out`."
+    worse = replace(report, drift={"red": replace(drift["red"], after=0.5)})
+    assert "--push-to" not in "".join(list_next_steps(worse, Path("out"), None))
 
 
 def test_help_and_version_do_not_load_torch() -> None:
@@ -247,7 +269,52 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     assert written.value.where == f"{file}, line 2"
     with pytest.raises(RecipeError, match=r"--alpha must be") as typed:
         read_draft(file, collect_overrides(alpha=3.0))
-    assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"
+    assert typed.value.where == "the command line" and typed.value.fix == "give a number from 0 to 1"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    {
+        "calibrate x --rigde 3": ("featcal calibrate", "did you mean --ridge?"),
+        "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
+        "calibrate x --alpha": ("featcal calibrate", "see its options and examples: featcal calibrate --help"),
+        "calibrate x -n 0": ("featcal calibrate", "give a number of 1 or more; the default is 256"),
+        "calibrate x --device gpu": ("featcal calibrate --device", "give auto, cpu or cuda[:K]"),
+        "calibrat x": ("featcal", "did you mean 'calibrate'?"),
+    }.items(),
+)  # fmt: skip
+def test_a_wrong_option_is_told_with_its_verb_and_one_proposal(
+    typed: str, expected: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, *words = typed.split()
+    run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(words)})
+    what, place, fix = run.stderr.strip().split("\n")
+    assert run.code == 2 and (place, fix) == (f"  in: {expected[0]}", f"  fix: {expected[1]}")
+    assert "possible" not in what.lower() and "did you mean" not in what.lower()
+
+
+@pytest.mark.parametrize("words", [("-h",), ("help",), ("calibrate", "-h"), ("help", "calibrate")])
+def test_help_is_asked_for_in_any_usual_way(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    usual = [word for word in words if word not in ("-h", "help")]
+    asked, known = (
+        featcal_inside(capsys, line[0], {str(number): word for number, word in enumerate(line[1:])})
+        for line in (words, [*usual, "--help"])
+    )
+    assert (asked.code, asked.stdout) == (0, known.stdout) and "Usage:" in known.stdout
+    assert featcal_inside(capsys, "-V", {}).stdout == featcal_inside(capsys, "--version", {}).stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_command_to_type_again_keeps_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "featcal")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    typed = {**LOCAL, "--dry-run": "", "--save": "job.yaml", "--device": "cpu"}
+    saved = featcal_inside(capsys, "calibrate", typed).stderr
+    assert "`featcal --gpus 2 calibrate -r job.yaml --device cpu`" in saved
+    asked = featcal_inside(capsys, "calibrate", {**LOCAL, "--expert": None, "--strict": ""}).stderr
+    assert "featcal --gpus 2 calibrate merged --base base --data red=red.safetensors -n 8 --strict" in asked
 
 
 def test_drift_is_told_after_every_block(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +337,7 @@ def test_falling_drift_is_shown_of_many_tasks_in_few_lines() -> None:
     out.print(show_falling_drift(drifts, by_outputs=True))
     assert isinstance(out.file, io.StringIO)
     lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
-    assert lines[0] == "drift of features, merged → calibrated; it may grow where answers come nearer"
+    assert lines[0] == "drift of features, merged → calibrated; it may grow where outputs come nearer"
     assert lines[1] == "task 0      ▂▄  0.800 → 0.400  -50 %"
     assert lines[-1] == "mean of 20      0.800 → 0.400  -50 %"
     assert len(lines) == 10

@@ -657,7 +657,7 @@ def test_a_photograph_is_turned_as_its_exif_says(at: Folder, vit: Any) -> None:
 
 def test_pixels_of_more_than_8_bits_are_bad_rows_and_first_frames_are_read(at: Folder, vit: Any) -> None:
     deep = Image.fromarray(numpy.full((8, 8), 40_000, dtype=numpy.uint16))
-    refused(at, vit, at.images({"0.png": deep}), "no 8-bit colours, but of mode I;16")
+    refused(at, vit, at.images({"0.png": deep}), "not 8-bit colours, but of mode I;16")
     first, second = (Image.new("RGB", (8, 8), (value,) * 3) for value in (7, 200))
     found = at.load(vit, at.images({"a.gif": first}, "frames", save_all=True, append_images=[second]))
     assert colours(found.fitted) == [7]
@@ -725,9 +725,9 @@ def test_an_encoder_reads_the_columns_that_hold_text_or_that_the_recipe_names(
     [
         ({"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
         ({"columns": {"txt": "text"}}, "no role txt"),
-        ({"template": "{texts}"}, "names a column that there is not: {texts}"),
+        ({"template": "{texts}"}, "names a column that does not exist: {texts}"),
         ({"template": "{text"}, "template is broken"),
-        ({"template": "{text.__class__}"}, "names a column that there is not: {text.__class__}"),
+        ({"template": "{text.__class__}"}, "names a column that does not exist: {text.__class__}"),
         ({"columns": {"messages": "text"}}, "not a list of messages"),
     ],
 )

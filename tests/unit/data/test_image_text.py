@@ -171,7 +171,7 @@ def test_rows_of_several_images_cannot_be_used(tmp_path: Path) -> None:
         {"role": "assistant", "content": "<image> a <image> red"},
     ]
     source = write(tmp_path, [{"images": [picture(n), picture(n + 1)], "messages": turns} for n in range(4)])
-    with pytest.raises(DataError, match="column images has 2 images, and one is read of a row"):
+    with pytest.raises(DataError, match="column images has 2 images, and only one per row is read"):
         draw(tmp_path, model, source)
 
 

@@ -36,6 +36,7 @@ from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Data, Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
+from featcal_cli.runtime.progress import tell_change
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 
 parquet: Any = pyarrow.parquet  # has no types
@@ -465,7 +466,7 @@ def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
         ({"answers": "{"}, "a list, or a format with one {}"),
         ({"chat": True}, "chat belongs to lm_eval"),
         ({"promts": ["{}"]}, "unknown key promts"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be greater than or equal to 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"answers": 5}, r"tasks\.it\.evaluate\.answers must be a list"),
     ],
 )
@@ -501,6 +502,13 @@ def test_the_table_fits_and_the_json_holds_every_figure(
     score = told["tasks"]["it"]["scores"]["body"]
     assert f"{100 * score['value']:.1f} ±{50 * (score['high'] - score['low']):.1f}" in shown.stdout
     assert told["means"]["body"]["value"] == score["value"]
+
+
+def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
+    merged, calibrated = (Score(value, value, value, 0.0, 10) for value in (0.81038, 0.93462))
+    assert (merged.show("accuracy"), calibrated.show("accuracy")) == ("81.0 ±0.0", "93.5 ±0.0")
+    assert calibrated.subtract(merged, "accuracy") == 12.5  # and not the 12.4 of further digits
+    assert tell_change(0.0014, 0.0011) == "0 %" and tell_change(0.0004, 0.0011) == "new"
 
 
 def test_a_recipe_that_says_nothing_of_evaluation_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

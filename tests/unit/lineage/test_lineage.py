@@ -263,7 +263,7 @@ REFUSED = [
     Refused(
         "data-for-an-expert-that-is-given-as-the-base",
         mergekit(TIES),
-        ("for the task code", "those left are math", "fill in REPO and type: featcal"),
+        ("for the task code", "experts without a task are math", "fill in REPO and type: featcal"),
         repos=TWO,
         draft={"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
     ),

@@ -14,7 +14,7 @@ from inspections import make_inspection, make_model, set_last
 from PIL import Image
 from test_model_card import make_report
 
-from featcal_cli.reporting.drift_plots import plot_drift, plot_inspection
+from featcal_cli.reporting.drift_plots import choose_colours, plot_drift, plot_inspection
 from featcal_cli.reporting.report import Report, TaskInspection
 
 NAMES = ["$a_{$", "x\n## y", "名前 <b>", "long " * 50]
@@ -68,6 +68,17 @@ def test_the_same_figures_give_the_same_picture_whatever_the_style(
         assert plot(make(["a", "b"], 4)) == first
         assert matplotlib.rcParams["font.size"] == 30
     assert plot(make(["a", "c"], 4)) != first
+
+
+def test_a_calibrated_model_has_one_colour_in_all_pictures() -> None:
+    blue = choose_colours(())["calibrated"]
+    after, before, both, none = map(choose_colours, (["other"], ["model"], ["model", "other"], []))
+    assert after["other"] == before["model"] == both["model"] == blue
+    assert after["model"] == before["other"] == none["model"] == none["merged"] != blue
+    assert len({both["model"], both["other"], none["model"]}) == 3 and none["other"] not in (blue, none["model"])
+    inspected = replace(make_inspection(["a"]), calibrated=["model"])
+    drawn = plot_inspection(inspected, "svg").decode()
+    assert blue in drawn and choose_colours(())["merged"] not in drawn
 
 
 def test_there_is_a_chart_for_every_task_and_one_for_their_mean() -> None:

@@ -118,7 +118,9 @@ def test_places_that_cannot_be_written_are_not_missed_where_nothing_is_put_there
 def test_an_environment_that_only_looks_like_torchruns_is_one_message(job: Path, tmp_path: Path) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     done = run("recipes", job, tmp_path, **dict.fromkeys(names, "x"))
-    assert done.returncode == 2 and done.stderr.startswith("error: the environment says that torchrun started this")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: torchrun's variables in the environment are no numbers"
+    )
 
 
 def test_threads_wait_for_each_other_only_briefly_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
