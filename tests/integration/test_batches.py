@@ -82,6 +82,6 @@ def test_texts_that_are_longer_than_those_whose_gradients_are_measured_are_calib
     save_tokenizer(tmp_path / "red")
     write_texts(tmp_path / "red.jsonl", 2, 60, 400, 500)
     recipe["tasks"] = {"red": {"expert": str(tmp_path / "red"), "data": str(tmp_path / "red.jsonl")}}
-    [block] = calibrate(recipe, output=tmp_path / "out", batch_size=1).report.blocks
+    block, _ = calibrate(recipe, output=tmp_path / "out", batch_size=1).report.blocks  # and the norm before the head
     linear = {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
     assert linear <= {module.name for module in block.modules}, block.skipped
