@@ -1,13 +1,11 @@
 """Make the family *code*: byte-level language models of five kinds of text, fine-tuned from one of them all.
 
-    pip install --no-deps bokeh django                                (their files are read, nothing of them is run)
+    pip install --no-deps bokeh django                               (their files are read, nothing of them is run)
     OMP_NUM_THREADS=1 python benchmarks/family_codes.py FOLDER       (about ten minutes on one core)
     OMP_NUM_THREADS=1 python benchmarks/family_codes.py FOLDER tied  (other texts and seed; one weight for both ends)
 
-The text is what installed packages ship (SOURCES), so another set of packages makes another family.
-
-The base is trained on a mixture of the five for a while, each expert on one of them from there. A file lies in one
-split only. A row is a window of 127 bytes; before it comes one token that says where a window begins.
+The text is what installed packages ship (SOURCES): other packages make another family. The base learns a mixture of the
+five, each expert one of them from there. A row is a window of 127 bytes of a file, which lies in one split only.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ SHARES = {"train": 70, "validation": 12, "test": 18}  # per cent of the files
 ENOUGH = 8_000_000  # characters of one kind
 MIXED = 2000  # windows of each kind that the base learns from
 SOURCES = (
-    "Python of sympy, networkx and matplotlib, C++ headers of torch, TypeScript of bokeh, django's translations in some "
-    "hundred languages (BSD-like licences), and the descriptions of the installed packages (each under its own licence)",
-    "YAML of lm-eval, stubs of numpy and torch, Cython of pyarrow and scikit-learn, JavaScript of django, and models of "
-    "transformers (MIT, BSD-like licences and Apache-2.0)",
+    "Python of sympy, networkx and matplotlib, C++ headers of torch, TypeScript of bokeh, translations of django "
+    "(BSD-like licences), and the descriptions of the installed packages (each under its own licence)",
+    "YAML of lm-eval, stubs of numpy and torch, Cython of pyarrow and scikit-learn, JavaScript of django, models of "
+    "transformers (MIT, BSD-like and Apache-2.0 licences)",
 )
 
 
