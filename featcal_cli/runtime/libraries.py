@@ -25,6 +25,7 @@ def load_libraries() -> None:
         return
     gc.disable()
     try:
+        import torch  # noqa: F401
         import transformers.modeling_utils  # noqa: F401
     finally:
         gc.freeze()

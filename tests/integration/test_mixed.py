@@ -137,7 +137,8 @@ def test_tied_and_untied_embeddings_in_one_job(tmp_path: Path) -> None:
     models = {"merged": llama(0, **tied), "base": llama(1, **tied), "red": llama(2), "green": llama(3, **tied)}
     run(tmp_path, text(), **models)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
-    assert changed(tmp_path) and all(".layers." in name for name in changed(tmp_path))
+    blocks = changed(tmp_path) - {"model.norm.weight"}
+    assert blocks and all(".layers." in name for name in blocks)
 
 
 def test_a_tower_whose_inputs_are_not_given_is_left_alone_and_said(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def world(hub: HubServer, tmp_path: Path) -> None:
 def test_what_was_found_is_said_before_torch_or_anything_heavy_is_imported(start: str, tmp_path: Path) -> None:
     (place := tmp_path / "modules").mkdir()
     (place / "torch.py").write_text(STANDS_IN)
-    (place / "peft.py").write_text("import torch\n")  # as the real one does, which is the first to ask for it
     line, said = STARTS[start]
     run = featcal(*line, folder=None, PYTHONPATH=str(place))
     told = f"{run.stdout[-2000:]}\n{run.stderr}"
