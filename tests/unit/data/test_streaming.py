@@ -301,7 +301,7 @@ def test_of_a_loading_script_the_hubs_own_parquet_copy_is_read_and_that_is_said(
     german, english = (data.model_copy(update={"config": config, "split": split})
                        for config, split in (("de", None), ("en", "test")))  # fmt: skip
     assert len(list(draw_rows(german, 99, 0, notes.append))) == 21
-    assert f"the Hub's parquet copy is read (refs/convert/parquet at {commit[:7]}), which holds only the first" in notes[0]
+    assert f"parquet copy is read (refs/convert/parquet at {commit[:7]}), which holds only the first" in notes[0]
     assert len(take(english, 99)) == 12
     pinning: list[str] = []
     pinned = pin_data("red", german, open_repo, pinning.append)
