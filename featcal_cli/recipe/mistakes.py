@@ -40,14 +40,14 @@ def explain(
         # a value that may be of several types is complained of once for each: what lies deeper says more
         if not any(len(other) > len(place) and other[: len(place)] == place for other in complaints):
             what, option, fix = _describe_mistake(place, problem, typed)
-            fix = fix or _suggest_number(place)
+            suggested = fix or _suggest_number(place)
             line = f"line {find_line(text, place)}" if text else ""
             errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
     if len(errors) > 1:
         return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
-    return RecipeError(only.what, where=where, fix=only.fix or f"change {only.what.split(' ')[0].rstrip(':')}")
+    return RecipeError(only.what, where=where, fix=suggested or f"change {only.what.split(' ')[0].rstrip(':')}")
 
 
 def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | int, ...]:
