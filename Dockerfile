@@ -1,4 +1,5 @@
-# On the CPU:   docker build -t featcal . && docker run --rm featcal
+# On the CPU:   docker build -t featcal . && docker run --rm -v "$PWD:/work" featcal
+#               (on x86, PyPI's torch brings CUDA's libraries, gigabytes, which a CPU does not need)
 # With CUDA:    docker build -t featcal --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 .
 #               docker run --rm --gpus all -v "$PWD:/work" featcal calibrate user/merged
 # Any Debian or Ubuntu with Python 3.10 or newer will do as base. Without a command, the image runs the demo.

@@ -225,6 +225,8 @@ def _restore(
     """Give parts and optimiser the state that `_collect_state` returned, and return the best parts of it."""
     for name, part in parts.items():
         part.data.copy_(state[f"now/{name}"])
-        moments = {key: state[f"{key}/{name}"].to(part.device) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[part] = {"step": state[f"step/{name}"], **moments}
+        # what no gradient has reached yet has no moments
+        if f"step/{name}" in state:
+            moments = {key: state[f"{key}/{name}"].to(part.device) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[part] = {"step": state[f"step/{name}"], **moments}
     return {name.removeprefix("best/"): x for name, x in state.items() if name.startswith("best/")}

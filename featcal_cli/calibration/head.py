@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from featcal_cli.engine.job import Job
 from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError
+from featcal_cli.runtime.hardware import is_out_of_memory
 
 RIDGE = 0.3
 """λ as a share of the mean curvature of L in the elements of W, or in the scales, if all tokens were equally likely."""
@@ -212,16 +214,43 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
 
 def calibrate_head(job: Job, head: Head) -> BlockReport:
     """Calibrate the head of the job's student on the inputs that were collected, and load it. The share of the update
-    that is best on held-out rows is kept. Raises NumericsError if features are not finite."""
-    started, student, merged = time.monotonic(), job.student, job.merged
-    if obstacle := next(filter(None, job.ranks.gather(head.obstacle)), ""):
-        return BlockReport(head.changed, 0.0, [], [{"name": "", "reason": obstacle}])
+    that is best on held-out rows is kept. A head that cannot be calibrated stays, and the report says why."""
+    started = time.monotonic()
+    obstacle = next(filter(None, job.ranks.gather(head.obstacle)), "")
+    try:
+        found = _Solved([], None) if obstacle else _solve(job, head)
+    except (RuntimeError, MemoryError) as error:
+        # other ranks do not know of it
+        if not is_out_of_memory(error) or job.ranks.size > 1:
+            raise
+        found, obstacle = _Solved([], None), "there is not enough memory to calibrate it"
+    head.inputs.clear()
+    obstacle = obstacle or ("" if found.modules else "the predictions of an expert are not finite")
+    skipped = [{"name": head.changed, "reason": obstacle}] if obstacle else []
+    seconds = time.monotonic() - started
+    return BlockReport(head.changed, seconds, found.modules, skipped, is_head=True, divergence=found.divergence)
+
+
+class _Solved(NamedTuple):
+    """The report on the head, without one if it stays, and the divergence before and after."""
+
+    modules: list[ModuleReport]
+    divergence: tuple[float, float] | None
+
+
+def _solve(job: Job, head: Head) -> _Solved:
+    """Find the new head, or norm, and load it."""
+    student, merged = job.student, job.merged
     with merged.on_device(), student.on_device():
         for path in {head.name, head.changed}:
             merged.bring(path)
-        own = read_parameters(merged.module(head.name)).each(lambda x: x.to(merged.device, torch.float32))
-        fitted, held_out = (_measure(job, head, own.bias, checked=checked) for checked in (False, True))
-        unknown = Scale(own.weight) if head.norm else Weight(own.weight)
+        # as in the files: passes may run in a coarser dtype
+        names = [name for name, _ in merged.module(head.name).named_parameters(recurse=False)]
+        own = {name: merged.copy(merged.parameter(f"{head.name}.{name}")).to(torch.float32) for name in names}
+        fitted, held_out = (_measure(job, head, own.get("bias"), checked=checked) for checked in (False, True))
+        unknown = Scale(own["weight"]) if head.norm else Weight(own["weight"])
+        if not isfinite(fitted.value(own["weight"])):
+            return _Solved([], None)
         update = minimise(fitted, unknown)
         share, divergence = None, None
         if held_out.rows:
@@ -233,14 +262,13 @@ def calibrate_head(job: Job, head: Head) -> BlockReport:
             raise NumericsError(f"the solution of {head.changed} is not finite", fix="give head: false in the recipe")
         found = update.add_(unknown.start)
         for name, parameter in student.module(head.changed).named_parameters(recurse=False):
-            if head.norm:
-                student.replace(parameter, _scale(merged.module(head.norm), name, found))
-            elif name == "weight":
+            if head.norm and size:
+                old = merged.copy(merged.parameter(f"{head.norm}.{name}")).to(found)
+                student.replace(parameter, _scale(merged.module(head.norm), name, old, found))
+            elif name == "weight" and size:
                 student.replace(parameter, found)
-    head.inputs.clear()
-    kind = kind_of(merged.module(head.changed)) or "linear"
-    module = ModuleReport("", kind, fitted.rows, size, share)
-    return BlockReport(head.changed, time.monotonic() - started, [module], [], divergence)
+        kind = kind_of(merged.module(head.changed)) or "linear"
+    return _Solved([ModuleReport("", kind, fitted.rows, size, share)], divergence)
 
 
 def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Divergence:
@@ -255,9 +283,8 @@ def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Div
     return divergence
 
 
-def _scale(norm: nn.Module, name: str, factors: Tensor) -> Tensor:
-    """Return a parameter of a norm by which its outputs are multiplied by `factors`."""
-    old = norm.get_parameter(name).detach().to(factors)
+def _scale(norm: nn.Module, name: str, old: Tensor, factors: Tensor) -> Tensor:
+    """Return the parameter of a norm, by its name and old value, by which its outputs are multiplied by `factors`."""
     zeros = {key: torch.zeros_like(x) for key, x in norm.named_parameters()}
     # some norms scale by 1 + weight
     extra = functional_call(norm, zeros, (torch.linspace(0, 1, len(old)).to(norm.get_parameter(name)),)).any()

@@ -52,7 +52,8 @@ def take_fingerprint(
         hashes = dict(zip(examples, pool.map(_hash_examples, examples.values()), strict=True))
     environment = {**describe_environment(device), **read_versions()}
     return {
-        "recipe": recipe.model_dump(mode="json", exclude={"output"}),
+        # blocks are the same with and without what comes after them
+        "recipe": recipe.model_dump(mode="json", exclude={"output": True, "calibration": {"head", "refine"}}),
         "files": stamp_files(folders),
         "environment": {name: value for name, value in environment.items() if name not in ("threads", "ranks")},
         "data": hashes,
@@ -117,6 +118,7 @@ class Journal:
             for module in report.modules
             for name, value in student.parameters_at_home(report.path_of(module)).items()
         }
+        self._file(STATE).unlink(missing_ok=True)  # it was refined from other weights
         self._store(number, report.to_json(), parameters)
         self._own.add(number)
 

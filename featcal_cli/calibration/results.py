@@ -21,7 +21,7 @@ class ModuleReport:
     rows: int
     """Number of rows (tokens) of the calibration examples of all tasks."""
     relative_change: float
-    """Relative size of the update in closed form, ‖W* − W_merged‖ / ‖W_merged‖."""
+    """Relative size of the update before refining, ‖W* − W_merged‖ / ‖W_merged‖."""
     step: float | None = None
     """The step t: the share of the update that was kept after the check on held-out rows; None if it was not
     checked."""
@@ -38,14 +38,11 @@ class BlockReport:
     modules: list[ModuleReport]
     skipped: list[dict[str, str]]
     """Name and reason for each module that was left unchanged."""
+    is_head: bool = False
+    """Whether this is the head of a language model, or the norm before it, and no transformer layer."""
     divergence: tuple[float, float] | None = None
     """If this is the head: the mean divergence from the experts' predictions on held-out examples, in nats, with the
     merged model's head and with the new one."""
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this is the head of a language model, or the norm before it, and no transformer layer."""
-        return any(not module.name for module in self.modules)
 
     def path_of(self, module: ModuleReport) -> str:
         """Return the path of one of the modules in the model. The head is its own only module."""
@@ -79,14 +76,14 @@ def describe_kinds(blocks: Sequence[BlockReport], *, stems: bool) -> str:
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     experts = " (experts of mixtures included)" if any("expert" in module.name for module in modules) else ""
     stem = " and of the stem (patch embeddings) before them" if stems else ""
-    head = "".join(f", and {block.name}," for block in blocks if block.is_head)
+    head = "".join(f", and {block.name}," for block in blocks if block.is_head and block.modules)
     return f"Only {listed} of transformer blocks{experts}{stem}{head} were calibrated."
 
 
 def describe_head(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on the divergence that calibrating the head removed; empty if it was not measured."""
     for block in blocks:
-        if block.divergence is not None:
+        if block.divergence is not None and block.divergence[1] < block.divergence[0]:
             before, after = (f"{nats:.3f}" for nats in block.divergence)
             return (
                 f"{block.name} was fitted to the experts' predictions: with it, the divergence from them on held-out "
@@ -163,7 +160,8 @@ def describe_ridges(blocks: Sequence[BlockReport]) -> str:
 
 def describe_guard(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on how many updates were reduced or undone on held-out rows; empty if no update was checked."""
-    steps = [module.step for block in blocks for module in block.modules if module.step is not None]
+    inside = [module for block in blocks if not block.is_head for module in block.modules]
+    steps = [module.step for module in inside if module.step is not None]
     if not steps:
         return ""
     reduced, undone = [step for step in steps if 0 < step < 1], steps.count(0.0)

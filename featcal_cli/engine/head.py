@@ -51,11 +51,12 @@ class Head:
         return self.norm or self.name
 
     def end(self, paused: PausedForward, output: Any) -> None:
-        """Run a pass from the output of its last block to the head. The pass's output is then the head's input."""
+        """Run a pass from the output of its last block to the head. The pass's output is then the head's input, on the
+        CPU."""
         module = paused.runner.module(self.name)
         if id(paused.runner) in self._scales:
             paused.end_at(module, output)
-            paused.output = paused.output * self._scales[id(paused.runner)]
+            paused.output = (paused.output * self._scales[id(paused.runner)]).cpu()
             return
         # the first pass of a model shows what becomes of the logits after the head
         kept: list[tuple[Tensor, Tensor]] = []
@@ -73,13 +74,13 @@ class Head:
         if not is_plain or (self.norm and _find_scale(kept[0][1], x) is None):
             self.obstacle = "the model changes what its last norm or its head returns"
         self._scales[id(paused.runner)] = scale or 1.0
-        paused.output = x * (scale or 1.0)
+        paused.output = (x * (scale or 1.0)).cpu()
 
     def add(self, task: str, student: PausedForward, expert: PausedForward, examples: range, *, checked: bool) -> None:
         """Add the inputs of one batch, whose passes have ended at the head."""
         count, batch = self.counts[checked].get(task, 0), student.batch
         used = find_owners(student.output, batch) + examples.start < count
-        rows = [choose_rows(paused.output, batch)[used].cpu() for paused in (student, expert)]
+        rows = [choose_rows(paused.output, batch)[used] for paused in (student, expert)]
         self.inputs[checked].setdefault(task, []).append(HeadInputs(*rows))
         student.output = expert.output = None
 

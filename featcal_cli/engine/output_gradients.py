@@ -50,8 +50,8 @@ each output of a Linear module."""
 
 class OutputGradients(NamedTuple):
     """Summary of the gradients of an expert's outputs at its Linear modules, by the module's path in merged, on the
-    CPU. Modules that have no effect on the outputs are left out, and from `factors` those whose rows all examples
-    share: their gradients are sums over a batch."""
+    CPU. Modules that have no effect on the outputs are left out, and those whose rows all examples share: their
+    gradients are sums over a batch."""
 
     factors: dict[str, Tensor]
     """R [r, d_out], where RᵀR is the mean of g gᵀ divided by its mean diagonal, in its largest directions
@@ -248,7 +248,8 @@ def _keep_layout(_: nn.Module, __: Any, y: Tensor) -> None:
     """Have the gradient at a batch norm's output laid out in memory as the output is: if one of the two has its
     channels first and the other has them last, torch computes a wrong gradient at the input."""
     if y.requires_grad:
-        y.register_hook(lambda gradient: torch.empty_like(y).copy_(gradient))
+        layout = torch.empty_like(y, device="meta")  # a hook that held y itself would keep it, and its graph, for ever
+        y.register_hook(lambda gradient: torch.empty_like(layout, device=gradient.device).copy_(gradient))
 
 
 def measure_output_gradients(

@@ -246,7 +246,11 @@ def _describe_modules(report: Report) -> dict[str, Any]:
     last = next((block for block in report.blocks if block.is_head), None)
     skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
     outside = "embeddings of tokens" if report.settings.get("stems") else "embeddings"
-    others = {"linear": "final norms and poolers"}.get(last.modules[0].kind, "poolers and heads") if last else ""
+    others = (
+        {"linear": "final norms and poolers"}.get(last.modules[0].kind, "poolers and heads")
+        if last and last.modules
+        else ""
+    )
     left = [f"{outside}, {others or 'final norms, poolers and heads'}"]
     for (name, reason), count in skipped.most_common():
         blocks = f"{count} block{'s' if count > 1 else ''}"
@@ -256,9 +260,9 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "changes": sorted(module.relative_change for module in modules),
         "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
         "guard": guard[:1].upper() + guard[1:],
-        "has_head": last is not None,
+        "has_head": last is not None and bool(last.modules),
         "head": head if report.settings.get("step", 1) == 1 else "",
-        "blocks": [block for block in report.blocks if block is not last],
+        "blocks": [block for block in report.blocks if not block.is_head],
         "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
         "left_unchanged": left,
     }

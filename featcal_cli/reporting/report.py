@@ -268,19 +268,18 @@ class Report:
 
     @property
     def output_distances(self) -> dict[str, tuple[float, float]]:
-        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖ or, of a refined result, KL(expert ‖ model),
-        before and after, by task; empty unless errors are measured at the outputs and every task has outputs."""
+        """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖, before and after, by task; empty unless errors
+        are measured at the outputs and every task has outputs. Of a refined result, it is KL(expert ‖ model)."""
+        if self.refined is not None and self.is_refined:
+            return {task: (self.refined.merged[task], self.refined.after[task]) for task in self.drift}
         if self.settings.get("metric") != "output":
             return {}
         outputs = {
-            task: tuple(self._distance(drift.output) for role in JUDGED if (drift := measured.models[role]).output)
+            task: tuple(drift.output.relative for role in JUDGED if (drift := measured.models[role]).output)
             for task, measured in self.measures.items()
         }
         known = {task: (pair[0], pair[1]) for task, pair in outputs.items() if len(pair) == len(JUDGED)}
         return known if known.keys() == self.drift.keys() else {}
-
-    def _distance(self, output: OutputDrift) -> float:
-        return output.divergence if self.is_refined and output.divergence is not None else output.relative
 
     @property
     def judged(self) -> dict[str, tuple[float, float]]:
@@ -294,12 +293,14 @@ class Report:
         if not self.output_distances:
             return self.drift_rows
         bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
+        if self.is_refined:  # it was measured in another way
+            bases = dict.fromkeys(self.drift)
         return _add_mean(
             replace(
                 row,
                 before=before,
                 after=after,
-                base=self._distance(base) if (base := bases.get(row.task)) else row.base,
+                base=base.relative if (base := bases.get(row.task)) else None if self.is_refined else row.base,
             )
             for row, (before, after) in zip(self.drift_rows, self.output_distances.values(), strict=False)
         )

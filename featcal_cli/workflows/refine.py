@@ -99,6 +99,9 @@ class Refiner:
     def refine(self, journal: Journal, outcome: Outcome) -> Outcome:
         """Refine the result of a calibration, and measure it again."""
         session, student, seed = self._session, self._student, self._setup.calibration.seed
+        if not any(block.modules for block in outcome.blocks):
+            session.note("nothing is refined, as no module was calibrated")
+            return outcome
         session.stage("refining the result")
         for headed in self._headed.values():
             self._place(headed)

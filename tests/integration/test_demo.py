@@ -39,7 +39,7 @@ def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
     AutoModelForImageClassification.from_pretrained(tmp_path / "featcal-demo")
     report = Report.from_json((tmp_path / "featcal-demo" / REPORT).read_text())
     monkeypatch.setattr(OUT, "width", 80)
-    show_calibration(report, Path("featcal-demo"), None, 10.0, OWN_MODEL)
+    show_calibration(report, Path("featcal-demo"), None, 10.0, [OWN_MODEL])
     shown = capsys.readouterr()
     assert len((shown.err + shown.out).splitlines()) + 1 <= 24  # and a blank one above them
 

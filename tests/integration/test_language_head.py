@@ -82,7 +82,9 @@ def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
     config = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
     saved = save_family(tmp_path, Family("soft", "Gemma2ForCausalLM", config, text, ""), examples=40)
     fitted, report = run(saved, "fitted")
-    assert report["blocks"][-1]["skipped"][0]["reason"] == "the model changes what its last norm or its head returns"
+    reason = "the model changes what its last norm or its head returns"
+    assert report["blocks"][-1]["skipped"] == [{"name": "model.norm", "reason": reason}]
+    assert "In 2 blocks, " in (tmp_path / "fitted" / "README.md").read_text("utf-8")
     assert torch.equal(
         fitted["model.norm.weight"], load_file(tmp_path / "merged" / "model.safetensors")["model.norm.weight"]
     )

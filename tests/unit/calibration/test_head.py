@@ -101,5 +101,5 @@ def test_norms_are_scaled_by_factors(make: type[nn.Module]) -> None:
             parameter.copy_(torch.randn(WIDTH, generator=torch.Generator().manual_seed(2)))
     x, factors = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(3)), torch.linspace(0.5, 2, WIDTH)
     expected = norm(x) * factors
-    new = {name: head._scale(norm, name, factors) for name, _ in norm.named_parameters()}
+    new = {name: head._scale(norm, name, old.detach(), factors) for name, old in norm.named_parameters()}
     torch.testing.assert_close(torch.func.functional_call(norm, new, (x,)), expected)
