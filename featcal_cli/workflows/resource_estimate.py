@@ -162,7 +162,7 @@ def estimate(
     # 5. head
     solved = collected = 0.0
     if writes and calibration.calibrates_head:
-        solved, collected = _count_head(merged, architecture, head_rows * computing.itemsize)
+        solved, collected = _count_head(merged, architecture, head_rows * computing.itemsize, logits)
     at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients, solved)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # 6. refining
@@ -192,15 +192,15 @@ def estimate(
     )
 
 
-def _count_head(merged: Model, architecture: Architecture, row_bytes: float) -> tuple[float, float]:
+def _count_head(merged: Model, architecture: Architecture, row_bytes: float, logits: float) -> tuple[float, float]:
     """Return the bytes that it takes to calibrate the head, and those of its inputs, which lie in the machine's memory.
-    row_bytes: the bytes of all rows of inputs, one element wide."""
+    row_bytes: the bytes of all rows of inputs, one element wide. logits: those of a batch's logits."""
     found = find_head(merged, (), architecture)
     if found is None:
         return 0.0, 0.0
     weight = merged.module.get_submodule(found[0]).get_parameter("weight")
     copies = HEAD_COPIES_SCALED if found[1] else HEAD_COPIES
-    return copies * weight.numel() * COMPUTE + 3 * LOGIT_BYTES, FITTED_PASSES * weight.shape[1] * row_bytes
+    return copies * weight.numel() * COMPUTE + 3 * min(logits, LOGIT_BYTES), FITTED_PASSES * weight.shape[1] * row_bytes
 
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
