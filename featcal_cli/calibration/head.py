@@ -28,6 +28,7 @@ from featcal_cli.calibration.output_metric import approach_by_conjugate_gradient
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.engine.head import Head, HeadInputs
 from featcal_cli.engine.job import Job
+from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError
@@ -224,7 +225,10 @@ def calibrate_head(job: Job, head: Head) -> BlockReport:
         if not is_out_of_memory(error) or job.ranks.size > 1:
             raise
         found, obstacle = _Solved([], None), "there is not enough memory to calibrate it"
-    head.inputs.clear()
+    finally:
+        # of the heads, which nothing needs any more
+        drop_weights(job.merged.device)
+        head.inputs.clear()
     obstacle = obstacle or ("" if found.modules else "the predictions of an expert are not finite")
     skipped = [{"name": head.changed, "reason": obstacle}] if obstacle else []
     seconds = time.monotonic() - started
