@@ -252,11 +252,7 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
 
 
 def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -> None:
-    texts = [
-        describe_guard(outcome.blocks),
-        outcome.pulled,
-        describe_ridges(outcome.blocks),
-    ]
+    texts = [describe_guard(outcome.blocks), outcome.pulled, describe_ridges(outcome.blocks)]
     # it was measured with whole updates
     texts += [describe_head(outcome.blocks)] * (outcome.step == 1)
     texts.append(outcome.job.describe_precision())

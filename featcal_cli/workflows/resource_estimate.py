@@ -160,20 +160,16 @@ def estimate(
         if stays or not on_device:
             gradients += min(GRAPH_BYTES, len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES)
     # 5. head
-    solved = collected = 0.0
+    solved = collected = in_journal = 0.0
     if writes and calibration.calibrates_head:
-        solved, collected = _count_head(merged, architecture, head_rows * computing.itemsize, logits)
+        solved, collected, in_journal = _count_head(merged, architecture, head_rows * computing.itemsize, logits)
     at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients, solved)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # 6. refining
     refining = 0.0
-    if calibration.refine:
-        weights = [x for block in architecture.blocks for x in model.get_submodule(block.name).parameters()]
-        is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
-        learned = sum(RANK * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights)
-        updates = UPDATE_COPIES * COMPUTE * learned
-        refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + updates + LOGIT_COPIES * logits
-        refining += SAVED_TENSORS * taught * (1 if is_large else len(architecture.blocks))
+    if writes and calibration.refine:
+        learned, updates = _count_refining(model, architecture, taught)
+        refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + learned + LOGIT_COPIES * logits
         aside += answers + updates
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS + collected
@@ -184,7 +180,7 @@ def estimate(
     fused = count_fused(model)  # of one model at a time in memory, of all in files of each process
     in_files = fused * (2 + len(examples)) * read_launch().local_size
     whole = sum(x.nbytes for x in model.parameters())
-    output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + SMALL_FILES
+    output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + in_journal + SMALL_FILES
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
         device_bytes=round(max(here + at_work + stays, refining)) if on_device else 0,
@@ -192,15 +188,29 @@ def estimate(
     )
 
 
-def _count_head(merged: Model, architecture: Architecture, row_bytes: float, logits: float) -> tuple[float, float]:
-    """Return the bytes that it takes to calibrate the head, and those of its inputs, which lie in the machine's memory.
-    row_bytes: the bytes of all rows of inputs, one element wide. logits: those of a batch's logits."""
+def _count_head(
+    merged: Model, architecture: Architecture, row_bytes: float, logits: float
+) -> tuple[float, float, float]:
+    """Return the bytes that it takes to calibrate the head, those of its inputs, which lie in the machine's memory, and
+    those of the new head on the disk. row_bytes: the bytes of all rows of inputs, one element wide. logits: those of a
+    batch's logits."""
     found = find_head(merged, (), architecture)
     if found is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     weight = merged.module.get_submodule(found[0]).get_parameter("weight")
     copies = HEAD_COPIES_SCALED if found[1] else HEAD_COPIES
-    return copies * weight.numel() * COMPUTE + 3 * min(logits, LOGIT_BYTES), FITTED_PASSES * weight.shape[1] * row_bytes
+    solving = copies * weight.numel() * COMPUTE + 3 * min(logits, LOGIT_BYTES)
+    return solving, FITTED_PASSES * weight.shape[1] * row_bytes, 0.0 if found[1] else weight.nbytes
+
+
+def _count_refining(model: nn.Module, architecture: Architecture, taught: float) -> tuple[float, float]:
+    """Return the bytes of the updates and of the graph of a batch, and those of the updates alone. taught: the bytes of
+    a batch's features in one block."""
+    weights = [x for block in architecture.blocks for x in model.get_submodule(block.name).parameters()]
+    is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
+    learned = sum(RANK * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights)
+    updates = UPDATE_COPIES * COMPUTE * learned
+    return updates + SAVED_TENSORS * taught * (1 if is_large else len(architecture.blocks)), updates
 
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
