@@ -68,7 +68,8 @@ def show_plan(plan: Plan) -> None:
     """Show what a job would do, and its cost."""
     needs = plan.estimate
     missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
-    calibrated = f"{plan.modules} modules in {plan.blocks} blocks{'' if plan.stops else ', which all models have'}"
+    calibrated = f"{plan.modules} modules in {plan.blocks} blocks" + (f" and {plan.head}" if plan.head else "")
+    calibrated += "" if plan.stops else ", which all models have"
     if not plan.blocks:
         calibrated = "known when it runs: the model cannot be traced without its weights"
     device = f", {tell_bytes(needs.device_bytes)} on {plan.device}" if needs.device_bytes else ""

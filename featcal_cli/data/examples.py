@@ -286,7 +286,8 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
     if usable.left_out:
-        yield f"{usable.left_out} rows are left out, because equal rows may not be both fitted and held out"
+        some = "1 row is" if usable.left_out == 1 else f"{usable.left_out} rows are"
+        yield f"{some} left out, because equal rows may not be both fitted and held out"
     fitted = len(usable.fitted)
     if fitted < count and held_out:
         rows = fitted + held_out + usable.left_out

@@ -16,6 +16,7 @@ from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
 from featcal_cli.data.vocabulary import TextModels, Vocabularies
+from featcal_cli.engine.head import find_head
 from featcal_cli.hub.download import DESCRIBING, chosen_files, download, missing_files, other_weights
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.model_source import Origin
@@ -68,6 +69,9 @@ class Plan:
     blocks: int
     modules: int
     """Number of modules that can be calibrated."""
+    head: str
+    """Path of the head of a language model, or of the norm before it, that is calibrated too; empty if there is
+    none."""
     settings: str
     """The hyperparameters that a run uses, in words."""
     estimate: Estimate
@@ -92,7 +96,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        names = "model_class", "dtype", "parameters", "blocks", "modules", "settings", "device"
+        names = "model_class", "dtype", "parameters", "blocks", "modules", "head", "settings", "device"
         return {
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
             "findings": [asdict(finding) for finding in self.inputs.findings],
@@ -165,6 +169,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         written = write_examples(session, recipe, origins, merged.module, folders, text_models)
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
+    head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     return Plan(
@@ -178,10 +183,21 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
         blocks=len(architecture.blocks),
         modules=sum(len(block.modules) for block in architecture.blocks),
+        head=(head[1] or head[0]) if head else "",
         settings=describe_settings(calibration.method, *choose_hyperparameters(calibration, kind_of(merged.module))),
         estimate=session.ranks.broadcast(needs),
         device=str(device),
     )
+
+
+def choose_head(
+    calibration: Calibration, token_ids: TokenIds, models: Mapping[str, Model], architecture: Architecture
+) -> tuple[str, str] | None:
+    """Return what `find_head` finds in the models of a job, by role, if the head is calibrated."""
+    # its rows are tokens, which must be the same in all models
+    if not calibration.calibrates_head or token_ids.tables:
+        return None
+    return find_head(models[MERGED], [model for role, model in models.items() if role.startswith(EXPERT)], architecture)
 
 
 def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:

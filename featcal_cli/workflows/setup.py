@@ -16,7 +16,7 @@ from featcal_cli.data.batches import Batch, Part, count_examples, share_batches,
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
-from featcal_cli.engine.head import Head, find_head
+from featcal_cli.engine.head import Head
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import count_chosen, measure_output_gradients
@@ -36,7 +36,7 @@ from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.load import Models
-from featcal_cli.workflows.plan import Plan, check_stems
+from featcal_cli.workflows.plan import Plan, check_stems, choose_head
 from featcal_cli.workflows.resource_estimate import choose_dtype
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
@@ -218,10 +218,8 @@ class Setup:
 
     def _prepare_head(self) -> Head | None:
         """Prepare the calibration of a language model's head; None if there is none."""
-        # its rows are tokens, which must be the same in all models
-        if not self.calibration.calibrates_head or self.token_ids.tables:
-            return None
-        found = find_head(self.models.merged, list(self.models.experts.values()), self.architecture)
+        models = {MERGED: self.models.merged} | {model.role: model for model in self.models.experts.values()}
+        found = choose_head(self.calibration, self.token_ids, models, self.architecture)
         if found is None:
             return None
         fitted = {task: count_chosen(rows.fitted) for task, rows in self.examples.items()}
