@@ -84,7 +84,7 @@ def describe_head(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on the divergence that calibrating the head removed; empty if it was not measured."""
     for block in blocks:
         if block.divergence is not None and block.divergence[1] < block.divergence[0]:
-            before, after = (f"{nats:.3f}" for nats in block.divergence)
+            before, after = (f"{nats:.3g}" for nats in block.divergence)
             return (
                 f"{block.name} was fitted to the experts' predictions: with it, the divergence from them on held-out "
                 f"examples fell from {before} to {after} nats"

@@ -72,6 +72,9 @@ class BlockRunner:
         self._weights = device_weights(device) if device.type == "cuda" else None
         self._uploads: deque[list[DeviceWeight]] = deque(maxlen=2)
         """Uploads started ahead of time, for the current block and the next."""
+        self._held: dict[tuple[str, bool], tuple[dict[str, nn.Parameter], list[Tensor]]] = {}
+        """Parameters by name, and buffers, of each module that was brought, with or without those further inside:
+        looking for them takes long."""
         self._is_open = False
         self._undo = ExitStack()
         self._install()
@@ -271,9 +274,11 @@ class BlockRunner:
         return nullcontext() if self.device.type == "cpu" else TouchMode(self.reach)
 
     def _bring(self, path: str, *, recurse: bool) -> None:
-        module = self.model.module.get_submodule(path)
-        named = dict(module.named_parameters(path, recurse=recurse))
-        self._move([*named.values(), *module.buffers(recurse)])
+        if (path, recurse) not in self._held:
+            module = self.model.module.get_submodule(path)
+            self._held[path, recurse] = dict(module.named_parameters(path, recurse=recurse)), [*module.buffers(recurse)]
+        named, buffers = self._held[path, recurse]
+        self._move([*named.values(), *buffers])
         for name, parameter in named.items():
             if id(parameter) not in self._read:
                 self._read.add(id(parameter))

@@ -64,7 +64,7 @@ class GradientSums:
                 stop = min(start + width, d)
                 total[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
         else:
-            total.addmm_((rows @ self._draw_directions(d, sum_rows).to(rows)).T, rows)
+            total.addmm_((rows @ self._draw_directions(d, sum_rows, rows)).T, rows)
             self._traces[name].add_(rows.square().sum())
 
     def sum_over_ranks(self, ranks: Ranks, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class GradientSums:
             if not is_finite:
                 factors[name] = torch.full_like(total[:1], torch.nan)
             elif rows != d:
-                sketched = factor_of_sketch(total, self._draw_directions(d, rows).to(total))
+                sketched = factor_of_sketch(total, self._draw_directions(d, rows, total))
                 factors[name] = scales[name] * sketched
             else:
                 whole = total.tril() + total.tril(-1).T
@@ -120,17 +120,18 @@ class GradientSums:
         d = len(total)
         if d <= DIRECTIONS + SPARE_DIRECTIONS:
             return torch.eye(d).to(total)
-        basis = self._draw_directions(d, DIRECTIONS + SPARE_DIRECTIONS).to(total)
+        basis = self._draw_directions(d, DIRECTIONS + SPARE_DIRECTIONS, total)
         # two steps of subspace iteration turn random directions towards the largest eigenvectors
         for _ in range(2):
             basis, _ = torch.linalg.qr(total @ basis)
         return basis
 
-    def _draw_directions(self, d: int, count: int) -> Tensor:
-        """Draw Ω [d, count] with orthonormal columns. It is drawn once and reused for all modules of this width."""
+    def _draw_directions(self, d: int, count: int, like: Tensor) -> Tensor:
+        """Draw Ω [d, count] with orthonormal columns, on the device of `like` and in its dtype. It is drawn once and
+        reused for all modules of this width."""
         if (d, count) not in self._directions:
             drawn = torch.randn(d, count, generator=torch.Generator().manual_seed(self._seed))
-            self._directions[d, count] = torch.linalg.qr(drawn).Q
+            self._directions[d, count] = torch.linalg.qr(drawn).Q.to(like)
         return self._directions[d, count]
 
 

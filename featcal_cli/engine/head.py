@@ -24,6 +24,8 @@ class HeadInputs(NamedTuple):
     """[n, d]"""
     expert: Tensor
     """[n, d]"""
+    places: Tensor
+    """Number of each prediction among those of its example [n], from 0."""
 
 
 @dataclass
@@ -79,9 +81,12 @@ class Head:
     def add(self, task: str, student: PausedForward, expert: PausedForward, examples: range, *, checked: bool) -> None:
         """Add the inputs of one batch, whose passes have ended at the head."""
         count, batch = self.counts[checked].get(task, 0), student.batch
-        used = find_owners(student.output, batch) + examples.start < count
-        rows = [choose_rows(paused.output, batch)[used] for paused in (student, expert)]
-        self.inputs[checked].setdefault(task, []).append(HeadInputs(*rows))
+        owners = find_owners(student.output, batch)
+        # the predictions of an example follow one another
+        places = torch.arange(len(owners)) - torch.searchsorted(owners, owners)
+        used = owners + examples.start < count
+        ours, theirs = (choose_rows(paused.output, batch)[used] for paused in (student, expert))
+        self.inputs[checked].setdefault(task, []).append(HeadInputs(ours, theirs, places[used]))
         student.output = expert.output = None
 
 

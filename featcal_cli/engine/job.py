@@ -103,12 +103,12 @@ class Job:
         return [self.drift] if self.second is None else [self.drift, self.second]
 
     def read_gradients(self, task: str, block: Block, field: str) -> dict[str, Tensor]:
-        """Read a field of a task's OutputGradients for one block, onto the device, by the module's name in the
-        block."""
-        start = f"{field}/{block.name}."
+        """Read a field of a task's OutputGradients for the modules of one block, or of a part of it, onto the device,
+        by the module's name in the block."""
+        paths = {module.name: f"{field}/{block.name}.{module.name}" for module in block.modules}
         with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
-            names = [name for name in file.keys() if name.startswith(start)]  # noqa: SIM118 - it is no mapping
-            return {name.removeprefix(start): file.get_tensor(name) for name in names}
+            known = set(file.keys())
+            return {name: file.get_tensor(path) for name, path in paths.items() if path in known}
 
     def retire(self) -> None:
         """Restore all models as they were before this job, so that another job can run them."""

@@ -197,8 +197,8 @@ class BlockVisit:
         return self._job.experts[task]
 
     def gradients(self, task: str, field: str) -> dict[str, Tensor]:
-        """Return a field of a task's OutputGradients for the Linear modules of this block, by name."""
-        return self._job.read_gradients(task, self.block, field)
+        """Return a field of a task's OutputGradients for the Linear modules of the current part, by name."""
+        return self._job.read_gradients(task, self.part, field)
 
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:

@@ -22,7 +22,15 @@ from featcal_cli.data.vocabulary import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.hooks import intercept_matmuls
-from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, project_randomly, read_output
+from featcal_cli.engine.outputs import (
+    choose_rows,
+    draw_noise,
+    find_owners,
+    gives_logits,
+    project_randomly,
+    read_output,
+    standardise_noise,
+)
 from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.engine.token_weights import padding_masks
 from featcal_cli.engine.weight_uploads import drop_weights, fetch_weights
@@ -228,8 +236,8 @@ class GradientPass:
         leaves = [leaf for _, leaf in self._leaves.values()]
         for projection in range(self._projections if rows.requires_grad else 0):
             pairs = zip(chosen, generators, strict=True)
-            noise = torch.cat([torch.randn(len(own), rows.shape[1], generator=generator) for own, generator in pairs])
-            direction = project_randomly(rows, noise.to(rows), are_logits=are_logits)
+            drawn = torch.cat([draw_noise(len(own), rows.shape[1], generator) for own, generator in pairs])
+            direction = project_randomly(rows, standardise_noise(drawn, rows), are_logits=are_logits)
             again = projection + 1 < self._projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
         for of_modules in (self.sizes, self.counts):

@@ -39,10 +39,22 @@ def logit_norm(z: Tensor, q: Tensor) -> Tensor:
     return (q * (z - mean).square()).sum(-1).sqrt()
 
 
+def draw_noise(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Draw whole numbers [rows, columns] from −128 to 127, one in a byte. For large vocabularies normal numbers would
+    take longer to draw than all else."""
+    words = torch.empty(-(-rows * columns // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    return words.view(torch.int8)[: rows * columns].view(rows, columns)
+
+
+def standardise_noise(drawn: Tensor, like: Tensor) -> Tensor:
+    """Return the numbers of `draw_noise` on the device and in the dtype of `like`, with mean 0 and variance 1."""
+    return drawn.to(like.device).to(like.dtype).add_(0.5).mul_((12 / (256**2 - 1)) ** 0.5)
+
+
 def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
-    """Turn standard normal noise [rows, c], in place, into random directions u, so that ‖Δz‖² in the norm of the
-    outputs z [rows, c] is the mean of (uᵀΔz)². The mean of uuᵀ is diag(q) − qqᵀ for logits (`logit_norm`), else the
-    identity."""
+    """Turn noise [rows, c] of mean 0 and variance 1, in place, into random directions u, so that ‖Δz‖² in the norm of
+    the outputs z [rows, c] is the mean of (uᵀΔz)². The mean of uuᵀ is diag(q) − qqᵀ for logits (`logit_norm`), else
+    the identity."""
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):

@@ -197,6 +197,18 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+@contextmanager
+def coarse_products() -> Iterator[None]:
+    """Context manager in which a CUDA device may round the factors of float32 products to ten bits (TF32), which is
+    several times faster on cards that can."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

@@ -30,11 +30,13 @@ def problem(*, bias: bool = False) -> tuple[Divergence, Tensor, list[tuple[Tenso
         expert = Affine(merged + 0.3 * draw(CLASSES, WIDTH), None if offset is None else draw(CLASSES))
         x = draw(count, WIDTH)
         x_exp = x + 0.3 * draw(count, WIDTH)
-        parts = [HeadInputs(*pair) for pair in zip(x.split(17), x_exp.split(17), strict=True)]
+        parts = [
+            HeadInputs(*part) for part in zip(*(of.split(17) for of in (x, x_exp, torch.arange(count))), strict=True)
+        ]
         divergence.add_task(parts, expert, len(ROWS))
         z = x_exp.double() @ expert.weight.double().T
         rows.append((x.double(), (z if expert.bias is None else z + expert.bias.double()).softmax(-1)))
-    divergence.sum_over_ranks()
+    divergence.finish()
     return divergence, merged, rows, offset
 
 
@@ -61,6 +63,20 @@ def test_divergence_gradient_and_curvature_are_those_of_autograd(
     torch.testing.assert_close(divergence.gradient(merged)[0].double(), gradient, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(divergence.curvature(merged, direction).double(), curved, rtol=1e-4, atol=1e-6)
     assert divergence.rows == sum(ROWS)
+
+
+def test_curvature_of_a_sample_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CURVATURE_ROWS", 30)
+    divergence, merged, rows, _ = problem()
+    # 65 rows, of which every second one is taken; the value and the gradient are of all rows
+    sampled = [(x[::2], q[::2]) for x, q in rows]
+    direction = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
+    at = merged.double()
+    curved = torch.func.jvp(lambda w: torch.func.grad(reference)(w, sampled, None), (at,), (direction.double(),))[1]
+    torch.testing.assert_close(divergence.curvature(merged, direction).double(), curved, rtol=1e-4, atol=1e-6)
+    gradient = torch.func.grad(reference)(at, rows, None)
+    torch.testing.assert_close(divergence.gradient(merged)[0].double(), gradient, rtol=1e-4, atol=1e-6)
+    assert divergence.value(merged) == pytest.approx(float(reference(at, rows, None)), rel=1e-5)
 
 
 @pytest.mark.parametrize(("newton_steps", "share"), [(head.NEWTON_STEPS, 0.95), (30, 0.9999)])
