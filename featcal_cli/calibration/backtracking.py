@@ -175,7 +175,7 @@ def _measure_updates(
     )
     for number, visit in enumerate(forward_order(partial)):
         watch(Progress(visit.block.name, number, len(blocks)))
-        for path, merged, new in _read_updates(partial, blocks[number], journal, number):
+        for path, merged, new in read_updates(partial, blocks[number], journal, number):
             for role, change in changes.items():
                 students[role].replace(students[role].parameter(path), change(path, merged, new))
     for task, expert in partial.experts.items():
@@ -189,17 +189,17 @@ def _renew(measurement: Measurement) -> OutputMeter | None:
     return OutputMeter() if measurement.outputs is not None else None
 
 
-def _read_updates(
-    partial: Job, report: BlockReport, journal: Journal | None, number: int
+def read_updates(
+    job: Job, report: BlockReport, journal: Journal | None, number: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the path, merged value and calibrated value of every calibrated parameter of a block, read from the first
     rank's journal."""
     calibrated = journal.tensors(number) if journal else {}
-    places = (f"{report.name}.{module.name}" for module in report.modules)
-    named = {path: merged for place in places for path, merged in partial.merged.parameters_at_home(place).items()}
+    places = map(report.path_of, report.modules)
+    named = {path: merged for place in places for path, merged in job.merged.parameters_at_home(place).items()}
     for path, merged in named.items():
         new = calibrated[path] if journal else torch.empty_like(merged, memory_format=torch.contiguous_format)
-        partial.ranks.copy(new)
+        job.ranks.copy(new)
         yield path, merged, new
 
 

@@ -93,10 +93,10 @@ def kind_of(model: PreTrainedModel) -> str:
     with suppress(Exception):  # configs of strangers may need arguments
         if type(model.config)().is_encoder_decoder:
             return "encoder-decoder"
-    return "causal" if _is_causal(model) else "encoder"
+    return "causal" if is_causal(model) else "encoder"
 
 
-def _is_causal(model: PreTrainedModel) -> bool:
+def is_causal(model: PreTrainedModel) -> bool:
     """Return whether a model without a generating head is a causal language model, one whose tokens attend only to
     earlier tokens."""
     text = model.config.get_text_config()

@@ -14,6 +14,7 @@ from rich.console import Console
 from featcal_cli.cli.console import ERR, OUT
 from featcal_cli.cli.tables import escape, fold, make_list, make_table, write_count
 from featcal_cli.evaluation.results import (
+    BASE,
     CALIBRATED,
     EXPERT,
     MERGED,
@@ -109,9 +110,10 @@ def show_calibration(
 ) -> None:
     """Show the result of a calibration, its output folder, and its duration, and lines on what to do next."""
     _show_drift(report)
-    if report.accuracy:
+    if report.scores:
         OUT.print()
-        _show_scores(report.accuracy, limited=False)
+        of_run = "calibration " if report.fitted_tasks else "held-out "
+        _show_scores(report.scores, "" if report.accuracy else of_run)
     OUT.print()
     if report.worse:
         _print(
@@ -120,8 +122,9 @@ def show_calibration(
             "bold red",
         )
     places = [str(output), *([pushed.url] if pushed else [])]
-    gains = [_describe_drift(report), *_describe_accuracy(report.accuracy)]
-    _print(f"{' and '.join(gains)} in {tell_seconds(seconds)}; the calibrated model is in {' and at '.join(places)}.")
+    text = " and ".join([*_describe_scores(report.scores), _describe_drift(report)])
+    where = " and at ".join(places)
+    _print(f"{text[:1].upper()}{text[1:]} in {tell_seconds(seconds)}; the calibrated model is in {where}.")
     for step in next_steps:
         _hint(step)
 
@@ -156,7 +159,7 @@ def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
 
 
 def _describe_drift(report: Report) -> str:
-    change, what = tell_change(*report.mean_judged), f"Mean {report.judged_by}"
+    change, what = tell_change(*report.mean_judged), f"mean {report.judged_by}"
     if change == "0 %":
         return f"{what} stayed as it was"
     if change == "new":
@@ -164,19 +167,20 @@ def _describe_drift(report: Report) -> str:
     return f"{what} {'fell' if change[0] == '-' else 'grew'} by {change[1:]}"
 
 
-def _describe_accuracy(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
-    """Yield a phrase on the calibrated model's gain over merged; nothing without an evaluation."""
+def _describe_scores(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
+    """Yield a phrase on what the calibrated model has won back of what merging lost; nothing without scores."""
     if not tasks:
         return
-    before, after = (average_tasks(tasks)[role] for role in (MERGED, CALIBRATED))
-    share, verb = regained_share(tasks), "fell" if after.value < before.value else "rose"
-    if find_metric(common_metric(tasks)).of_texts:
-        won = f" ({100 * share:.0f} % of the nats that merging lost)" if share > 0 and verb == "fell" else ""
-        yield f"perplexity {verb} from {before.value:.2f} to {after.value:.2f}{won}"
+    means, metric, share = average_tasks(tasks), common_metric(tasks), regained_share(tasks)
+    before, after, of_texts = means[MERGED], means[CALIBRATED], find_metric(metric).of_texts
+    verb = "fell" if after.value < before.value else "rose"
+    if of_texts:
+        moved = f"perplexity {verb} from {before.value:.2f} to {after.value:.2f}"
+        yield f"won back {100 * share:.0f} % of the nats that merging lost ({moved})" if share > 0 else moved
         return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
     won = f" ({100 * share:.0f} % of what merging lost)" if share > 0 else ""
-    yield f"{word} {verb} by {abs(after.subtract(before, common_metric(tasks))):.1f} points{won}"
+    yield f"{word} {verb} by {abs(after.subtract(before, metric)):.1f} points{won}"
 
 
 def _show_drift(report: Report) -> None:
@@ -194,17 +198,17 @@ def _show_drift(report: Report) -> None:
 
 def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
     """Show the table of scores, and how long they took."""
-    _show_scores(evaluation.tasks, limited=evaluation.limit is not None)
+    _show_scores(evaluation.tasks, "randomly chosen " if evaluation.limit is not None else "")
     OUT.print()
     tasks = len(evaluation.tasks)
     _print(f"Measured on {tasks} task{'s' if tasks > 1 else ''} in {tell_seconds(seconds)}.")
 
 
-def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
-    """Print the scores of every model on every task, in percent, below a line that explains the table. limited: whether
-    only a random part of the examples was used."""
+def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
+    """Print the scores of every model on every task, in percent, below a line that explains the table. which: a word
+    for the examples, if they are not all that there are."""
     means = average_tasks(tasks)
-    others = [role for role in means if role not in (EXPERT, MERGED)]
+    others = [role for role in means if role not in (EXPERT, MERGED, BASE)]
     used = [METRICS.get(scored.metric) for scored in tasks.values()]
     rows = []
     for (task, scored), metric in zip(tasks.items(), used, strict=True):
@@ -216,22 +220,23 @@ def _show_scores(tasks: Mapping[str, TaskScores], *, limited: bool) -> None:
     title = ", and ".join([*titles[:1], *(f"{more} where marked," for more in titles[1:])])
     counts = [score.examples for scored in tasks.values() for score in scored.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
-    which = "randomly chosen " if limited else ""
     of_texts = find_metric(common_metric(tasks)).of_texts
     what = title if of_texts else f"{'Scores' if None in used else title} in percent"
     rows_used = f"{which}{'texts' if of_texts else 'labelled examples'} per task{'; lower is better' * of_texts}"
     OUT.print(f"{what}, ± 95 % interval, on {count} {rows_used}:")
-    heads = ["task", *map(escape, means), *(["change" if of_texts else "gain"] if len(others) == 1 else [])]
+    change = ["change" if of_texts else "gain"] if len(others) == 1 else []
+    heads = ["task", *(escape(role) for role in means if role != BASE), *change, *([BASE] if BASE in means else [])]
     OUT.print(make_table(heads, rows, overflow="fold"))
 
 
 def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: Sequence[str]) -> list[str]:
-    """Return a row of scores; with one model besides expert and merged, its difference from merged comes last."""
-    cells = [name, *(score.show(metric) for score in scores.values())]
+    """Return a row of scores; with one model besides expert and merged, its difference from merged comes after it. A
+    base comes last."""
+    cells = [name, *(score.show(metric) for role, score in scores.items() if role != BASE)]
     if len(others) == 1 and MERGED in scores:
         gain = scores[others[0]].subtract(scores[MERGED], metric)
         cells.append(f"{gain:{'+' if gain else ''}.{find_metric(metric).digits}f}")
-    return cells
+    return cells + ([scores[BASE].show(metric)] if BASE in scores else [])
 
 
 def show_inventory(inventory: Inventory) -> None:

@@ -82,7 +82,7 @@ def bootstrap(rows: Numbers, measure: Callable[[Numbers], float]) -> Score:
     return Score(measure(rows), float(low), float(high), float(draws.std()), count)
 
 
-EXPERT, MERGED, CALIBRATED = "expert", "merged", "calibrated"
+EXPERT, MERGED, CALIBRATED, BASE = "expert", "merged", "calibrated", "base"
 """Fixed roles of models; other models are called by their names."""
 
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
-from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric
+from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, regained_share
 from featcal_cli.hub.model_source import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.markdown import join_notes, write_drift_cells
@@ -81,8 +81,9 @@ def write_card(
         "merged_commit": merged.commit if merged and on_hub else None,
         "loaders": [kind if kind.isidentifier() else "AutoModel" for kind in (model_class, processor_class) if kind],
         "variables": VARIABLES,
-        "means": average_tasks(report.accuracy) if report.accuracy else {},
-        "metric": common_metric(report.accuracy),
+        "means": average_tasks(report.scores) if report.scores else {},
+        "metric": common_metric(report.scores),
+        "regained": regained_share(report.scores) if report.scores else 0.0,
         "other_metrics": _show_names(_list_other_metrics(report)),
         "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
         "notes": [_show_message(note, report) for note in join_notes(report.notes, report.drift)],

@@ -137,6 +137,9 @@ class Inspection:
     schema: int = SCHEMA
     calibrated: list[str] = field(default_factory=list)
     """Roles of the models that featcal has calibrated before, which pictures draw in one colour."""
+    perplexity: dict[str, TaskScores] = field(default_factory=dict)
+    """Perplexities of the experts and of each role by task, on the same examples; empty for models that do not predict
+    the next token of a text."""
 
     @property
     def short_names(self) -> dict[str, str]:
@@ -234,6 +237,9 @@ class Report:
     `drift`."""
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
+    perplexity: dict[str, TaskScores] = field(default_factory=dict)
+    """Perplexities of expert, merged, calibrated and base model by task, on the examples on which drift was measured;
+    empty for models that do not predict the next token of a text."""
     adapter: AdapterReport | None = None
     """The report on the adapter, where one was written."""
     refined: Refinement | None = None
@@ -260,6 +266,11 @@ class Report:
             for *place, last in (problem["loc"] for problem in error.errors() if problem["input"] is None):
                 reduce(getitem, place, values)[last] = nan  # the null of what is no finite number
             return TypeAdapter(cls).validate_python(values)
+
+    @property
+    def scores(self) -> dict[str, TaskScores]:
+        """Scores of outputs by task: those of labelled data where there are some, else perplexities."""
+        return self.accuracy or self.perplexity
 
     @property
     def drift_rows(self) -> list[DriftRow]:

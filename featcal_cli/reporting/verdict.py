@@ -9,6 +9,7 @@ from math import inf, isfinite, isinf, isnan, nan
 from statistics import fmean
 from typing import Literal
 
+from featcal_cli.evaluation.results import EXPERT, average_tasks
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift
 from featcal_cli.runtime.sanitise import enumerate_names
 
@@ -189,6 +190,13 @@ def write_verdict(
                 f"{names[role]} is farther from the expert than {names[than]} on {enumerate_names(texts, MOST_TASKS)}"
             )
             yield than == "base", what + (why if than == "base" else ".")
+    if inspection.perplexity:
+        means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
+        of_roles = enumerate_names([f"{means[role]} of {names[role]}" for role in ROLES if role in means])
+        yield (
+            False,
+            f"{'Mean perplexity' if len(tasks) > 1 else 'Perplexity'}: {of_roles}; {means[EXPERT]} of {experts}.",
+        )
     for task in vanished:
         why = "no drift from it means anything. Use another checkpoint."
         yield True, f"the features of the expert of {show_task(task)} are all zero, or nearly: {why}"

@@ -40,6 +40,7 @@ from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
+from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.recipe_files import dump_recipe
 from featcal_cli.workflows.refine import Refiner, read_groups
@@ -92,6 +93,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
 
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
         _note_outcome(session, outcome, journal)
+        perplexity = measure_outcome(session, plan, outcome, journal)
         check_inputs()
         if target is not None and recipe.local_paths:
             names = f"{RECIPE}, {REPORT} and {ADAPTER}" if options.as_adapter else f"{RECIPE} and {REPORT}"
@@ -109,7 +111,7 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         adapter, adapter_files = None, dict[str, bytes]()
         if journal and options.as_adapter:
             adapter, adapter_files = _extract_adapter(session, journal, models, plan, outcome)
-        report = replace(summarise(session, plan, outcome, stamps), adapter=adapter)
+        report = replace(summarise(session, plan, outcome, stamps), adapter=adapter, perplexity=perplexity)
         if journal:
             report = _write(
                 session, workspace, journal, models, outcome, report, plan, target, adapter_files, check_inputs

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import EXPERT, MERGED, Evaluation, Score, ScoreCache, TaskScores, stamp
+from featcal_cli.evaluation.results import BASE, EXPERT, MERGED, Evaluation, Score, ScoreCache, TaskScores, stamp
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.recipe.schema import Evaluate, Merge
@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
     from featcal_cli.evaluation.protocols import LabelledTask
     from featcal_cli.models.loading import Model
 
-BASE = "base"
 BATCH = {"cpu": 16, "cuda": 128}
 """Examples in a batch by kind of device, if the user does not set it."""
 

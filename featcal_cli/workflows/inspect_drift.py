@@ -4,12 +4,13 @@ calibrated."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import MERGED
+from featcal_cli.evaluation.results import MERGED, TaskScores
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.gates import find_excess
@@ -73,7 +74,7 @@ def inspect_drift(
     inputs = find_inputs(session, {OTHER: compare} if compare else None)
     session.load_libraries()
     plan, job = _measure(session, inputs)
-    inspection = _describe(plan, session, job)
+    inspection = replace(_describe(plan, session, job), perplexity=_measure_perplexity(session, plan, job))
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
         from featcal_cli.reporting.drift_plots import plot_inspection
@@ -119,6 +120,16 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     session.share_notes()
     job.share_readings()
     return plan, job
+
+
+def _measure_perplexity(session: Session, plan: Plan, job: Job) -> dict[str, TaskScores]:
+    from featcal_cli.workflows.perplexity import HELD_OUT, has_perplexity, measure_perplexity
+
+    job.retire()
+    if not has_perplexity(job):
+        return {}
+    session.stage("measuring perplexity")
+    return measure_perplexity(job, plan.recipe, job.drift.runners, HELD_OUT)
 
 
 def _describe(plan: Plan, session: Session, job: Job) -> Inspection:

@@ -27,7 +27,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from featcal_cli.cli.results import _describe_accuracy
+from featcal_cli.cli.results import _describe_scores
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
 from featcal_cli.evaluation.protocols import _predict_tokens
@@ -645,11 +645,13 @@ def test_what_is_won_back_is_counted_in_nats() -> None:
 
     nats = {"one": scores(2.0, 8.0, 4.0, "perplexity"), "two": scores(3.0, 3.0, 3.0, "perplexity")}
     assert regained_share(nats) == pytest.approx(0.5)
-    assert list(_describe_accuracy(nats)) == ["perplexity fell from 5.50 to 3.50 (50 % of the nats that merging lost)"]
+    assert list(_describe_scores(nats)) == [
+        "won back 50 % of the nats that merging lost (perplexity fell from 5.50 to 3.50)"
+    ]
     worse = {"one": scores(2.0, 4.0, 8.0, "perplexity")}
-    assert list(_describe_accuracy(worse)) == ["perplexity rose from 4.00 to 8.00"]
+    assert list(_describe_scores(worse)) == ["perplexity rose from 4.00 to 8.00"]
     right = {"one": scores(0.9, 0.5, 0.7, "accuracy")}
-    assert list(_describe_accuracy(right)) == ["accuracy rose by 20.0 points (50 % of what merging lost)"]
+    assert list(_describe_scores(right)) == ["accuracy rose by 20.0 points (50 % of what merging lost)"]
 
 
 def test_perplexity_is_of_language_models_and_has_no_mean_with_other_figures(t5: Path, llama: Path) -> None:

@@ -370,10 +370,24 @@ def test_perplexity_is_no_percent_and_no_accuracy() -> None:
         and "## Accuracy" not in card
     )
     assert "| law | 6.00 ±0.50 | 9.00 ±0.50 | 7.00 ±0.50 |" in card
-    assert "Mean perplexity: **9.00 ±0.49 → 7.00 ±0.49** (experts: 6.00 ±0.49)" in card
+    won = (
+        "Mean perplexity: **9.00 ±0.49 → 7.00 ±0.49** (experts: 6.00 ±0.49): 62 % of the nats that merging lost are won"
+    )
+    assert won in card
     data: Any = ModelCard(card).data
     (result,) = data.eval_results
     assert (result.metric_type, result.metric_value) == ("perplexity", 7.0)
+
+
+def test_perplexity_on_held_out_rows_is_in_the_card_and_not_in_the_index() -> None:
+    values = {"expert": 6.0, "merged": 9.0, "calibrated": 7.0, "base": 8.0}
+    scores = {role: Score(value, value - 0.5, value + 0.5, 0.25, 100) for role, value in values.items()}
+    report = make_report(perplexity={"law": TaskScores("texts", "perplexity", "data", "held-out rows", scores)})
+    card = write_card(report, name="x")
+    table = "| task | expert | merged | calibrated | base |\n| --- | ---: | ---: | ---: | ---: |\n| law | 6.00 ±0.50 |"
+    assert table in card and f"{report.measured_on[0].upper()}{report.measured_on[1:]}; lower is better" in card
+    assert not ModelCard(card).data.eval_results
+    assert Report.from_json(report.to_json()) == report
 
 
 def test_notes_that_say_the_same_are_one() -> None:
