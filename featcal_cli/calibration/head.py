@@ -65,7 +65,7 @@ class Divergence:
         self._tasks: list[tuple[list[Tensor], float]] = []
         """The student's features [n, d] of each task in parts, and the weight of one row."""
         self._sampled: list[tuple[list[Tensor], float]] = []
-        """Those of them from which the second derivative is taken."""
+        """The sample from which the second derivative is taken, likewise."""
         self._places: list[list[Tensor]] = []
         self._pull: Tensor | None = None
         self._constant = 0.0

@@ -81,7 +81,7 @@ class Head:
     def add(self, task: str, student: PausedForward, expert: PausedForward, examples: range, *, checked: bool) -> None:
         """Add the inputs of one batch, whose passes have ended at the head."""
         count, batch = self.counts[checked].get(task, 0), student.batch
-        owners = find_owners(student.output, batch)
+        owners = find_owners(student.output, batch).contiguous()
         # the predictions of an example follow one another
         places = torch.arange(len(owners)) - torch.searchsorted(owners, owners)
         used = owners + examples.start < count
