@@ -54,6 +54,8 @@ CURVATURE_ROWS = 1 << 14
 gain."""
 LOGIT_BYTES = 1 << 27
 """Bytes of the logits that are computed at once."""
+ROWS_SOLVED = 1 << 13
+"""Rows of W that are preconditioned at once, as each matrix of its size may take gigabytes."""
 
 
 class Divergence:
@@ -174,7 +176,14 @@ class Weight:
         factor, _ = factorise(gram, DAMPING * size)
         # for as many rows as a vocabulary has, products are much faster than triangular solves
         inverse, rows = torch.cholesky_inverse(factor), (mean + ridge / size)[:, None]
-        return lambda residual: (residual / rows) @ inverse
+
+        def apply(residual: Tensor) -> Tensor:
+            image = torch.empty_like(residual)
+            for some, of_some, out in zip(*(x.split(ROWS_SOLVED) for x in (residual, rows, image)), strict=True):
+                torch.mm(some / of_some, inverse, out=out)
+            return image
+
+        return apply
 
 
 class Scale(Weight):
@@ -206,22 +215,22 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
     ridge = unknown.ridge(gram)
 
     def loss(at: Tensor) -> float:
-        return divergence.value(unknown.weight(at)) + ridge / 2 * float((at - unknown.start).square().sum())
+        return divergence.value(unknown.weight(at)) + ridge / 2 * float((at - unknown.start).square_().sum())
 
     def system_of(direction: Tensor) -> Tensor:
         image = unknown.gather(divergence.curvature(weight, unknown.weight(direction)))
-        return image.add(direction, alpha=ridge)
+        return image.add_(direction, alpha=ridge)
 
     for number in range(NEWTON_STEPS):
         if number:
             weight = unknown.weight(found)
             gradient, mean, gram = divergence.gradient(weight)
-        slopes = unknown.gather(gradient).add(found - unknown.start, alpha=ridge)
+        descent = unknown.gather(gradient).neg_().add_(unknown.start - found, alpha=ridge)
         precondition = unknown.precondition(mean, gram, ridge)
-        if float((slopes * precondition(slopes)).sum()) <= NEGLIGIBLE:
+        if _dot(descent, precondition(descent)) <= NEGLIGIBLE:
             break
-        step = approach_by_conjugate_gradients(system_of, -slopes, precondition, INNER_STEPS)
-        slope = float((slopes * step).sum())
+        step = approach_by_conjugate_gradients(system_of, descent, precondition, INNER_STEPS)
+        slope = -_dot(descent, step)
         for size in (0.5**halving for halving in range(HALVINGS)):
             further = found.add(step, alpha=size)
             if (now := loss(further)) <= before + SUFFICIENT * size * slope:
@@ -230,6 +239,10 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
         else:
             break
     return found - unknown.start
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.dot(one.flatten(), other.flatten()))
 
 
 def calibrate_head(job: Job, head: Head) -> BlockReport:

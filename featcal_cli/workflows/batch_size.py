@@ -3,7 +3,7 @@ running a model without weight values on the batch's shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from featcal_cli.data.batches import Batch, count_examples
+from featcal_cli.data.batches import Batch, count_examples, take_examples
+from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, run_forward, tensors_in
@@ -141,3 +142,28 @@ def limit_batch(rows: float, feature_bytes: float, device: torch.device, memory:
     most_bytes = min(MOST_BYTES, 2 ** (memory.bit_length() - 1) // share)
     limits = [most // cost for most, cost in ((most_rows, rows), (most_bytes, feature_bytes)) if cost]
     return max(1, int(min(limits, default=PLAIN)))
+
+
+LOGIT_BYTES = 2**28
+"""Most bytes of one batch's logits when outputs are compared or differentiated, unless one example has more."""
+
+
+def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
+    """Split the batches of each task so that no model's logits on one batch take more than LOGIT_BYTES."""
+    heads = [runner.model.module.get_output_embeddings() for runner in runners]
+    choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
+    return {task: [part for batch in of_task for part in _cut(batch, choices)] for task, of_task in batches.items()}
+
+
+def limit_logits(example_bytes: int) -> int:
+    """Return the number of examples whose logits are computed at once, given the bytes of one example's."""
+    return max(1, LOGIT_BYTES // max(1, example_bytes))
+
+
+def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    example_bytes = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
+    count = count_examples(batch)
+    size = min(count, limit_logits(example_bytes))
+    for start in range(0, count, size):
+        yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))

@@ -29,7 +29,7 @@ from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_weights, rooms_for_features
 from featcal_cli.runtime.process import read_launch, resident_bytes
-from featcal_cli.workflows.batch_size import COMPUTE, probe_batch
+from featcal_cli.workflows.batch_size import COMPUTE, limit_logits, probe_batch
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
 """Forward passes that are paused for one example: expert and student if it is fitted; merged and base as well if drift
@@ -101,7 +101,7 @@ def estimate(
     computing = choose_dtype(calibration, model)
     guarded = writes and calibration.must_not_get_worse
     # 1. features
-    unread = features = filed = aside = batch = shown = logits = head_rows = taught = answers = 0.0
+    unread = features = filed = aside = batch = shown = logits = head_rows = taught = taught_logits = answers = 0.0
     passes = DRIFT_PASSES + HEAD_PASSES * calibration.uses_output_metric + CHECK_PASSES * guarded
     for task, rows in examples.items():
         # fewer than asked for where the source has no more; beyond what is read, a run reads the rest
@@ -135,7 +135,9 @@ def estimate(
         ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
         tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
         choices = len(getattr(model.get_output_embeddings(), "weight", ()))
-        logits = max(logits, choices * tokens * size * COMPUTE)
+        of_one = choices * tokens * COMPUTE
+        logits = max(logits, of_one * min(size, limit_logits(of_one)))
+        taught_logits = max(taught_logits, of_one * min(size, TEXTS))
         taught = max(taught, need.feature_bytes * min(size, TEXTS))
         answers += 2 * COMPUTE * min(choices, KEPT + 1) * tokens * (wanted + watched)
     room, further_room = rooms_for_features(device)
@@ -169,7 +171,8 @@ def estimate(
     refining = 0.0
     if writes and calibration.refine:
         learned, updates = _count_refining(model, architecture, taught)
-        refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + learned + LOGIT_COPIES * logits
+        refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + learned
+        refining += LOGIT_COPIES * taught_logits
         aside += answers + updates
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS + collected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ from featcal_cli.runtime.hardware import rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
+from featcal_cli.workflows.batch_size import limit_batches
 from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.plan import Plan, check_stems, choose_head
 from featcal_cli.workflows.resource_estimate import choose_dtype
@@ -117,10 +118,9 @@ class Setup:
             try:
                 by_token = self.calibration.token_weights == "auto"
                 checked = examples.selection if by_token and self.calibration.must_not_get_worse else []
+                fitted, checked = (limit_batches({task: of}, [expert])[task] for of in (examples.fitted, checked))
                 seed = self.calibration.seed
-                measured = measure_output_gradients(
-                    expert, self.architecture, entry, examples.fitted, checked, seed, self.ranks
-                )
+                measured = measure_output_gradients(expert, self.architecture, entry, fitted, checked, seed, self.ranks)
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
                     check_no_huge_weight(self.architecture.blocks, expert)
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
@@ -255,26 +255,6 @@ class Setup:
             places = list_some(sorted(blocks))
             self.note(f"token weights: the first token counts most in {places}, as the output is read from it")
         return frozenset(blocks)
-
-
-LOGIT_BYTES = 2**28
-"""Most bytes of one batch's logits when outputs are compared."""
-
-
-def limit_batches(batches: Mapping[str, Sequence[Batch]], runners: Iterable[BlockRunner]) -> dict[str, list[Batch]]:
-    """Split the batches of each task so that no model's logits on one batch take more than LOGIT_BYTES."""
-    heads = [runner.model.module.get_output_embeddings() for runner in runners]
-    choices = max((len(head.weight) for head in heads if hasattr(head, "weight")), default=0)
-    return {task: [part for batch in of_task for part in _cut(batch, choices)] for task, of_task in batches.items()}
-
-
-def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
-    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    example_bytes = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
-    count = count_examples(batch)
-    size = max(1, min(count, LOGIT_BYTES // example_bytes if example_bytes else count))
-    for start in range(0, count, size):
-        yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))
 
 
 SWITCHED = 16
