@@ -15,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image
 
-from featcal_cli.data.images import ImageReader
+from featcal_cli.data.media import ImageReader
 
 Pixels = NDArray[numpy.float64]
 SHORT_EDGE = 224

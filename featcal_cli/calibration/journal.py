@@ -361,8 +361,7 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
 
 def _hash_examples(examples: TaskExamples) -> str:
     """Hash a task's examples one by one, without padding, so that their batches do not matter."""
-    from featcal_cli.data.batches import count_examples, take_examples
-    from featcal_cli.data.padding import cut_padding, is_mask
+    from featcal_cli.data.batches import count_examples, cut_padding, is_mask, take_examples
 
     digest = sha256()
     for batches in (examples.fitted, examples.selection, examples.held_out):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from featcal_cli.data.audio import open_audio
 from featcal_cli.data.batches import (
     BadRowError,
     Batch,
@@ -18,19 +17,16 @@ from featcal_cli.data.batches import (
     collate,
     group_examples,
     longest_example,
+    remove_padding,
     take_range,
 )
-from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import check_columns, find_column, find_media, has_caption
-from featcal_cli.data.image_text import open_dialogues, open_pairs
-from featcal_cli.data.images import open_images
-from featcal_cli.data.loading import Folders
-from featcal_cli.data.padding import remove_padding
-from featcal_cli.data.preprocessing import Reader, Target
+from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
+from featcal_cli.data.preprocessing import Folders, Reader, Target, TextModels
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
+from featcal_cli.data.tables import Row
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
-from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from featcal_cli.data.splits import (
+from featcal_cli.data.tables import (
     TABLE_FILES,
     Note,
     choose_split,

@@ -16,13 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from featcal_cli.data.cells import AUDIO_FILES, Row, Table
-from featcal_cli.data.parquet import check_repeated, open_parquet, read_group
-from featcal_cli.data.splits import (
+from featcal_cli.data.tables import (
+    AUDIO_FILES,
     IMAGE_FILES,
     SPLIT_WORDS,
     TABLE_FILES,
     Note,
+    Row,
+    Table,
+    check_repeated,
     choose_split,
     ending_of,
     group_by_folder,
@@ -30,6 +32,8 @@ from featcal_cli.data.splits import (
     holds_rows,
     ignore,
     is_hidden,
+    open_parquet,
+    read_group,
 )
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError

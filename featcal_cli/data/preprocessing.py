@@ -1,15 +1,19 @@
-"""The model that examples are made for, and the base class of all readers of rows."""
+"""Load a model's own preprocessors without running code, map token ids between vocabularies, and prepare examples."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
+from math import inf
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from featcal_cli.data.batches import (
     BadRowError,
@@ -19,10 +23,268 @@ from featcal_cli.data.batches import (
     count_vocabulary,
     forward_names,
 )
-from featcal_cli.data.loading import Folders
-from featcal_cli.data.vocabulary import TextModels
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import exception_text
+from featcal_cli.runtime.sanitise import exception_text, list_some, plain
+from featcal_cli.runtime.structured_text import parse_json
+
+TOKEN_IDS = ("input_ids", "decoder_input_ids")
+"""Forward arguments that hold token ids."""
+SHOWN = 3
+"""Tokens that a message shows when it quotes a text or a list of tokens."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokenizer and the id of each token, including added and special ones."""
+
+    role: str
+    """The model's part in the job, such as `merged` or `expert red`."""
+    name: str
+    """The repo or folder that the tokenizer comes from."""
+    tokenizer: Any
+    ids: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.role} ({plain(self.name)})" if self.role else plain(self.name)
+
+    @property
+    def padding(self) -> int:
+        """The id that replaces tokens of another vocabulary that this one lacks."""
+        tokens = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in tokens if token is not None), 0)
+
+    def spell(self, ids: Iterable[int]) -> list[str]:
+        """Return the tokens with these ids."""
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]
+
+    def cut(self, text: str) -> list[str]:
+        """Return a text's tokens, without the special tokens that the tokenizer puts around it."""
+        return self.spell(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
+    """Return a table of the id in `target` of each token id of `source` [ids of source], or None if all ids are equal.
+
+    Padding is mapped to padding. A token that target lacks is mapped to padding, too: the caller must check that no
+    such token is read. An id without a token stays as it is.
+    """
+    if source.ids == target.ids:
+        return None
+    table = torch.arange(max(source.ids.values(), default=0) + 1)
+    for token, number in source.ids.items():
+        table[number] = target.ids.get(token, target.padding)
+    return table
+
+
+def renumber(batch: Batch, table: Tensor | None) -> Batch:
+    """Return the batch with each token id replaced by the table's id for it, or the batch itself without a table."""
+    if table is None:
+        return batch
+    own = table.to(next(iter(batch.values())).device)
+
+    def look_up(ids: Tensor) -> Tensor:
+        return torch.where(ids < len(own), own[ids.clamp(max=len(own) - 1)], ids)
+
+    return batch | {name: look_up(batch[name]) for name in TOKEN_IDS if name in batch}
+
+
+@dataclass
+class Vocabularies:
+    """The vocabularies of a job's models; each is loaded when it is first needed."""
+
+    folders: Mapping[str, Sequence[Path]]
+    """The folders that are searched for each model's tokenizer, by the model's role."""
+    _found: dict[str, Vocabulary | None] = field(default_factory=dict)
+
+    def find(self, role: str) -> Vocabulary | None:
+        """Return the vocabulary of a model, or None if it has no tokenizer that can be loaded."""
+        if role not in self._found:
+            try:
+                tokenizer, name = load_preprocessor("tokenizer", self.folders.get(role, ()), "")
+                self._found[role] = Vocabulary(role, name, tokenizer, tokenizer.get_vocab())
+            except DataError:
+                self._found[role] = None
+        return self._found[role]
+
+
+@dataclass(frozen=True)
+class TextModels:
+    """The models that read a task's texts together, and the expert whose tokenizer cuts them."""
+
+    vocabularies: Vocabularies
+    expert: str
+    """The role of the model whose tokenizer cuts the texts, if it has one."""
+    readers: Sequence[str]
+    """Roles of the other models that read the texts; their tokenizers have to cut texts into the same tokens."""
+    target: str = ""
+    """The role of the reader whose ids the batches hold; if empty, they hold the expert's ids."""
+
+    def relate(self, cutting: Vocabulary, where: str) -> TextTokens:
+        """Return the tokens that the tokenizer of `cutting` makes, with the ids that these models need."""
+        found = map(self.vocabularies.find, (self.expert, *self.readers))
+        others = [other for other in found if other is not None and other.ids != cutting.ids]
+        target = self.vocabularies.find(self.target) if self.target else None
+        table = None if target is None else map_ids(cutting, target)
+        if cutting.role != self.expert:
+            return TextTokens(cutting, others, table, f"{cutting}, as its expert has none", where)
+        if target is None:
+            source = f"its expert, as {self.target} has none" if self.target else "its expert"
+            return TextTokens(cutting, others, table, source, where)
+        text = f"{self.target} has the same vocabulary"
+        if table is not None:
+            text = f"{self.target} has another vocabulary: ids are mapped by token"
+        return TextTokens(cutting, others, table, f"its expert ({text})", where)
+
+
+def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:
+    """Open the tokenizer for texts that these models read: the expert's, else that of the first reader that has one,
+    else one found in `folders`. Without models, the tokenizer in `folders` is used. Raises DataError if none can be
+    loaded."""
+    if models is not None:
+        for role in (models.expert, *models.readers):
+            if (cutting := models.vocabularies.find(role)) is not None:
+                return models.relate(cutting, where)
+    tokenizer, name = load_preprocessor("tokenizer", folders, where)
+    cutting = Vocabulary("", name, tokenizer, tokenizer.get_vocab())
+    return TextTokens(cutting, source=name, where=where) if models is None else models.relate(cutting, where)
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The tokenizer that cuts texts into tokens, and the ids of these tokens in the model that batches are made for."""
+
+    cutting: Vocabulary
+    others: Sequence[Vocabulary] = ()
+    """Vocabularies of other models that read the texts and have different ids."""
+    table: Tensor | None = None
+    """A table from the ids of `cutting` to those of the batches; None if they are equal."""
+    source: str = ""
+    """A phrase that says which model the tokenizer belongs to."""
+    where: str = ""
+
+    def number(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids that batches hold for these ids of `cutting`."""
+        return list(ids) if self.table is None else self.table[list(ids)].tolist()
+
+    def encode(
+        self, texts: Sequence[str], most: int, *, add_special_tokens: bool = True, is_target: bool = False
+    ) -> dict[str, list[int]]:
+        """Return the ids that batches hold, and the masks, of a text or a pair, cut at `most` tokens. Raises
+        BadRowError if the tokenizer cannot read the text, and DataError like `check`."""
+        tokenizer = self.cutting.tokenizer
+        given = {"text_target": texts[0]} if is_target else dict(zip(("text", "text_pair"), texts, strict=False))
+        options = {"truncation": True, "max_length": most, "return_attention_mask": True}
+        try:
+            encoded = dict(tokenizer(**given, **options, add_special_tokens=add_special_tokens))
+        except Exception as error:  # what its files say may make a tokenizer raise anything
+            raise BadRowError(f"the tokenizer cannot read it ({exception_text(error)})") from error
+        ids = encoded["input_ids"]
+        self.check(ids, texts, most, tokenizer.truncation_side)
+        return {**encoded, "input_ids": self.number(ids)}
+
+    def check(self, ids: Iterable[int], texts: Iterable[str], most: int, side: str = "right") -> None:
+        """Raise DataError if another model's tokenizer cuts the texts differently, or lacks one of the tokens `ids`
+        that the texts were cut into. Only `most` tokens of a text are compared, because the rest, on the `side` where
+        texts are cut off, is not read."""
+        for other in self.others:
+            for text in texts:
+                kept = slice(-most, None) if side == "left" else slice(most)
+                own, theirs = self.cutting.cut(text)[kept], other.cut(text)[kept]
+                if own != theirs:
+                    raise self._refuse(other, f"cut a text into different tokens: {_show_difference(own, theirs)}")
+            if lacking := [token for token in self.cutting.spell(dict.fromkeys(ids)) if token not in other.ids]:
+                raise self._refuse(other, f"have different tokens: {other.role} lacks {list_some(lacking)}")
+
+    def _refuse(self, other: Vocabulary, what: str) -> DataError:
+        fix = "merge with a tokenizer that cuts texts as this expert's does, or leave this task out"
+        return DataError(f"the tokenizers of {self.cutting} and {other} {what}", where=self.where, fix=fix)
+
+
+def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    """Return the first few tokens of two lists from where they begin to differ, for a message."""
+    place = next(number for number, (x, y) in enumerate(zip_longest(one, other)) if x != y)
+    shown = (" ".join(plain(token) for token in tokens[place : place + SHOWN]) or "nothing" for tokens in (one, other))
+    return " against ".join(shown)
+
+
+Folders = Sequence[Path] | Mapping[Path, str]
+"""Folders that are searched for a preprocessor, the likeliest first; a mapping names the model of each folder."""
+
+SAFE = {"trust_remote_code": False, "local_files_only": True}
+SETTINGS = ("preprocessor_config.json", "processor_config.json")
+"""Files with the settings of image processors, feature extractors and processors."""
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+LARGEST = {
+    **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17,
+    "sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600,
+}  # fmt: skip
+"""The largest allowed values of a processor's settings, in pixels, samples and the like; with larger ones, each example
+would take gigabytes. For some processors the shortest edge is a total number of pixels."""
+LARGEST_OF_SOUND = 2**16
+"""The largest allowed value of every other setting of a feature extractor."""
+
+Automatic: Any = {
+    "tokenizer": AutoTokenizer, "image processor": AutoImageProcessor, "feature extractor": AutoFeatureExtractor,
+    "processor": AutoProcessor,
+}  # fmt: skip
+NEEDED = {
+    "tokenizer": ("model_max_length",), "image processor": (), "feature extractor": ("sampling_rate",),
+    "processor": ("tokenizer", "image_processor", "image_token"),
+}  # fmt: skip
+"""Attributes that each kind of preprocessor must have to be usable."""
+
+
+def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str]:
+    """Load a tokenizer, image processor, feature extractor or processor (for images with texts) from the first folder
+    that has a usable one. Return it with the name of its model or folder. Raises DataError if none can be loaded."""
+    files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
+    reasons: list[str] = []
+    for folder in folders:
+        if any((folder / file).is_file() for file in files):
+            try:
+                return _load(kind, folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
+            except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
+                reasons.append(f"{_repo_name(folder)}: {exception_text(error)}")
+    tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
+    fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
+    raise DataError(f"no {kind} can be loaded ({tried})", where=where, fix=fix)
+
+
+def _load(kind: str, folder: Path) -> Any:
+    for file in SETTINGS:
+        _check_sizes(folder / file, LARGEST_OF_SOUND if kind == "feature extractor" else inf)
+    # torchvision's results differ from Pillow's, and the choice would depend on what is installed
+    options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
+    loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
+    if lacking := [name for name in NEEDED[kind] if not hasattr(loaded, name)]:
+        raise ValueError(f"{type(loaded).__name__} has no {lacking[0]}")
+    for name in ("model_max_length", "sampling_rate"):
+        if name in NEEDED[kind] and not isinstance(value := getattr(loaded, name), int | float):
+            raise ValueError(f"its files say {name} {plain(str(value))}, which is no number")
+    return loaded
+
+
+def _check_sizes(file: Path, otherwise: float) -> None:
+    """Raise ValueError if a settings file asks for inputs larger than any model reads."""
+    left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
+    while left:
+        match left.pop():
+            case _, dict(settings):
+                left += settings.items()
+            case key, list(values):
+                left += [(key, value) for value in values]
+            case key, int() | float() as value if value > LARGEST.get(key, otherwise):
+                raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
+
+
+def _repo_name(folder: Path) -> str:
+    """Return the id of the Hub repo whose snapshot the folder is, else the folder's name."""
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,176 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import accumulate, groupby
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby, islice
+from math import ceil
 from random import Random
+from typing import Any, TypeVar
 
-from featcal_cli.data.cells import Row, Table, shorten_row
-from featcal_cli.data.hub_dataset import explaining_hub, find_split, naming_task
-from featcal_cli.data.hub_rows import in_parallel, open_row_groups, read_hub_classes, read_hub_rows, stream_hub_rows
+from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split, naming_task
 from featcal_cli.data.local_files import explaining, list_files, open_local
-from featcal_cli.data.parquet import classes_in_footer, open_parquet
-from featcal_cli.data.splits import Note, ignore
+from featcal_cli.data.tables import Note, Row, Table, classes_in_footer, ignore, open_parquet, read_group, shorten_row
 from featcal_cli.recipe.schema import Data
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+READERS = 8
+"""Number of requests that are sent at the same time."""
+BUFFER_ROWS = 2**11
+"""Number of rows of a stream that are buffered and drawn from at random."""
+MOST_SHARDS = 16
+"""Maximum number of file groups whose rows are streamed in turn."""
+MOST_FILES = 32
+"""Maximum number of parquet files that are opened if these hold enough rows: each costs a request, up to a MB."""
+MOST_GROUPS, MOST_BYTES = 100, 2**27
+"""Number of row groups that a draw is spread over, as long as these have no more bytes."""
+PART_BYTES = 2**23
+"""Number of bytes at the beginning of a larger row group that is drawn from, if it can be read in part."""
+PAGE_ROWS = 1024
+"""Minimum number of rows that writers put into a page. A row group without more rows cannot be read in part."""
+PIECE_BYTES = 2**20
+"""Number of bytes that are read at a time from a row group that is not read whole."""
+
+
+def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
+    """Draw up to `count` rows from files that are not parquet and can only be read from their start. `datasets`
+    shuffles the files, takes the first rows of several files in turn, and shuffles these rows in a buffer. Raises what
+    `datasets` and HfFileSystem raise."""
+    import datasets
+
+    seed = Random(seed).getrandbits(32)
+    stream = _open_stream(split).shuffle(seed=seed, buffer_size=1)
+    if (parts := min(stream.num_shards, MOST_SHARDS)) > 1:  # files may hold one class each
+        shards = [stream.shard(parts, number) for number in range(parts)]
+        stream = datasets.interleave_datasets(shards, stopping_strategy="all_exhausted_without_replacement")
+    return islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count)
+
+
+def read_hub_rows(split: HubSplit) -> Iterator[Row]:
+    """Read all rows of the split's files in order. Raises like `stream_hub_rows`."""
+    if split.format != "parquet":
+        yield from _open_stream(split)
+        return
+    for url in split.sizes:
+        with split.open(url, block_size=4 * PIECE_BYTES) as stream:
+            opened = open_parquet(stream)
+            for number in range(opened.num_row_groups):
+                # one group at a time: what is read ahead is lost when columns of several are read in turn
+                for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
+                    yield from batch.to_pylist()
+
+
+def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
+    """Return the class names of a column, ordered by class number, from the features in the files or the card; None if
+    neither has them. Raises like `stream_hub_rows`."""
+    if split.format == "parquet":
+        with split.open(next(iter(split.sizes))) as stream:
+            found = classes_in_footer(open_parquet(stream), column)
+    else:
+        found = getattr((_open_stream(split).features or {}).get(column), "names", None)
+    features = split.info.get("features")
+    for feature in features if found is None and isinstance(features, list) else ():
+        match feature:
+            case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
+                return [str(names[key]) for key in sorted(names, key=int)]
+            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
+                return list(map(str, names))
+    return found
+
+
+def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the results for all items in order, computing READERS of them at a time."""
+    left = iter(items)
+    with ThreadPoolExecutor(READERS) as pool:
+        while part := list(islice(left, READERS)):
+            yield from pool.map(read, part)
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    """One row group of a file, which is the smallest part that parquet lets one read."""
+
+    url: str
+    footer: Any
+    number: int
+    rows: int
+    size: int
+    """Compressed size in bytes."""
+
+
+def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
+    """Choose row groups of a split's parquet files, or beginnings of them, from which `count` rows can be drawn that
+    are spread over the split. The choice is random but equal for equal seeds. Raises what the readers of parquet and
+    HfFileSystem raise."""
+    random = Random(seed)
+    groups = _weighted_order(_list_row_groups(split, count, random), lambda group: group.rows, random)
+    least = ceil(count / max(1, min(len(groups), MOST_GROUPS)))
+    tables: list[Table] = []
+    rows, size = 0, 0
+    for group in groups:
+        if rows >= count and (len(tables) >= MOST_GROUPS or size >= MOST_BYTES):
+            break
+        reached = group.rows
+        if group.rows > PAGE_ROWS and group.size > PART_BYTES:
+            reached = min(group.rows, max(least, group.rows * PART_BYTES // group.size))
+        tables.append(Table(group.url, reached, partial(_read_rows, split, group, reached == group.rows)))
+        rows, size = rows + reached, size + group.size * reached // group.rows
+    return tables
+
+
+def _read_rows(split: HubSplit, group: _RowGroup, whole: bool, rows: Sequence[int]) -> Iterator[Row]:
+    options = {"pre_buffer": whole, "buffer_size": 0 if whole else PIECE_BYTES, "metadata": group.footer}
+    with split.open(group.url, cache_type="none") as stream:
+        yield from read_group(open_parquet(stream, **options), group.number, rows)
+
+
+def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowGroup]:
+    """Return the row groups of MOST_FILES files, or of more files if these have fewer than `enough` rows."""
+
+    def read_footer(url: str) -> tuple[str, Any]:
+        with split.open(url, cache_type="none") as stream:
+            return url, open_parquet(stream).metadata
+
+    urls = _weighted_order(list(split.sizes), split.sizes.__getitem__, random)
+    groups: list[_RowGroup] = []
+    for start in range(0, len(urls), MOST_FILES):
+        for url, footer in in_parallel(read_footer, urls[start : start + MOST_FILES]):
+            for number in range(footer.num_row_groups):
+                group = footer.row_group(number)
+                size = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
+                groups.append(_RowGroup(url, footer, number, group.num_rows, size))
+        if sum(group.rows for group in groups) >= enough:
+            break
+    return groups
+
+
+def _weighted_order(items: Sequence[Item], weigh: Callable[[Item], float], random: Random) -> list[Item]:
+    """Return the items in random order, with heavier ones likely to come early. Items without weight are left out."""
+    return sorted((item for item in items if weigh(item) > 0), key=lambda item: random.expovariate(weigh(item)))
+
+
+def _open_stream(split: HubSplit) -> Any:
+    """Open the split as a stream of `datasets`, with images left encoded."""
+    import datasets
+    from datasets.data_files import DataFilesList
+
+    library: Any = datasets  # has no types
+    library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)  # what it logs it also raises
+    # imported before featcal, it would report every use
+    library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # HfFileSystem has tried often enough; on top of that, 20 tries more take half an hour
+    library.config.STREAMING_READ_MAX_RETRIES = library.config.STREAMING_OPEN_MAX_RETRIES = 1
+    # lists of this kind are taken as they are, where plain ones would be looked up file by file; and a builder of the
+    # library's own asks nobody what the dataset is, which would send the token to other hosts than the endpoint
+    files = {name: DataFilesList(list(urls), [()] * len(urls)) for name, urls in split.splits.items()}
+    options = {"sep": "\t"} if all(".tsv" in url.lower() for url in split.sizes) else {}
+    stream = library.load_dataset(split.format, data_files=files, split=split.split, streaming=True, **options)
+    return stream.decode(False) if stream.features else stream  # without features nothing would be decoded
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:

@@ -17,6 +17,7 @@ from featcal_cli.data.batches import (
     count_positions,
     count_target_vocabulary,
     count_vocabulary,
+    cut_padding,
     forward_names,
     padding_id,
     take_examples,
@@ -24,7 +25,6 @@ from featcal_cli.data.batches import (
 )
 from featcal_cli.data.columns import NAMES
 from featcal_cli.data.local_files import check_split_of_file, local_path
-from featcal_cli.data.padding import cut_padding
 from featcal_cli.data.preprocessing import Reader
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from featcal_cli.data.batches import (
+    GLOBAL_MASK,
     BadRowError,
     Example,
     count_positions,
@@ -18,19 +19,21 @@ from featcal_cli.data.batches import (
     decoder_inputs,
     padding_id,
 )
-from featcal_cli.data.cells import Row
 from featcal_cli.data.columns import (
     FIELD,
     NAMES,
+    Message,
     Samples,
     TextKind,
+    answer_of,
     choose_text_roles,
     find_about,
+    is_conversation,
+    is_text,
+    read_messages,
 )
-from featcal_cli.data.messages import Message, answer_of, is_conversation, is_text, read_messages
-from featcal_cli.data.padding import GLOBAL_MASK
-from featcal_cli.data.preprocessing import Reader, Target
-from featcal_cli.data.vocabulary import TOKEN_IDS, TextTokens, open_tokens
+from featcal_cli.data.preprocessing import TOKEN_IDS, Reader, Target, TextTokens, open_tokens
+from featcal_cli.data.tables import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 

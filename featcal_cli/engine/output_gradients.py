@@ -16,9 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from featcal_cli.data.batches import Batch, count_examples, share_batches, take_range
-from featcal_cli.data.padding import axis_lengths, count_tokens, seed_examples
-from featcal_cli.data.vocabulary import renumber
+from featcal_cli.data.batches import (
+    Batch,
+    axis_lengths,
+    count_examples,
+    count_tokens,
+    seed_examples,
+    share_batches,
+    take_range,
+)
+from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.hooks import intercept_matmuls

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.data.padding import DECODER_AXIS, token_masks
+from featcal_cli.data.batches import DECODER_AXIS, Batch, count_examples, token_masks
 from featcal_cli.engine.drift_metrics import Meter, add_up, relate
 from featcal_cli.models.tracing import tensors_in
 

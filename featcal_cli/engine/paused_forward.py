@@ -12,9 +12,8 @@ from greenlet import GreenletExit, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from featcal_cli.data.batches import Batch
-from featcal_cli.data.padding import token_masks
-from featcal_cli.data.vocabulary import renumber
+from featcal_cli.data.batches import Batch, token_masks
+from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.loading import Model

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
-from featcal_cli.data.loading import load_preprocessor
+from featcal_cli.data.preprocessing import TextModels, Vocabulary, load_preprocessor, map_ids, open_tokens, renumber
 from featcal_cli.data.rows import read_classes
-from featcal_cli.data.vocabulary import TextModels, Vocabulary, map_ids, open_tokens, renumber
 from featcal_cli.evaluation.results import EXPERT, Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting

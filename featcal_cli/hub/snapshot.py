@@ -1,20 +1,32 @@
-"""Get a model onto this machine: download and check it, and convert pickles or merge an adapter where needed."""
+"""Find the repos that a model's weights come from, check references that a card or config names, and get the model onto
+this machine: download and check it, and convert pickles or merge an adapter where needed."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from featcal_cli.hub.adapter import read_adapter
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
+
+from featcal_cli.hub.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    is_adapter,
+    read_adapter,
+    split_adapter,
+)
 from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.download import Watch, download, other_weights
 from featcal_cli.hub.model_config import read_config
-from featcal_cli.hub.model_source import Origin, check_model, find_config, find_origin
+from featcal_cli.hub.repo import Kind, Opener, Repo, open_repo
 from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
@@ -25,8 +37,208 @@ from featcal_cli.hub.weight_files import (
     read_header,
     weight_files,
 )
-from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.files import cache_folder
+from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
+from featcal_cli.runtime.sanitise import quoted
+
+Form = Literal["safetensors", "pickle", "adapter"]
+FULL_MODEL = "give a full model's repo or folder, with safetensors"
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The repos, each at its commit, that one model is made from."""
+
+    repo: Repo
+    """The repo that holds the weights: the model's own, or the adapter's."""
+    form: Form
+    base: Origin | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that the user typed, without the revision; if it was BASE+ADAPTER, the adapter's name."""
+        return self.repo.name
+
+    @property
+    def pinned(self) -> str:
+        """The reference that finds exactly this origin again: with commits, or the absolute path of a folder."""
+        return f"{self.base.pinned}+{self.repo.pinned}" if self.base else self.repo.pinned
+
+    @property
+    def body(self) -> Origin:
+        """The full model that gives the shapes: an adapter's base, else the model itself."""
+        return self.base.body if self.base else self
+
+    def repos(self) -> list[Repo]:
+        return [self.repo, *(self.base.repos() if self.base else ())]
+
+
+def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
+    """Find the origin of `name`: an existing folder, a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError if it
+    is not found, cannot be read or is no model, and for pickled weights without `allow_pickle`."""
+    base, model = _split(name)
+    repo = open_repo(model, "model")
+    files = repo.files
+    if is_adapter(files):
+        if ADAPTER_WEIGHTS not in files:
+            what = f"{repo.name} is an adapter ({ADAPTER_CONFIG}), but it has no {ADAPTER_WEIGHTS}"
+            raise HubError(
+                what, where=repo.name, fix="save it with today's peft (save_pretrained), or give a full model"
+            )
+        return Origin(repo, "adapter", _find_base(repo, base, allow_pickle, open_repo))
+    if base:
+        what = f"{model} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
+        raise HubError(what, where=name, fix=f"give {model} alone, or BASE+ADAPTER with the adapter's repo or folder")
+    check_model(repo.name, files)
+    if not files.keys().isdisjoint(SAFETENSORS):
+        return Origin(repo, "safetensors")
+    if files.keys().isdisjoint(PICKLES):
+        what = f"{repo.name} has no {SAFETENSORS[0]}, and no {PICKLES[0]} to convert{_name_other_weights(files)}"
+        raise HubError(what, where=repo.name, fix=FULL_MODEL)
+    if not allow_pickle:
+        what = f"{repo.name} has no safetensors, only pickled weights ({PICKLES[0]})"
+        fix = "add --allow-pickle to read them (tensors only, no code is run) and keep a converted copy"
+        if repo.commit:
+            fix += f"; or, if one of its pull requests adds safetensors, give {repo.name}@refs/pr/NUMBER"
+        raise HubError(what, where=repo.name, fix=fix)
+    return Origin(repo, "pickle")
+
+
+def find_config(name: str) -> tuple[str, Path]:
+    """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
+    An adapter leads to the base that it names. Raises HubError like `find_origin`."""
+    base, model = _split(name)
+    if base:
+        return find_config(base)
+    repo = open_repo(model)
+    if is_adapter(repo.files) and (named := _name_base(repo)):
+        repo = open_repo(_split(named)[0] or named)
+    check_model(repo.name, repo.files)
+    return repo.name, repo.fetch_text("config.json").parent
+
+
+def check_model(name: str, files: Collection[str]) -> None:
+    """Raise HubError if the files are not those of a transformers model."""
+    if "config.json" not in files:
+        what = f"{name} is not a transformers model: it has no config.json{_name_other_weights(files)}"
+        raise HubError(what, where=name, fix=FULL_MODEL)
+
+
+def _name_other_weights(files: Collection[str]) -> str:
+    """Name a file that holds weights in a form that is not read, to continue a sentence; "" if there is none."""
+    others = sorted(file for file in files if file.endswith((".gguf", ".onnx", ".h5", ".msgpack", ".safetensors")))
+    return f", only {others[0]}" if others else ""
+
+
+def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener) -> Origin:
+    """Find the base of the adapter in `repo`: the one that the user names, else the full model that the adapter
+    names."""
+    fix = f"name the base: BASE+{repo.name}"
+    named = base_name or _name_base(repo)
+    if not named:
+        what = f"{repo.name} is an adapter that does not say which base it is for"
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
+    try:
+        if not base_name and is_adapter(open_repo(_split(named)[1], "model").files):
+            raise HubError(f"{named} is an adapter itself", where=repo.name, fix=fix)
+        return find_origin(named, allow_pickle=allow_pickle, open_repo=open_repo)
+    except HubError as error:
+        what = f"{repo.name} is an adapter, and its base cannot be used: {error.what}"
+        fix = error.fix if fix in error.fix else f"{error.fix}; or {fix}"
+        raise HubError(what, where=error.where, fix=fix) from error
+
+
+def _name_base(repo: Repo) -> str:
+    """Return the base that an adapter names; empty if it names none. Raises HubError if an adapter on the Hub names a
+    local folder: a stranger's adapter must not choose files of this machine."""
+    adapter = read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
+    if not adapter.base or repo.folder:
+        return adapter.base
+    try:
+        return locate(adapter.base, repo)
+    except UnusableError as error:
+        what = f"{repo.name} is an adapter, and its base cannot be used: {quoted(adapter.base)} {error}"
+        raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=f"name the base: BASE+{repo.name}") from error
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split `BASE+ADAPTER` into BASE and ADAPTER; any other name becomes "" and the name itself."""
+    return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
+
+
+class UnusableError(ValueError):
+    """A name that does not refer to anything that may be opened; the message continues a sentence that begins with the
+    name."""
+
+
+def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
+    """Turn a name of a model or dataset that a file in `repo` contains into a reference as a user would type it:
+    `ID[@REVISION]`, BASE+ADAPTER, or an absolute path. A Hub repo may only name Hub repos, never local paths. A folder
+    may also name paths relative to itself or, if they look like paths, to the current folder. Raises UnusableError."""
+    folder = repo.folder if repo else None
+    if folder and (path := existing_path(str(folder / text))):
+        return str(path.resolve())
+    reference = "+".join(_locate_part(part, folder, kind) for part in text.split("+"))
+    if "+" in reference and existing_path(reference):
+        raise UnusableError("is also the name of a folder here, which hides it")
+    return reference
+
+
+def find(text: str, repo: Repo | None, kind: Kind = "model") -> str | None:
+    """Return the reference that `locate` gives, or None if it raises UnusableError."""
+    try:
+        return locate(text, repo, kind)
+    except UnusableError:
+        return None
+
+
+def _locate_part(text: str, folder: Path | None, kind: Kind) -> str:
+    if folder:
+        path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
+        if path:
+            return str(path.resolve())
+    try:
+        text = bare_id(text, kind)
+    except RecipeError:
+        raise UnusableError(f"is the address of no {kind} on the Hub") from None
+    name, revision = split_revision(text)
+    if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
+        raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")
+    # a folder of the same name may lie here: the Hub's repo is meant
+    if not existing_path(text):
+        return text
+    if "@" not in text and not existing_path(f"{text}@main"):
+        return f"{text}@main"
+    raise UnusableError("is also the name of a folder here, which hides it")
+
+
+def is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def repo_of(reference: str) -> str:
+    """The repo or folder that `ID[@REVISION]` names; for BASE+ADAPTER, the adapter's."""
+    if existing_path(reference):
+        return reference
+    return split_revision(reference.rpartition("+")[2])[0]
+
+
+def same_repo(one: str, other: str) -> bool:
+    """Whether two references name the same repo, ignoring revisions; adapters must also have the same base."""
+    return _without_revisions(one) == _without_revisions(other)
+
+
+def _without_revisions(reference: str) -> str:
+    if existing_path(reference):
+        return reference
+    return "+".join(split_revision(part)[0] for part in reference.lower().split("+"))
+
 
 # transformers would ask a conversion space about repos without safetensors, and could send it the token
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch, count_examples, forward_names, take_examples
-from featcal_cli.data.padding import DECODER_AXIS, ENCODER_AXIS, axis_lengths, find_along, is_mask
+from featcal_cli.data.batches import (
+    DECODER_AXIS,
+    ENCODER_AXIS,
+    Batch,
+    axis_lengths,
+    count_examples,
+    find_along,
+    forward_names,
+    is_mask,
+    take_examples,
+)
 from featcal_cli.models.block_lists import find_blocks
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.token_rows import OWN_AXIS, PROBE_EXAMPLES, Axes, Rows, learn_rows

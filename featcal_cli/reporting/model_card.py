@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
 from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, regained_share
-from featcal_cli.hub.model_source import is_hub_id
+from featcal_cli.hub.snapshot import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.markdown import join_notes, write_drift_cells
 from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, Report, Source

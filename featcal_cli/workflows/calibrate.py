@@ -23,7 +23,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
-from featcal_cli.hub.second_copies import describe_files, divide_files
+from featcal_cli.hub.weight_files import describe_files, divide_files
 from featcal_cli.models.loading import find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge

@@ -194,7 +194,7 @@ class _Models:
     def _open_task(self, task: str, how: Evaluate, roles: Sequence[str]) -> LabelledTask:
         """Open the task with the preprocessors of its expert; if that has none, with those of the first role's model
         (for lm-eval) or of base."""
-        from featcal_cli.data.vocabulary import TextModels, Vocabularies
+        from featcal_cli.data.preprocessing import TextModels, Vocabularies
         from featcal_cli.evaluation.protocols import LabelledTask
 
         holders = dict.fromkeys((EXPERT, roles[0] if how.protocol == "lm-eval" else EXPERT, BASE))

@@ -18,9 +18,8 @@ from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.model_config import UNPACKED
-from featcal_cli.hub.second_copies import Files, divide_files
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import Entry, read_header
+from featcal_cli.hub.weight_files import Entry, Files, divide_files, read_header
 from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError

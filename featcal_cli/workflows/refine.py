@@ -16,8 +16,15 @@ from transformers import PreTrainedModel
 from featcal_cli.calibration.backtracking import interpolate, measure_result
 from featcal_cli.calibration.distillation import LARGE, TEXTS, Lesson, add_updates, compute_update, distil
 from featcal_cli.calibration.journal import Journal
-from featcal_cli.data.batches import Batch, Example, count_examples, forward_names, padding_id, take_examples
-from featcal_cli.data.padding import cut_padding
+from featcal_cli.data.batches import (
+    Batch,
+    Example,
+    count_examples,
+    cut_padding,
+    forward_names,
+    padding_id,
+    take_examples,
+)
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware

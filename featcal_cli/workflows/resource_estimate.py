@@ -17,8 +17,8 @@ from featcal_cli.calibration.distillation import LARGE as LARGE_MODEL
 from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
+from featcal_cli.data.batches import count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
-from featcal_cli.data.padding import count_tokens
 from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
 from featcal_cli.engine.head import find_head
 from featcal_cli.engine.offload import LARGE

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli.hub.client import expect_answers
-from featcal_cli.hub.model_source import Origin, find_origin
 from featcal_cli.hub.repo import Opener, open_repo
-from featcal_cli.hub.snapshot import Snapshot, fetch
+from featcal_cli.hub.snapshot import Origin, Snapshot, fetch, find_origin
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.reporting.markdown import join_notes

@@ -23,7 +23,7 @@ from featcal_cli.engine.output_gradients import count_chosen, measure_output_gra
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import check_no_huge_weight, describe_merge_fit
-from featcal_cli.hub.model_source import Origin
+from featcal_cli.hub.snapshot import Origin
 from featcal_cli.models.alignment import check_alignment
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model

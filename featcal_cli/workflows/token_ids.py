@@ -11,8 +11,8 @@ from torch import Tensor
 
 from featcal_cli.data.batches import count_vocabulary
 from featcal_cli.data.examples import TaskExamples
+from featcal_cli.data.preprocessing import Vocabularies, map_ids
 from featcal_cli.data.tensors import is_tensor_file
-from featcal_cli.data.vocabulary import Vocabularies, map_ids
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import CheckpointError, DataError

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-from featcal_cli.data.cells import AUDIO_FILES
 from featcal_cli.data.examples import draw_examples
-from featcal_cli.data.splits import IMAGE_FILES, TABLE_FILES
+from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES, TABLE_FILES
 from featcal_cli.recipe.schema import ROLES, Data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")

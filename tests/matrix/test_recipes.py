@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from featcal_cli.hub.model_source import repo_of
+from featcal_cli.hub.snapshot import repo_of
 from featcal_cli.recipe.reading import as_draft, complete_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from featcal_cli.hub.snapshot import resolve
-from featcal_cli.lineage.card import read_card
+from featcal_cli.lineage.claims import read_card
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.reading import as_draft, complete_draft, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe

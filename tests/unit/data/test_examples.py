@@ -641,7 +641,7 @@ def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(a
 
 
 def test_of_images_that_are_too_large_the_limit_is_said(at: Folder, vit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcal_cli.data.cells.LARGEST_FILE", 20)
+    monkeypatch.setattr("featcal_cli.data.tables.LARGEST_FILE", 20)
     refused(at, vit, at.file("a.parquet", image_rows(3)), r"cannot be decoded \(it has more than 20 bytes\)")
     refused(at, vit, at.images({"a.png": encode_image(1)}), r"bytes \(at most 20 are read\)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from featcal_cli.data.padding import find_along, remove_padding, token_masks
+from featcal_cli.data.batches import find_along, remove_padding, token_masks
 
 LENGTHS = (3, 1, 3, 2, 1)
 

@@ -24,7 +24,7 @@ from egress import watch_egress
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
 
-from featcal_cli.data import hub_rows
+from featcal_cli.data import rows as data_rows
 from featcal_cli.data.hub_dataset import find_split
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
 from featcal_cli.hub.repo import open_repo
@@ -117,7 +117,7 @@ def test_a_label_sorted_dataset_gives_most_classes_for_few_of_its_bytes(
 
 def test_of_tiny_row_groups_no_more_are_read_than_it_takes(publish: Publish) -> None:
     split = find_split(publish({"train.parquet": parquet_file(400, size=10, group=1)}), None)
-    assert [len(hub_rows.open_row_groups(split, count, 0)) for count in (20, 150)] == [100, 150]
+    assert [len(data_rows.open_row_groups(split, count, 0)) for count in (20, 150)] == [100, 150]
 
 
 def test_of_one_large_row_group_only_the_beginning_is_read(hub: HubServer, publish: Publish) -> None:
@@ -165,7 +165,7 @@ def test_rows_of_other_formats_are_mixed_over_files(publish: Publish) -> None:
 def test_of_a_large_csv_only_the_beginning_is_read(hub: HubServer, publish: Publish) -> None:
     data = publish({"train.csv": "text\n" + "".join(f"x{row:098}\n" for row in range(400_000))})
     numbers = [int(row["text"][1:]) for row in take(data, 100)]
-    assert len(set(numbers)) == 100 and 1_000 < max(numbers) < hub_rows.BUFFER_ROWS + 200
+    assert len(set(numbers)) == 100 and 1_000 < max(numbers) < data_rows.BUFFER_ROWS + 200
     assert hub.file_bytes() < 16_000_000
 
 

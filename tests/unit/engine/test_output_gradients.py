@@ -17,8 +17,7 @@ from families import BY_NAME, SPREAD, few_of, save_family
 from jobs import prepare
 from torch import Tensor, nn
 
-from featcal_cli.data.batches import Batch, count_examples, forward_names
-from featcal_cli.data.padding import seed_examples
+from featcal_cli.data.batches import Batch, count_examples, forward_names, seed_examples
 from featcal_cli.engine import gradient_sums, output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums

@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.hub.adapter import split_adapter
-from featcal_cli.hub.model_source import find_origin
-from featcal_cli.hub.snapshot import Snapshot, resolve
+from featcal_cli.hub.snapshot import Snapshot, find_origin, resolve
 from featcal_cli.runtime.errors import HubError
 
 pytestmark = pytest.mark.usefixtures("undrawn")

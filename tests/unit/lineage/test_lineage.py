@@ -13,9 +13,8 @@ from bad_input import LAUGHS, MERGES
 from hub_texts import Files, card, open_texts
 
 from featcal_cli.hub.repo import Kind, Repo
-from featcal_cli.lineage.card import read_card
+from featcal_cli.lineage.claims import MalformedError, read_card, read_mergekit
 from featcal_cli.lineage.experts import name_tasks
-from featcal_cli.lineage.mergekit import MalformedError, read_mergekit
 from featcal_cli.lineage.resolve import Lineage, find_lineage
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError, RecipeError

@@ -10,7 +10,7 @@ import torch
 from families import BY_NAME
 from torch import Size, Tensor, nn
 
-from featcal_cli.data.padding import DECODER_AXIS, ENCODER_AXIS
+from featcal_cli.data.batches import DECODER_AXIS, ENCODER_AXIS
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.probing import make_probes
 from featcal_cli.models.token_rows import OWN_AXIS, Rows, learn_rows

@@ -1,0 +1,261 @@
+"""Turn images and recordings into model inputs by the model's own preprocessor, also with a text beside them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from featcal_cli.data.batches import BadRowError, Example, decoder_inputs, padding_id
+from featcal_cli.data.columns import NAMES, Message, Samples, choose_text_roles, find_about, find_column, is_text
+from featcal_cli.data.local_files import folder_of
+from featcal_cli.data.preprocessing import (
+    Reader,
+    Target,
+    TextTokens,
+    Vocabulary,
+    load_preprocessor,
+    open_tokens,
+    renumber,
+)
+from featcal_cli.data.tables import Row, decode_cell
+from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_text
+from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.sanitise import exception_text, list_some, plain
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Formats that are decoded. Pillow knows more, but for one of them, PostScript, it would run an external program."""
+DEEP_MODES = ("I", "F")
+"""Beginnings of the modes with more than 8 bits a pixel, which Pillow would clip instead of scaling them."""
+
+
+@dataclass(frozen=True)
+class ImageReader(Reader):
+    """Turns images into model inputs with the model's own image processor."""
+
+    column: str
+    folder: Path | None
+    """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
+    name files on this machine."""
+    processor: Any
+    target: Target
+
+    def read(self, row: Row) -> Example:
+        process = partial(self.processor, images=[self.picture(row)], return_tensors="pt")
+        return Example(self.target.preprocess("pixel_values", process) | decoder_inputs(self.target.model, ()))
+
+    def picture(self, row: Row) -> Image.Image:
+        """Return the decoded image of a row. Raises BadRowError."""
+        value = row.get(self.column)
+        if isinstance(value, list):
+            if len(value) > 1:
+                raise BadRowError(f"column {self.column} has {len(value)} images, and only one per row is read")
+            value = value[0] if value else None
+        return decode_cell(value, self.column, self.folder, "image", _decode)
+
+
+def _decode(source: BytesIO | Path) -> Image.Image:
+    """Return an image's first frame in RGB, turned as its EXIF data say. Raises what Pillow raises, and ValueError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is lost with an image's transparency
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        image = Image.open(source, formats=FORMATS)
+        if image.mode.startswith(DEEP_MODES):
+            raise ValueError(f"its pixels are not 8-bit colours, but of mode {image.mode}")
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def open_images(
+    data: Data, samples: Samples, target: Target, *, processor: tuple[Any, str] | None = None
+) -> ImageReader:
+    """Open the reader for rows with images. `processor` is an image processor with the name of its source; by default
+    it is loaded. Raises DataError when no column holds images or no folder has an image processor."""
+    column = find_column("image", data, samples, target.where)
+    images, source = processor or load_preprocessor("image processor", target.folders, target.where)
+    chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
+    return ImageReader(chosen, padding_id(target.model), column, folder_of(data), images, target)
+
+
+MOST_SECONDS = 30
+"""Number of seconds of a recording that are read; the rest is cut off."""
+INSTALL = {"fix": "install what reads sound, in the clone of featcal", "command": "pip install -e '.[audio]'"}
+Wave = NDArray[numpy.float32]
+
+
+@dataclass(frozen=True)
+class AudioReader(Reader):
+    """Turns recordings into model inputs with the model's own feature extractor."""
+
+    column: str
+    folder: Path | None
+    """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
+    name files on this machine."""
+    extractor: Any
+    target: Target
+    transcript: str | None
+    """The column with the transcript; None if there is none."""
+    tokens: TextTokens | None
+    """The tokens of the transcripts."""
+
+    def read(self, row: Row) -> Example:
+        model = self.target.model
+        wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
+        extract = partial(self.extractor, [wave], sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
+        inputs = self.target.preprocess(model.main_input_name, extract)
+        return Example(inputs | decoder_inputs(model, self._encode(row)))
+
+    def _encode(self, row: Row) -> list[int]:
+        """Return the token ids of a row's transcript, in the vocabulary of the model that the examples are for, or an
+        empty list if the decoder gets no text. Raises BadRowError."""
+        if self.transcript is None or self.tokens is None:
+            return []
+        text, config = row.get(self.transcript), self.target.model.config
+        if not is_text(text):
+            raise BadRowError(f"column {plain(self.transcript)} has no text")
+        tokens = self.tokens.encode([text], getattr(config, "max_target_positions", MAX_TOKENS))["input_ids"]
+        self.target.check_ids(tokens, is_target=True)
+        if tokens[:1] == [config.decoder_start_token_id]:
+            del tokens[0]  # the shift to the right begins with it
+        if not tokens:
+            raise BadRowError("a text has no tokens")
+        return tokens
+
+    def _decode(self, source: BytesIO | Path) -> Wave:
+        """Return a recording as one channel at the extractor's rate. Raises what the libraries raise."""
+        import soundfile
+        import soxr
+
+        with soundfile.SoundFile(source) as file:
+            rate = file.samplerate
+            wave = file.read(MOST_SECONDS * rate, dtype="float32", always_2d=True).mean(1)
+        if not len(wave) or not numpy.isfinite(wave).all():
+            raise ValueError("it is empty" if not len(wave) else "some samples are NaN or infinite")
+        resampled: Wave = soxr.resample(wave, rate, self.extractor.sampling_rate).astype(numpy.float32)
+        return resampled
+
+
+def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
+    """Open the reader for rows with recordings. Raises DataError when no column holds recordings, no folder has a
+    feature extractor, or the libraries that decode sound are not installed."""
+    column = find_column("audio", data, samples, target.where)
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: without the C library
+        raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, **INSTALL) from None
+    extractor, source = load_preprocessor("feature extractor", target.folders, target.where)
+    chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
+    transcript = None
+    if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
+        transcript = data.columns.get("response") or data.columns.get("text")
+        transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
+        chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
+    tokens = open_tokens(target.text_models, target.folders, target.where) if transcript else None
+    return AudioReader(chosen, padding_id(target.model), column, folder_of(data), extractor, target, transcript, tokens)
+
+
+MARK = "<image>"
+"""Placeholder that datasets write into a text in place of its image."""
+
+
+@dataclass(frozen=True)
+class PairReader(Reader):
+    """Turns rows into an image and a text, each processed by its own preprocessor."""
+
+    images: ImageReader
+    texts: TextReader
+
+    def read(self, row: Row) -> Example:
+        return Example(self.images.read(row).inputs | self.texts.read(row).inputs)
+
+    def unknown_share(self, example: Example) -> float:
+        return self.texts.unknown_share(example)
+
+
+@dataclass(frozen=True)
+class DialogueReader(Reader):
+    """Turns rows into an image and a text about it, both processed by the processor of a model that generates text."""
+
+    images: ImageReader
+    formatter: RowFormatter
+    processor: Any
+    tokens: TextTokens
+    target: Target
+
+    def read(self, row: Row) -> Example:
+        text, token = self.formatter.compose(row).text, str(self.processor.image_token)
+        text = text if token in text else f"{token}\n{text.replace(MARK, '').strip()}"
+        if text.count(token) > 1:
+            raise BadRowError(f"its text refers to {text.count(token)} images, and only one per row is read")
+        picture = self.images.picture(row)
+        process = partial(self.processor, images=[picture], text=[text], return_tensors="pt")
+        inputs = self.target.preprocess("input_ids", process)
+        ids, image = inputs["input_ids"][0].tolist(), self.processor.tokenizer.convert_tokens_to_ids(token)
+        most = MAX_TOKENS + ids.count(image)
+        if len(ids) > most:
+            per_token = [name for name, x in inputs.items() if x.shape[:2] == inputs["input_ids"].shape]
+            inputs |= {name: inputs[name][:, :most] for name in per_token}
+            if image in ids[most:]:
+                raise BadRowError(f"its image stands behind more than {MAX_TOKENS} tokens")
+        if self.tokens.others:
+            self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], MAX_TOKENS)
+        inputs = renumber(inputs, self.tokens.table)
+        self.target.check_ids(inputs["input_ids"][0].tolist())
+        return Example(inputs)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """A processor's chat template, used like a tokenizer's by RowFormatter; the image comes before the first
+    question."""
+
+    processor: Any
+    chat_template: str | None
+
+    def apply_chat_template(self, messages: Sequence[Message], *, tokenize: bool) -> str:
+        asked = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
+        turns = []
+        for number, message in enumerate(messages):
+            content = message["content"]
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content.replace(MARK, "").strip()}]
+            parts = [part for part in content if part.get("type") != "image"]
+            turns.append({**message, "content": [{"type": "image"}, *parts] if number == asked else parts})
+        return str(self.processor.apply_chat_template(turns, tokenize=tokenize))
+
+
+def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
+    """Open the reader for a model with two towers. Raises DataError like `open_images` and `open_text`."""
+    images = open_images(data, samples, target)
+    texts = open_text(data, _without(samples, images.column), target)
+    return PairReader(f"{images.chosen}; {texts.chosen}", texts.padding, images, texts)
+
+
+def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
+    """Open the reader for a causal model that answers about an image. Raises DataError when a column is missing, or no
+    folder has a processor."""
+    processor, source = load_preprocessor("processor", target.folders, target.where)
+    images = open_images(data, samples, target, processor=(processor.image_processor, source))
+    others = _without(samples, images.column)
+    roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
+    formatter = RowFormatter(
+        roles, find_about(data, roles, others), data.template, "causal", _Turns(processor, processor.chat_template)
+    )
+    chosen = f"{images.chosen}; {formatter.describe()}, processor from {source}"
+    cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
+    models = target.text_models
+    tokens = TextTokens(cutting) if models is None else models.relate(cutting, target.where)
+    return DialogueReader(chosen, padding_id(target.model), images, formatter, processor, tokens, target)
+
+
+def _without(samples: Samples, column: str) -> Mapping[str, Sequence[Any]]:
+    return {name: values for name, values in samples.items() if name != column}
