@@ -22,8 +22,7 @@ from featcal_cli.data.tables import (
     is_hidden,
     is_table,
 )
-from featcal_cli.hub.client import root_of, with_retries
-from featcal_cli.hub.messages import explained
+from featcal_cli.hub.client import explained, root_of, with_retries
 from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError

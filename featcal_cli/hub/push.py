@@ -14,8 +14,8 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 
 from featcal_cli.hub import client
-from featcal_cli.hub.download import Watch
-from featcal_cli.hub.messages import LOGIN, explained, gone, hub_page
+from featcal_cli.hub.client import LOGIN, explained, gone, hub_page
+from featcal_cli.hub.repo import Watch
 from featcal_cli.hub.weight_files import find_second_copies
 from featcal_cli.runtime.errors import FeatCalError, HubError
 from featcal_cli.runtime.files import check_links, visible_files

@@ -1,12 +1,13 @@
-"""Open a Hub repo at one commit, or a folder, to list its files and read small ones."""
+"""Open a Hub repo at one commit, or a folder: list its files, read small ones, and download the others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from glob import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,26 +15,30 @@ from huggingface_hub import (
     HfApi,
     get_cached_repo_tree,
     hf_hub_download,
+    is_offline_mode,
     snapshot_download,
     try_to_load_from_cache,
 )
 from huggingface_hub import RepoFile as ListedFile
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, SafetensorsParsingError
+from huggingface_hub.utils import filter_repo_objects, tqdm  # type: ignore[attr-defined]  # public by its docs
+from huggingface_hub.utils._verification import verify_maps
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
-from featcal_cli.hub.client import is_unreachable, with_retries
-from featcal_cli.hub.messages import CHECK_ENDPOINT, explained
+from featcal_cli.hub.client import CHECK_ENDPOINT, explained, is_unreachable, with_retries
 from featcal_cli.hub.weight_files import (
     PICKLES,
     SAFETENSORS,
     Entry,
     as_entries,
     check_unique,
+    find_second_copies,
     parse_index,
     read_header,
+    unwritable_cache,
 )
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import name_reason, tell_fix
+from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import exception_text, quoted
@@ -73,9 +78,9 @@ class Repo:
         """The reference that opens exactly this repo again: with its commit, or the absolute path of a folder."""
         return f"{self.name}@{self.commit}" if self.commit else str(self.folder)
 
-    def explained(self, file: str = "") -> AbstractContextManager[None]:
-        """Turn errors that huggingface_hub raises about the repo, or one file of it, into a HubError."""
-        return explained(self.name, self.commit or "", self.kind, file)
+    def explained(self) -> AbstractContextManager[None]:
+        """Turn errors that huggingface_hub raises about the repo into a HubError."""
+        return explained(self.name, self.commit or "", self.kind)
 
     @cached_property
     def files(self) -> Mapping[str, RepoFile]:
@@ -117,7 +122,7 @@ class Repo:
             what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
             raise HubError(what, where=self.name, fix="use another repo or revision")
         fetch = partial(hf_hub_download, self.name, path, revision=self.commit, repo_type=self.kind)
-        with self.explained(path):
+        with self.explained():
             return Path(with_retries(fetch))
 
 
@@ -166,7 +171,7 @@ def read_headers(repo: Repo) -> dict[str, Entry]:
 
     tensors: dict[str, Entry] = {}
     for name in names:
-        with repo.explained(name):
+        with repo.explained():
             try:
                 check_unique(header := _read_header(repo, name), tensors)
             except BAD_HEADER as error:
@@ -237,3 +242,98 @@ def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
 def _list_folder(folder: Path) -> dict[str, RepoFile]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in files}
+
+
+# Downloads
+
+PREPROCESSOR_FILES = (
+    "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "chat_template*",
+)  # fmt: skip
+DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
+Watch = Callable[[str, int, int], None]
+"""Callback that gets the repo's name, the number of bytes downloaded so far, and their total."""
+
+
+def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
+    """Download a repo's files into the Hub's cache and return their folder: the files that match `only`, or all files
+    that do not match `skip`. What arrives is compared once with the Hub's checksums. Raises HubError if a file cannot
+    be downloaded or is damaged."""
+    # a run that dies between arrival and check leaves the marks, and the next one checks
+    marks = cache_folder() / "unchecked" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
+    mark_of = {path: marks / path.replace("/", "--") for path in chosen_files(repo, only, skip)}
+    missing = missing_files(repo, only=only, skip=skip)
+    if missing and not is_offline_mode():
+        try:
+            marks.mkdir(parents=True, exist_ok=True)
+            for path in missing:
+                mark_of[path].touch()
+        except OSError as error:
+            raise unwritable_cache(marks, error) from error
+
+    def fetch() -> str:
+        left = sum(repo.files[path].size for path in missing_files(repo, only=only, skip=skip))
+        total = sum(repo.files[path].size for path in missing)
+        bars = _make_bar(total - left, lambda done: watch(repo.name, min(done, total), total) if watch else None)
+        options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
+        return str(snapshot_download(repo.name, repo_type=repo.kind, revision=repo.commit, tqdm_class=bars, **options))
+
+    with repo.explained():
+        folder = Path(with_retries(fetch))
+    for path in mark_of:
+        if not (folder / path).is_file():
+            what = f"the copy of {repo.name} is incomplete: {path} is missing"
+            raise HubError(what, where=str(folder), fix="run once with the Hub in reach")
+    if not is_offline_mode() and (unchecked := {path: mark for path, mark in mark_of.items() if mark.exists()}):
+        _verify(repo, folder, list(unchecked))
+        for mark in unchecked.values():
+            mark.unlink(missing_ok=True)
+    return folder
+
+
+def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
+    find = partial(try_to_load_from_cache, repo.name, revision=repo.commit, repo_type=repo.kind)
+    return [path for path in chosen_files(repo, only, skip) if not isinstance(find(path), str)]
+
+
+def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[str]:
+    return list(filter_repo_objects(repo.files, allow_patterns=list(only) or None, ignore_patterns=list(skip) or None))
+
+
+def other_weights(repo: Repo) -> list[str]:
+    """Patterns of files that hold another copy of the model's tensors, and are never downloaded."""
+    return [escape(path) for path in find_second_copies(repo.files)]
+
+
+def _make_bar(done: int, tell: Callable[[int], object]) -> type[tqdm]:
+    """Return a progress bar class that shows nothing and tells how many bytes lie on the disk, `done` at first."""
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            # beside this one there is a bar of files, and one of the bytes on the wire
+            self._counts = options.get("name") == "huggingface_hub.snapshot_download"
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+            self.n = done
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts and n:
+                self.n += int(n)
+                tell(self.n)
+
+    return Bar
+
+
+def _verify(repo: Repo, folder: Path, paths: Sequence[str]) -> None:
+    """Compare cached files of a commit with the Hub's checksums. Raises HubError for a damaged file, and deletes it."""
+    local = {path: folder / path for path in paths}
+    with repo.explained():
+        listing = HfApi().list_repo_tree(repo.name, recursive=True, revision=repo.commit, repo_type=repo.kind)
+        remote = {entry.path: entry for entry in listing if isinstance(entry, ListedFile) and entry.path in local}
+    found = verify_maps(remote_by_path=remote, local_by_path=local, revision=str(repo.commit), verified_path=folder)
+    damaged = [mismatch["path"] for mismatch in found.mismatches]
+    for path in damaged:
+        (folder / path).resolve().unlink(missing_ok=True)
+    if damaged:
+        what = f"{damaged[0]} of {repo.name} arrived damaged: its checksum is not the one in the Hub's listing"
+        fix = "run again, which downloads it anew; if that does not help, check the connection and the proxy"
+        raise HubError(what, where=repo.pinned, fix=fix)

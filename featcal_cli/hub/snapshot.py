@@ -24,9 +24,8 @@ from featcal_cli.hub.adapter import (
     split_adapter,
 )
 from featcal_cli.hub.adapter_merge import folded_copy
-from featcal_cli.hub.download import Watch, download, other_weights
 from featcal_cli.hub.model_config import read_config
-from featcal_cli.hub.repo import Kind, Opener, Repo, open_repo
+from featcal_cli.hub.repo import Kind, Opener, Repo, Watch, download, open_repo, other_weights
 from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,

@@ -16,8 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 from packaging.requirements import Requirement
 
-from featcal_cli.hub.client import describe_failure, root_of, with_retries
-from featcal_cli.hub.messages import CHECK_ENDPOINT, LOGIN
+from featcal_cli.hub.client import CHECK_ENDPOINT, LOGIN, describe_failure, root_of, with_retries
 from featcal_cli.hub.push import Account, describe_account
 from featcal_cli.runtime.files import cache_folder, tell_bytes
 from featcal_cli.runtime.progress import hub_host

@@ -16,8 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
-from featcal_cli.hub.download import PREPROCESSOR_FILES
 from featcal_cli.hub.model_config import UNPACKED
+from featcal_cli.hub.repo import PREPROCESSOR_FILES
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry, Files, divide_files, read_header
 from featcal_cli.models.architecture import Architecture, held_parameters

@@ -17,9 +17,8 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
 from featcal_cli.data.preprocessing import TextModels, Vocabularies
 from featcal_cli.engine.head import find_head
-from featcal_cli.hub.download import DESCRIBING, chosen_files, download, missing_files, other_weights
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
-from featcal_cli.hub.repo import Repo, read_headers
+from featcal_cli.hub.repo import DESCRIBING, Repo, chosen_files, download, missing_files, other_weights, read_headers
 from featcal_cli.hub.snapshot import Origin, Snapshot
 from featcal_cli.hub.weight_files import Entry
 from featcal_cli.models.alignment import check_alignment, compare_configs, load_fitting

@@ -66,7 +66,7 @@ def cut(hub: HubServer, calibrate: Command) -> None:
     hub.fail("large file", "truncated", after=4, times=None)
     run = calibrate("out")
     said = check(run, 2)
-    assert "did not arrive" in said and "Trying to resume" in " ".join(said.split()), said
+    assert "no complete copy" in said and "Trying to resume" in " ".join(said.split()), said
     log = (run.stderr.parent / "log.jsonl").read_text()
     assert '"event": "waiting"' in log and "/cdn/" not in log + said
 

@@ -308,14 +308,14 @@ def test_an_upload_that_comes_too_late_for_its_address_gets_another_one(
     assert stored(hub, f"alice/late-{status}") == visible(folder)
     hub.fail(kind, Fault(status=status, carried_out=False), times=None)
     message = refusal(lambda: send(folder, f"alice/never-{status}"))
-    assert re.search(rf"localhost:\d+ does not take \S+ of alice/never-{status} .HTTP status {status}.", message)
+    assert re.search(rf"localhost:\d+ does not take alice/never-{status} .HTTP status {status}.", message)
     assert "token" not in message
 
 
 SAID: dict[str, tuple[str, int, str, str, str]] = {
     "storage": ("create", 403, "You reached your private storage limit.", "private storage limit", "free some storage"),
     "law": ("commit", 451, "Not here", "does not take alice/law .HTTP status 451.: Not here", "limits on size"),
-    "room": ("upload", 507, "", "localhost:.* does not take \\S+ of alice/room .HTTP status 507.", "limits on size"),
+    "room": ("upload", 507, "", "localhost:.* does not take alice/room .HTTP status 507.", "limits on size"),
     "rights": (
         "create", 403, "You may not \x1b[31mdo \u202e this", "let this token write .*may not .*do", "write access",
     ),
