@@ -19,11 +19,11 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from featcal_cli.hub.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    folded_copy,
     is_adapter,
     read_adapter,
     split_adapter,
 )
-from featcal_cli.hub.adapter_merge import folded_copy
 from featcal_cli.hub.model_config import read_config
 from featcal_cli.hub.repo import Kind, Opener, Repo, Watch, download, open_repo, other_weights
 from featcal_cli.hub.weight_files import (
@@ -77,15 +77,13 @@ class Origin:
 def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
     """Find the origin of `name`: an existing folder, a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError if it
     is not found, cannot be read or is no model, and for pickled weights without `allow_pickle`."""
-    base, model = _split(name)
+    base, model = split_adapter(name)
     repo = open_repo(model, "model")
     files = repo.files
     if is_adapter(files):
         if ADAPTER_WEIGHTS not in files:
             what = f"{repo.name} is an adapter ({ADAPTER_CONFIG}), but it has no {ADAPTER_WEIGHTS}"
-            raise HubError(
-                what, where=repo.name, fix="save it with today's peft (save_pretrained), or give a full model"
-            )
+            raise HubError(what, where=repo.name, fix="save it with today's peft, or give a full model")
         return Origin(repo, "adapter", _find_base(repo, base, allow_pickle, open_repo))
     if base:
         what = f"{model} is a full model, not an adapter ({ADAPTER_CONFIG}) for {base}"
@@ -108,12 +106,12 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
 def find_config(name: str) -> tuple[str, Path]:
     """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
     An adapter leads to the base that it names. Raises HubError like `find_origin`."""
-    base, model = _split(name)
+    base, model = split_adapter(name)
     if base:
         return find_config(base)
     repo = open_repo(model)
     if is_adapter(repo.files) and (named := _name_base(repo)):
-        repo = open_repo(_split(named)[0] or named)
+        repo = open_repo(split_adapter(named)[0] or named)
     check_model(repo.name, repo.files)
     return repo.name, repo.fetch_text("config.json").parent
 
@@ -140,7 +138,7 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
         what = f"{repo.name} is an adapter that does not say which base it is for"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=fix)
     try:
-        if not base_name and is_adapter(open_repo(_split(named)[1], "model").files):
+        if not base_name and is_adapter(open_repo(split_adapter(named)[1], "model").files):
             raise HubError(f"{named} is an adapter itself", where=repo.name, fix=fix)
         return find_origin(named, allow_pickle=allow_pickle, open_repo=open_repo)
     except HubError as error:
@@ -160,11 +158,6 @@ def _name_base(repo: Repo) -> str:
     except UnusableError as error:
         what = f"{repo.name} is an adapter, and its base cannot be used: {quoted(adapter.base)} {error}"
         raise HubError(what, where=f"{repo.name}/{ADAPTER_CONFIG}", fix=f"name the base: BASE+{repo.name}") from error
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Split `BASE+ADAPTER` into BASE and ADAPTER; any other name becomes "" and the name itself."""
-    return split_adapter(name, lambda text: existing_path(text) is not None) or ("", name)
 
 
 class UnusableError(ValueError):

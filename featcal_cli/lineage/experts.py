@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
 from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.repo import Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, repo_of, same_repo
@@ -23,7 +23,6 @@ from featcal_cli.lineage.search import (
     Search,
     as_options,
     is_gone,
-    opened_part,
     read_config,
 )
 from featcal_cli.recipe.mistakes import did_you_mean
@@ -177,7 +176,7 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
     """Choose a task's dataset from the `datasets` of its expert's card; if there are several, the one with the task's
     name. If there is none, a language model is to write its examples itself. If nothing decides, ask the user and
     return None. Raises HubError."""
-    name = opened_part(expert.value)
+    name = split_adapter(expert.value)[1]
     repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
     source = f"the card of {repo.name} (datasets)"
     located = {name: find(name, repo, "dataset") for name in card.datasets}
@@ -223,7 +222,7 @@ def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData)
         return None
     if len(card.configs) < 2:
         return dataset
-    evaluations = search.read_card(opened_part(expert.value), expert.source).evaluations
+    evaluations = search.read_card(split_adapter(expert.value)[1], expert.source).evaluations
     measured = {config for _, config in evaluations if config in card.configs}
     if config := next((config for config in card.configs if same_name(config, task)), None):
         why = f"has the name of the task {task}"

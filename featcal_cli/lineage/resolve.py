@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from featcal_cli.hub.adapter import split_adapter
 from featcal_cli.hub.repo import Kind, Opener, open_repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims
@@ -18,9 +19,7 @@ from featcal_cli.lineage.search import (
     as_options,
     do_at_once,
     is_gone,
-    opened_part,
     show_merged,
-    split_model,
 )
 from featcal_cli.recipe.schema import Draft, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError
@@ -122,7 +121,7 @@ def find_lineage(
     base = _find_stated_base(search)
     if claim and claim.mixed and base is None and not search.asked and not search.names_experts:
         names = [reference for name in claim.experts if (reference := find(name, search.repo))]
-        search.read_ahead((opened_part(name), "model") for name in names)
+        search.read_ahead((split_adapter(name)[1], "model") for name in names)
         base = find_ancestor(search, dict.fromkeys(names, claim.source), mixed=True)
         claim = claim if base else None
     experts = {} if search.asked and claim is None else find_experts(search, claim, base)
@@ -146,8 +145,9 @@ def _read_merged(search: Search) -> Claim | None:
     """Read the claims of the merged repo, if there is one and the user has not given both base and experts. Return the
     first claim that names experts."""
     draft = search.draft
-    if isinstance(draft.merged, str) and not (draft.base and search.names_experts) and not split_model(draft.merged):
-        repo = search.repo = search.open(draft.merged)
+    merged = draft.merged if isinstance(draft.merged, str) else ""
+    if merged and not (draft.base and search.names_experts) and not split_adapter(merged)[0]:
+        repo = search.repo = search.open(merged)
         do_at_once(repo.read_text, (file for file in READ_FILES if file in repo.files))  # they are cached then
         search.claims = read_claims(repo, search.notes)
     return next((claim for claim in search.claims if claim.experts), None)
@@ -189,16 +189,16 @@ def _open_all(search: Search, experts: Mapping[str, Finding]) -> dict[str, Findi
     draft = search.draft
     models = [draft.merged if isinstance(draft.merged, str) else "", draft.base or ""]
     models += [expert.value for expert in experts.values()]
-    repos: list[tuple[str, Kind]] = [(part, "model") for name in models for part in split_model(name) or (name,)]
+    repos: list[tuple[str, Kind]] = [(part, "model") for name in models for part in split_adapter(name) if part]
     for spec in draft.tasks.values():
         repos.append((spec.data.reference if spec.data else "", "dataset"))
     search.read_ahead(repo for repo in repos if repo[0])
     gone: dict[str, HubError] = {}
     for task, expert in experts.items():
         try:
-            search.look_at(opened_part(expert.value), "model", expert.source)
+            search.look_at(split_adapter(expert.value)[1], "model", expert.source)
         except HubError as error:
-            if not is_gone(error, opened_part(expert.value)):
+            if not is_gone(error, split_adapter(expert.value)[1]):
                 raise
             gone[task] = error
     for task, lost in gone.items():

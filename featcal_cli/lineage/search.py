@@ -171,8 +171,8 @@ class Search:
     def find_parents(self, reference: str, source: str = FROM_USER) -> list[str]:
         """Return the models that a model was made from, by its adapter config or card: one, several for a merge, or
         none if unknown. The merged model, which some cards name, is left out. Raises HubError."""
-        if halves := split_model(reference):
-            return [halves[0]]
+        if base := split_adapter(reference)[0]:
+            return [base]
         repo = self.open(reference, "model", source)
         parents = []
         for name in _adapter_base(repo) if is_adapter(repo.files) else self.read_card(reference, source).base_models:
@@ -195,14 +195,6 @@ def _named_by(name: str, source: str) -> Iterator[None]:
         if source == FROM_USER:
             raise
         raise HubError(error.what, where=f"{name}, named by {source}", fix=error.fix) from error
-
-
-def split_model(reference: str) -> tuple[str, str] | None:
-    return split_adapter(reference, lambda name: existing_path(name) is not None)
-
-
-def opened_part(reference: str) -> str:
-    return (split_model(reference) or ("", reference))[1]
 
 
 def is_gone(error: HubError, reference: str) -> bool:
