@@ -36,8 +36,6 @@ SOUND = ("input_values", "input_features")
 """Names of the main input of models that read sound."""
 SEED = 42
 """Seed for choosing labelled rows when only some of them are evaluated."""
-MOST_UNKNOWN = 0.5
-"""Largest share of unknown tokens in a text that can be fitted."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 """Rules for sources without further rows: from FEWEST_ROWS different rows on, one in HELD_OUT_SHARE is held out, with
 at least FEWEST_IN_HALF rows in each half."""
@@ -242,8 +240,6 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     for number, row in enumerate(rows, 1):
         try:
             example = reader.read(row)
-            if (share := reader.unknown_share(example)) > MOST_UNKNOWN:
-                raise BadRowError(f"{share:.0%} of its tokens are unknown to the tokenizer")
         except BadRowError as reason:
             usable.bad.append(f"{reason} (example {number})")
             fix = fix or reason.fix

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,15 @@ from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.runtime.structured_text import parse_json
 
-WHOLE_JSON = 2**30
-"""Largest .json file that is read, in bytes, because such a file has to be in memory whole."""
 WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
 
 
 def local_path(data: Data) -> Path:
-    """Return the file or folder that `data.path` names. Raises DataError if it does not exist, or is a pipe or
-    device."""
+    """Return the file or folder that `data.path` names. Raises DataError if there is none."""
     path = Path(data.path or "").expanduser()
     try:
         if path.is_file() or path.is_dir():
             return path
-        if path.exists():
-            what = f"{path} is a pipe, a socket or a device, and data are read in any order, more than once"
-            raise DataError(what, where=str(data), fix="write what it gives into a file first")
         reason = ""
     except (OSError, ValueError) as error:
         reason = f" that can be read ({exception_text(error)})"
@@ -145,13 +138,16 @@ def open_file(file: Path) -> list[Table]:
         case ".arrow":
             return [_open_arrow(file)]
         case ".csv" | ".tsv" as ending:
-            return [_open_scanned(file, partial(_scan_csv, file, "\t" if ending == ".tsv" else ","))]
+            return [_open_text(file, lambda: _scan_csv(file, "\t" if ending == ".tsv" else ","), _name_values)]
         case ".jsonl" | ".ndjson":
-            return [_open_scanned(file, partial(_scan_lines, file, partial(_parse_line, file)))]
+            return [_open_text(file, lambda: _scan_lines(file), _parse_line)]
         case ".json":
-            return [_open_list(file)]
+            rows = _parse_json("".join(read_lines(file)), file, 1)
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)
+            return [Table(str(file), len(rows), lambda positions: (rows[position] for position in positions))]
         case ".txt":
-            return [_open_scanned(file, partial(_scan_lines, file, lambda _, line: {"text": line.strip()}))]
+            return [_open_text(file, lambda: _scan_lines(file), lambda line, *_: {"text": line.strip()})]
         case _:
             fix = f"give {', '.join(TABLE_FILES)}, .txt, .safetensors, a folder or a Hub dataset"
             what = f"{file.name} is not a kind of file that can be read"
@@ -191,54 +187,41 @@ def read_lines(file: Path) -> Iterator[str]:
             raise DataError(what, where=f"{file}, line {line_number}", fix=fix) from error
 
 
-Scan = Iterator[Callable[[], Row]]
-"""One parser for each row of a text file, in order; only the parsers of the wanted rows are called."""
+Scan = Iterator[tuple[Any, Path, int]]
+"""What each row of a text file is made from, the file, and the number of the row's first line."""
 
 
-def _open_scanned(file: Path, scan: Callable[[], Scan]) -> Table:
-    """Make a table that finds its rows by reading the file from the start, so that only the wanted rows are in
-    memory."""
+def _open_text(file: Path, scan: Callable[[], Scan], parse: Callable[[Any, Path, int], Row]) -> Table:
+    """Make a table that finds its rows by reading the file from the start, so that only the wanted rows are parsed and
+    in memory."""
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
         wanted = positions if isinstance(positions, range) else set(positions)
-        left = len(wanted)
-        for position, parse in enumerate(islice(scan(), max(positions, default=-1) + 1)):
-            if position in wanted:
-                left -= 1
-                yield parse()
-        if left:
-            fix = "wait until it is written, and run again"
-            raise DataError("the file was changed while it was read", where=str(file), fix=fix)
+        rows = (row for position, row in enumerate(scan()) if position in wanted)
+        for _ in positions:
+            if (row := next(rows, None)) is None:
+                fix = "wait until it is written, and run again"
+                raise DataError("the file was changed while it was read", where=str(file), fix=fix)
+            yield parse(*row)
 
     return Table(str(file), sum(1 for _ in scan()), read)
 
 
-def _scan_lines(file: Path, parse: Callable[[int, str], Row]) -> Scan:
-    """Yield a parser for every line that is not empty; the parser gets the line and its number."""
-    return (partial(parse, number, line) for number, line in enumerate(read_lines(file), 1) if line.strip())
+def _scan_lines(file: Path) -> Scan:
+    return ((line, file, number) for number, line in enumerate(read_lines(file), 1) if line.strip())
 
 
-def _parse_line(file: Path, number: int, line: str) -> Row:
-    row = _parse_json(file, line.rstrip(), number)
+def _parse_line(line: str, file: Path, number: int) -> Row:
+    row = _parse_json(line.rstrip(), file, number)
     if not isinstance(row, dict):
         raise DataError("the line is not a JSON object", where=f"{file}, line {number}", fix=WRITE_LINES)
     return row
 
 
-def _open_list(file: Path) -> Table:
-    """Open a .json file that holds one list of objects."""
-    if file.stat().st_size > WHOLE_JSON:
-        raise DataError(f"{file.name} is too large to be read whole", where=str(file), fix=WRITE_LINES)
-    rows = _parse_json(file, "".join(read_lines(file)), 1)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)
-    return Table(str(file), len(rows), lambda positions: (rows[position] for position in positions))
-
-
-def _parse_json(file: Path, text: str, line: int) -> Any:
+def _parse_json(text: str, file: Path, line: int) -> Any:
     """Parse JSON text that begins at this line of the file. Raises DataError."""
     try:
-        return parse_json(text, unique=True)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         what, where = f"the text is not JSON: {error.msg} at column {error.colno}", line + error.lineno - 1
         raise DataError(what, where=f"{file}, line {where}", fix=WRITE_LINES) from None
@@ -260,7 +243,7 @@ def _scan_csv(file: Path, separator: str) -> Scan:
                 names = values
                 check_repeated(names, f"{file}, line {start}")
             elif values:
-                yield partial(_name_values, names, values, f"{file}, line {start}")
+                yield (names, values), file, start
             start = reader.line_num + 1
     except csv.Error as error:
         fix = 'close every quote that a value begins with, and write quotes inside of such a value twice: ""'
@@ -268,10 +251,12 @@ def _scan_csv(file: Path, separator: str) -> Scan:
         raise DataError(what, where=f"{file}, line {start}", fix=fix) from None
 
 
-def _name_values(names: Sequence[str], values: Sequence[str], where: str) -> Row:
+def _name_values(row: tuple[Sequence[str], Sequence[str]], file: Path, line: int) -> Row:
+    names, values = row
     if len(values) != len(names):
         what = f"the row does not have one value for each column ({len(values)} for {len(names)})"
-        raise DataError(what, where=where, fix="put values that hold the separator, a quote or a line break in quotes")
+        fix = "put values that hold the separator, a quote or a line break in quotes"
+        raise DataError(what, where=f"{file}, line {line}", fix=fix)
     return dict(zip(names, values, strict=True))
 
 

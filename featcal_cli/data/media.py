@@ -177,9 +177,6 @@ class PairReader(Reader):
     def read(self, row: Row) -> Example:
         return Example(self.images.read(row).inputs | self.texts.read(row).inputs)
 
-    def unknown_share(self, example: Example) -> float:
-        return self.texts.unknown_share(example)
-
 
 @dataclass(frozen=True)
 class DialogueReader(Reader):

@@ -336,7 +336,3 @@ class Reader(ABC):
     @abstractmethod
     def read(self, row: Any) -> Example:
         """Turn a row into an example. Raises BadRowError."""
-
-    def unknown_share(self, example: Example) -> float:  # noqa: ARG002 - for readers of texts
-        """Return the share of an example's tokens that the tokenizer does not know."""
-        return 0.0

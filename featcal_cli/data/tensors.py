@@ -81,9 +81,8 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
 
 
 def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Yield what the model cannot take, each with a way to fix it: tensors that do not agree on a number of examples or
-    are no arguments, unknown ids, and masks without a token. Looking for a fault relies on the absence of the earlier
-    ones. `inputs` are the tensors without the labels."""
+    """Yield what the model cannot take, each with a way to fix it. Looking for a fault relies on the absence of the
+    earlier ones. `inputs` are the tensors without the labels."""
     lengths = [len(tensor) if tensor.numel() and tensor.dim() else 0 for tensor in tensors.values()]
     texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
     if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:
@@ -92,9 +91,8 @@ def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Itera
         yield f"the tensors do not agree on a number of examples: {sizes}", fix
     names = forward_names(model)
     if not inputs or not names.issuperset(inputs):
-        unknown = list_some(sorted(set(inputs) - names))
-        what = f"the model has no input called {unknown}" if unknown else "the file holds nothing but labels"
-        yield what, f"give each tensor the name of an input: {list_some(sorted(names))}"
+        unknown = list_some(sorted(set(inputs) - names)) or "nothing but labels"
+        yield f"the model has no input called {unknown}", f"name tensors like the inputs: {list_some(sorted(names))}"
     positions, is_hard = count_positions(model)
     limits = {
         "input_ids": count_vocabulary(model),
@@ -105,30 +103,24 @@ def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Itera
         if (ids := inputs.get(name)) is None:
             continue
         if ids.dtype != torch.int64 or ids.dim() < 2:
-            what = f"{_show(name, ids)} holds {str(ids.dtype).removeprefix('torch.')}"
-            yield f"{what}, and ids are whole numbers [examples, tokens]", f"write {name} as int64, one for every token"
+            yield f"{_show(name, ids)} is {ids.dtype}", f"write {name} as int64 [examples, tokens]"
         wrong = (ids < 0) | (ids >= limit) if limit is not None else ids < 0
         if wrong.any():
-            row = _first_row(wrong)
-            what = f"{name} of example {row + 1} holds {int(ids[row][wrong[row]].flatten()[0])}"
-            allowed = f", but the model knows only 0 to {limit - 1}" if limit else ", and ids are 0 or more"
-            yield what + allowed, "write the ids that this model's own tokenizer gives, and mask padding"
-    for mask_name, name in MASKS.items():
-        ids, mask = inputs.get(name), inputs.get(mask_name)
-        if ids is not None and is_hard and positions is not None and ids.shape[-1] > positions:
+            allowed = f"0 to {limit - 1}" if limit else "0 or more"
+            what = f"{name} of example {_first_row(wrong) + 1} holds {int(ids[wrong][0])}, and ids are {allowed}"
+            yield what, "write the ids that this model's own tokenizer gives, and mask padding"
+        if name != "token_type_ids" and is_hard and positions is not None and ids.shape[-1] > positions:
             what = f"{name} has {ids.shape[-1]:,} tokens per example, but the model has only {positions:,} positions"
             yield what, f"cut the examples to {positions:,} tokens"
+    for mask_name, name in MASKS.items():
+        ids, mask = inputs.get(name), inputs.get(mask_name)
         if mask is None or mask.dim() != 2:
             continue
+        fix = f"write {mask_name} as 1 for every token that counts and 0 for padding, and leave out examples of padding"
         if ids is not None and ids.dim() == 2 and ids.shape != mask.shape:
-            what = f"{_show(name, ids)} and {_show(mask_name, mask)} differ"
-            yield what, f"write a value of {mask_name} for every token"
-        if ((mask != 0) & (mask != 1)).any():
-            what = f"{mask_name} holds {float(mask.min()):g} to {float(mask.max()):g}, and a mask is 0 or 1"
-            yield what, "write 1 for every token that counts, and 0 for padding"
-        if (empty := (mask == 0).all(1)).any():
-            what = f"{mask_name} of example {_first_row(empty) + 1} is all 0: nothing but padding"
-            yield what, "leave this example out, or write 1 for the tokens that count"
+            yield f"{_show(name, ids)} and {_show(mask_name, mask)} differ", fix
+        if (wrong := (mask != 0) & (mask != 1)).any() or (wrong := (mask == 0).all(1, keepdim=True)).any():
+            yield f"{mask_name} of example {_first_row(wrong) + 1} holds other values than 0 and 1, or no 1", fix
 
 
 def _show(name: str, tensor: Tensor) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from featcal_cli.data.columns import (
     is_text,
     read_messages,
 )
-from featcal_cli.data.preprocessing import TOKEN_IDS, Reader, Target, TextTokens, open_tokens
+from featcal_cli.data.preprocessing import Reader, Target, TextTokens, open_tokens
 from featcal_cli.data.tables import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
@@ -199,24 +198,6 @@ class TextReader(Reader):
             inputs[GLOBAL_MASK] = torch.zeros_like(inputs["input_ids"])
             inputs[GLOBAL_MASK][:, 0] = 1
         return Example(inputs | decoder_inputs(self.target.model, target))
-
-    def unknown_share(self, example: Example) -> float:
-        unknown, special = self._unknown_and_special
-        ids = [x.flatten().tolist() for name, x in example.inputs.items() if name in TOKEN_IDS]
-        tokens = [token for row in ids for token in row if token not in special]
-        return 0.0 if unknown is None else tokens.count(unknown) / max(1, len(tokens))
-
-    @cached_property
-    def _unknown_and_special(self) -> tuple[int | None, set[int]]:
-        """The id of unknown tokens in examples (None if the tokenizer has none), and the ids that say nothing of a
-        text."""
-        tokenizer = self.tokenizer
-        unknown = tokenizer.unk_token_id
-        if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
-            return None, set()  # as some tokenizers without an unknown token say
-        around = tokenizer("")["input_ids"]  # what stands around any text, special or not
-        special = self.tokens.number([*{*tokenizer.all_special_ids, *around} - {unknown}])
-        return self.tokens.number([unknown])[0], set(special)
 
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:

@@ -30,8 +30,6 @@ class Card:
 
     base_models: Sequence[str]
     datasets: Sequence[str]
-    evaluations: Sequence[tuple[str, str | None]]
-    """Dataset and config of every result in the model-index."""
     configs: Sequence[str]
     default_config: str | None
     yaml_blocks: Sequence[str]
@@ -47,14 +45,10 @@ def read_card(text: str) -> Card:
         problem = f"the metadata cannot be read{f': {problem}' if problem else ''}"
         metadata = {}
     body = body[:MOST_TEXT]
-    results = (result for model in _dicts(metadata.get("model-index")) for result in _dicts(model.get("results")))
-    measured = [dataset for result in results for dataset in _dicts(result.get("dataset"))]
-    evaluations = [(name, dataset.get("config")) for dataset in measured for name in _names(dataset.get("type"))]
     configs, default = _read_configs(metadata)
     return Card(
         base_models=_names(metadata.get("base_model")),
         datasets=_names(metadata.get("datasets")),
-        evaluations=[(name, config if _is_config(config) else None) for name, config in evaluations],
         configs=configs,
         default_config=default,
         yaml_blocks=list(_yaml_blocks(body)),

@@ -206,7 +206,7 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
     return None
 
 
-def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData) -> TaskData | None:
+def choose_config(search: Search, task: str, dataset: TaskData) -> TaskData | None:
     """Complete the dataset that an expert's card names with the config that suits the task, if the dataset has several.
     If the dataset is gone or nothing decides on a config, ask the user and return None. Raises HubError."""
     data, source = dataset
@@ -222,12 +222,8 @@ def choose_config(search: Search, task: str, expert: Finding, dataset: TaskData)
         return None
     if len(card.configs) < 2:
         return dataset
-    evaluations = search.read_card(split_adapter(expert.value)[1], expert.source).evaluations
-    measured = {config for _, config in evaluations if config in card.configs}
     if config := next((config for config in card.configs if same_name(config, task)), None):
         why = f"has the name of the task {task}"
-    elif config := measured.pop() if len(measured) == 1 else None:
-        why = "is the one in the expert's model-index"
     elif config := card.default_config:
         why = "is its default"
     else:

@@ -234,7 +234,7 @@ def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, Task
             named[task] = dataset
     search.read_ahead((source.reference, "dataset") for source, _ in named.values() if source.reference)
     for task, dataset in named.items():
-        if whole := choose_config(search, task, experts[task], dataset):
+        if whole := choose_config(search, task, dataset):
             data[task] = whole
     return data
 

@@ -273,21 +273,20 @@ def use_granted_cores() -> None:
 
 
 def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
-    """Yield the memory limits in bytes of this process's control groups and of their parents. groups: the text of
-    /proc/PID/cgroup, lines of ID:CONTROLLERS:PATH; folder: where the groups are mounted."""
-    for file in _find_limits(groups, folder, "memory", "memory.max", "memory.limit_in_bytes"):
-        if (limit := file.read_text("ascii").strip()).isdigit():
-            yield int(limit)
+    """Yield the memory limits in bytes of this process's control group and of its parents. groups: the text of
+    /proc/PID/cgroup; folder: where the groups are mounted."""
+    for text in _read_limits(groups, folder, "memory.max"):
+        if text.isdigit():  # no limit is max
+            yield int(text)
 
 
 def find_core_limits(groups: str, folder: Path) -> Iterator[float]:
-    """Yield how many cores this process's control groups and their parents may use at a time, for `groups` and `folder`
-    as in `find_memory_limits`."""
-    for file in _find_limits(groups, folder, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        period = file.with_name("cpu.cfs_period_us")
-        texts = [*file.read_text("ascii").split(), *(period.read_text("ascii").split() if period.is_file() else [])]
-        if len(texts) == 2 and all(text.isdigit() and int(text) for text in texts):  # no limit is max, or -1
-            yield int(texts[0]) / int(texts[1])
+    """Yield how many cores this process's control group and its parents may use at a time, for `groups` and `folder` as
+    in `find_memory_limits`."""
+    for text in _read_limits(groups, folder, "cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            yield int(quota) / int(period)
 
 
 def _read_groups() -> str:
@@ -295,20 +294,13 @@ def _read_groups() -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
-def _find_limits(groups: str, folder: Path, controller: str, second: str, first: str) -> Iterator[Path]:
-    """Yield the files that limit this process, by their names in version 2 and in version 1 of control groups."""
-    for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
-        if not controllers:
-            top, name = folder, second
-        elif controller in controllers.split(","):
-            top, name = folder / controller, first
-        else:
-            continue
-        place = top / path.strip("/")
+def _read_limits(groups: str, folder: Path, name: str) -> Iterator[str]:
+    """Yield the content of the files of this name in the control group (version 2) of this process and its parents."""
+    for path in re.findall(r"^0::/?(.*)$", groups, re.MULTILINE):
         # a container sees its own group at the top, and not the folders that the path names
-        for group in (place, *place.parents):
-            if group.is_relative_to(top) and (group / name).is_file():
-                yield group / name
+        for group in (folder / path, *(folder / path).parents):
+            if group.is_relative_to(folder) and (group / name).is_file():
+                yield (group / name).read_text("ascii").strip()
 
 
 def free_bytes(place: Path) -> int:

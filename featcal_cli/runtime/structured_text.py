@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from featcal_cli.runtime.sanitise import plain, quoted
+from featcal_cli.runtime.sanitise import plain
 
 MAX_CHARACTERS = 1_000_000
 """Maximum number of characters of a YAML text that is parsed; no card or config is longer."""
@@ -20,8 +20,6 @@ MAX_VALUES = 1_000_000
 fits into memory."""
 MAX_DEPTH = 60
 """Maximum number of levels of nested values."""
-MAX_DIGITS = 3000
-"""Maximum number of characters of a whole number in YAML, hexadecimal or not; Python writes at most 4,300 digits."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that yaml.SafeLoader raises for text that is not YAML: its own ones, and others for odd tags (`!!int ""`)."""
 
@@ -64,10 +62,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return the number that a scalar stands for, decimal or not. Raises _RefusedError for a too long number."""
+        """Return the number that a scalar stands for, decimal or not."""
         text = str(self.construct_scalar(node))
-        if len(text) > MAX_DIGITS:
-            raise _RefusedError(f"line {node.start_mark.line + 1} holds a number of {len(text):,} digits")
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
@@ -156,26 +152,13 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
     return metadata if isinstance(metadata, dict) else None, body, ""
 
 
-def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """Parse a JSON text; with `unique`, repeated keys in an object are refused. Raises JSONDecodeError for text that is
-    not JSON, and another ValueError, with a reason, for JSON that is refused or beyond Python's limits."""
+def parse_json(text: str | bytes) -> Any:
+    """Parse a JSON text. Raises JSONDecodeError for text that is not JSON, and another ValueError, with a reason, for
+    JSON that is beyond Python's limits."""
     try:
-        return json.loads(text, object_pairs_hook=_refuse_repeated if unique else None)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except ValueError as error:
-        if digits := re.search(r"value has (\d+) digits", str(error)):  # JSON as it should be, beyond Python's limit
-            raise ValueError(f"it holds a whole number of {int(digits[1]):,} digits, which is too long") from None
-        raise
-
-
-def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in mapping:
-            raise ValueError(f"an object in it has the key {quoted(name)} twice")
-        mapping[name] = value
-    return mapping
 
 
 def write_json(value: Any, **settings: Any) -> str:

@@ -266,7 +266,7 @@ CASES: list[Case] = [
         merged_config(max_position_embeddings="many"),
         ["config.json of merged cannot be used", "max_position_embeddings"],
     ),
-    (config_text('{"hidden_size": 1' + "0" * 6000 + "}"), ["config.json", "6,001 digits"]),
+    (config_text('{"hidden_size": 1' + "0" * 6000 + "}"), ["config.json", "Exceeds the limit"]),
     (shards("../merged/model.safetensors"), [INDEX, "its own folder"]),
     (shards("/etc/passwd"), [INDEX, "its own folder"]),
     (shards("a.safetensors\x1b[2J"), [INDEX, "its own folder"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.errors import FeatCalError
 
 TIMES = ("seconds", "peak_rss_bytes", "expert_bytes_read")
 """What a report says of the run and not of the result."""
@@ -35,8 +35,8 @@ def result(folder: Path) -> dict[str, object]:
 
 
 def refusal_of(act: Callable[[], object]) -> str:
-    """The message of the HubError that `act` ends in, which says what is wrong, where, and how to fix it."""
-    with pytest.raises(HubError) as caught:
+    """The message of the error that `act` ends in, which says what is wrong, where, and how to fix it."""
+    with pytest.raises(FeatCalError) as caught:
         act()
     assert caught.value.what and caught.value.where and caught.value.fix
     return str(caught.value)

@@ -390,7 +390,7 @@ def test_images_of_other_sizes_are_in_other_batches_and_none_is_padded(at: Folde
 def test_what_is_no_file_is_refused(at: Folder, bert: Any, name: str) -> None:
     refused(at, bert, Data(path=str(at.path / name)), "there is no file")
     os.mkfifo(at.path / name)
-    refused(at, bert, Data(path=str(at.path / name)), r"is a pipe, a socket or a device[^$]*into a file")
+    refused(at, bert, Data(path=str(at.path / name)), "there is no file or folder")
     (at.path / name).unlink()
     if "." in name:
         refused(at, bert, at.file(name, b"\xff\xfe\x00broken" * 9), "cannot|is not")
@@ -507,9 +507,7 @@ UNCLOSED = TABLE.replace('"w3 w2, w3"', '"w3 w2, w3', 1)
         ("a.json", OBJECTS, r"not JSON: Extra data[^$]*a.json, line 2\n[^$]*\.jsonl file"),
         ("a.json", "", "not JSON"),
         ("a.json", '[{"text": "w1"},\n{"text": "w2"},\n]', r"is not JSON: [^$]*a.json, line 3|line 2"),
-        ("a.json", '[{"text": "w1", "text": "w2"}]', "cannot be read: an object in it has the key 'text' twice"),
-        ("a.jsonl", '{"text": "w1", "text": "w2"}\n', r"has the key 'text' twice\nin: [^\n]*, line 1\n"),
-        ("a.jsonl", f'{{"text": "w1", "n": {"9" * 6000}}}\n', r"whole number of 6,000 digits[^$]*, line 1\n"),
+        ("a.jsonl", f'{{"text": "w1", "n": {"9" * 6000}}}\n', r"Exceeds the limit[^$]*, line 1\n"),
         ("a.jsonl", '{"text": "w1\0"}\n', r"not JSON: Invalid control character"),
     ],
 )
@@ -517,13 +515,6 @@ def test_files_that_would_be_misread_are_refused_with_the_place(
     at: Folder, bert: Any, name: str, content: str | bytes, message: str
 ) -> None:
     refused(at, bert, at.file(name, content), message)
-
-
-def test_a_list_that_does_not_fit_into_memory_is_refused(at: Folder, bert: Any) -> None:
-    data = at.file("a.json", "[")
-    with (at.path / "a.json").open("r+b") as stream:
-        stream.truncate(2**30 + 1)  # without taking up room on the disk
-    refused(at, bert, data, r"a.json is too large to be read whole[^$]*\.jsonl file")
 
 
 def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at: Folder) -> None:
@@ -582,15 +573,18 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
         ({"input_ids": IDS[:, :0]}, r"do not agree [^\n]*input_ids \[4, 0\]"),
         (
             {"input_ids": IDS.index_fill(0, torch.tensor([1]), 64)},
-            "of example 2 holds 64, but the model knows only 0 to 63",
+            "of example 2 holds 64, and ids are 0 to 63",
         ),
         ({"input_ids": -IDS}, "of example 1 holds -1"),
-        ({"input_ids": IDS.float()}, r"input_ids \[4, 6\] holds float32, and ids are whole numbers"),
-        ({"input_ids": IDS[:, 0].contiguous()}, r"input_ids \[4\] holds int64, and ids are whole numbers"),
+        ({"input_ids": IDS.float()}, r"input_ids \[4, 6\] is torch.float32"),
+        ({"input_ids": IDS[:, 0].contiguous()}, r"input_ids \[4\] is torch.int64"),
         ({"input_ids": IDS, "token_type_ids": 2 * IDS}, "token_type_ids of example 1 holds 2"),
-        ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 is all 0"),
+        ({"input_ids": IDS, "attention_mask": HALF_MASK}, "of example 3 holds other values than 0 and 1, or no 1"),
         ({"input_ids": IDS, "attention_mask": IDS[:, :5].contiguous()}, "differ"),
-        ({"input_ids": IDS, "attention_mask": 10_000.0 * (HALF_MASK - 1)}, "holds -10000 to 0, and a mask is 0 or 1"),
+        (
+            {"input_ids": IDS, "attention_mask": 10_000.0 * (HALF_MASK - 1)},
+            "of example 3 holds other values than 0 and 1",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -993,17 +987,6 @@ def test_texts_are_cut_at_the_shortest_limit(at: Folder, bert: Any, limit: int, 
     at.tokenizer(model_max_length=limit)
     [batch] = at.load(bert, at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, expected)
-
-
-def test_texts_that_the_tokenizer_does_not_know_are_bad_rows(at: Folder, bert: Any) -> None:
-    foreign = [{"text": f"d{number} e{number} f{number} g{number}"} for number in range(20)]
-    refused(at, bert, at.rows(*foreign), r"20 of 20 rows[^\n]*the first: 100% of its tokens are unknown")
-    at.tokenizer(unk_token="</s>")  # the tokens behind words that it does not know are others
-    assert at.load(bert, at.rows(*foreign)).fitted_count == 8
-    at.tokenizer()
-    known = [{"text": f"d{number} w2 w1"} for number in range(20)]
-    assert at.load(bert, at.rows(*known)).fitted_count == 8
-    assert at.labelled(bert, at.rows({**foreign[0], "label": 1}))[1] == [1]  # accuracy counts all rows
 
 
 @pytest.mark.parametrize("row", [{"text": "w1 x9"}, {"inputs": "w1", "targets": "w1 x9"}])

@@ -156,32 +156,26 @@ def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path) -> 
 
 
 def test_memory_is_what_the_control_groups_leave_of_it(tmp_path: Path) -> None:
-    groups = "9:name=systemd:/\n4:cpu,memory:/jobs/17\n0::/user/mine\n"
+    groups = "9:name=systemd:/\n0::/user/mine\n"
     limits = {
-        "memory/jobs/17/memory.limit_in_bytes": "9223372036854771712",
-        "memory/jobs/memory.limit_in_bytes": "8000000000",
         "user/mine/memory.max": "max",
         "memory.max": "6000000000",
     }
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
-    assert sorted(find_memory_limits(groups, tmp_path)) == [6_000_000_000, 8_000_000_000, 9_223_372_036_854_771_712]
+    assert sorted(find_memory_limits(groups, tmp_path)) == [6_000_000_000]
     assert list(find_memory_limits(groups, tmp_path / "elsewhere")) == []
     assert GIB // 2 < memory_of(CPU) < 2**50
 
 
 def test_threads_are_as_many_as_control_groups_grant_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = "9:cpu,cpuacct:/jobs/17\n0::/user/mine\n"
-    limits = {
-        "cpu/jobs/17/cpu.cfs_quota_us": "150000", "cpu/jobs/17/cpu.cfs_period_us": "100000",
-        "cpu/jobs/cpu.cfs_quota_us": "-1", "cpu/jobs/cpu.cfs_period_us": "100000",
-        "user/mine/cpu.max": "250000 100000", "user/cpu.max": "max 100000",
-    }  # fmt: skip
+    groups = "9:name=systemd:/\n0::/user/mine\n"
+    limits = {"user/mine/cpu.max": "250000 100000", "user/cpu.max": "max 100000"}
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
-    assert sorted(find_core_limits(groups, tmp_path)) == [1.5, 2.5]
+    assert sorted(find_core_limits(groups, tmp_path)) == [2.5]
     assert list(find_core_limits(groups, tmp_path / "elsewhere")) == []
     threads: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
