@@ -72,7 +72,7 @@ def _call() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        from featcal_cli.recipe.mistakes import suggest_for_option, tell_wanted  # with PyYAML, which the help lacks
+        from featcal_cli.recipe.reading import suggest_for_option, tell_wanted  # with PyYAML, which the help lacks
 
         # what typer could not read, as a message like all others
         what, asked, guess = error.format_message().strip().rstrip(".").partition(". Did you mean ")

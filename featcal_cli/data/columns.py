@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeGuard
 
 from featcal_cli.data.batches import BadRowError
 from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES
-from featcal_cli.recipe.schema import ROLES, Data
+from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
@@ -127,10 +127,8 @@ LOOKED_AT_CHARACTERS = 1000
 
 
 def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
-    """Raise DataError if the recipe names an unknown role, or a column or template field that does not exist."""
-    for role, column in data.columns.items():
-        if role not in ROLES:
-            raise DataError(f"there is no role {role}", where=where, fix=f"use one of: {', '.join(ROLES)}")
+    """Raise DataError if the recipe names a column or template field that does not exist."""
+    for column in data.columns.values():
         if column not in columns:
             raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {list_some(columns)}")
     if set(FIELD.sub("", data.template or "")) & set("{}"):
@@ -211,9 +209,8 @@ def has_caption(data: Data, samples: Samples) -> bool:
 def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
     """Return the column of each text role: the recipe's if it names a text, else found by names and values. `chat` says
     whether the tokenizer has a chat template. Raises DataError when no column holds text."""
-    if names_text(data):
-        return dict(data.columns)
-    return _find_text_columns(samples, kind, chat, where) | data.columns
+    named: dict[str, str] = dict(data.columns.items())
+    return named if names_text(data) else _find_text_columns(samples, kind, chat, where) | named
 
 
 def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str) -> dict[str, str]:

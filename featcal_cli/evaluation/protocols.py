@@ -163,11 +163,9 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
     Raises CheckpointError for an expert without a head, or if body and head do not fit.
     """
     if not hasattr(expert.module, "num_labels") or expert.module.base_model is expert.module:
-        raise CheckpointError(
-            f"{expert.role} has no head that tells classes apart ({type(expert.module).__name__})",
-            where=expert.snapshot.name,
-            fix="say under evaluate how it is measured instead: prompts, answers or lm_eval",
-        )
+        what = f"{expert.role} has no head that tells classes apart ({type(expert.module).__name__})"
+        fix = "say under evaluate how it is measured instead: prompts, answers or lm_eval"
+        raise CheckpointError(what, where=expert.snapshot.name, fix=fix)
     module = expert.module
     if body is not None:
         module = load_model(expert.role, expert.snapshot, type(module)).module
@@ -213,19 +211,14 @@ def compare_zero_shot(
     """
     vision = getattr(base.module, "vision_model", None)
     if not hasattr(base.module, "get_text_features") or not isinstance(vision, PreTrainedModel):
-        raise CheckpointError(
-            f"base has no text tower to read prompts with ({type(base.module).__name__})",
-            where=base.snapshot.name,
-            fix="name a full CLIP as base, e.g. openai/clip-vit-base-patch32",
-        )
+        what = f"base has no text tower to read prompts with ({type(base.module).__name__})"
+        fix = "name a full CLIP as base, e.g. openai/clip-vit-base-patch32"
+        raise CheckpointError(what, where=base.snapshot.name, fix=fix)
     rows = task.open(vision)
     classes = task.how.classes or read_classes(task.data, task.how.split, rows.column)
     if not classes:
-        raise DataError(
-            f"nothing says what the classes in column {rows.column} are called",
-            where=rows.where,
-            fix="list their names, by number, as classes: under evaluate",
-        )
+        what = f"nothing says what the classes in column {rows.column} are called"
+        raise DataError(what, where=rows.where, fix="list their names, by number, as classes: under evaluate")
     texts = _embed_classes(task, base, classes, rows.where)
     read_label = partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows)
     predictors = {role: _predict_by_texts(tower, texts) for role, tower in towers.items()}

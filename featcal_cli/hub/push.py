@@ -24,8 +24,6 @@ from featcal_cli.runtime.sanitise import list_some
 KEEP_ALL = "# nothing is ignored\n"
 """Replaces the repo's own .gitignore, which would silently keep files out of the commit."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-RIGHTS = frozenset({"repo.write", "discussion.write"})
-"""The rights to commit and to open a pull request."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +51,22 @@ class Account:
     name: str
     """The user's name, which is also a namespace; empty if the Hub gives none."""
     namespaces: frozenset[str]
-    """Every namespace in which the user and the token may write, in lower case."""
-    rights: frozenset[str]
-    """Rights out of RIGHTS that the token has in at least one namespace."""
+    """The namespaces in which the user may write, in lower case."""
+    may_write: bool
+    """Whether the token may write anywhere."""
 
 
 def describe_account(user: Mapping[str, Any]) -> Account:
     """Read the token's user and its rights from the Hub's answer to `whoami`."""
     name = str(user.get("name") or "")
     token = (user.get("auth") or {}).get("accessToken") or {}
-    fine_grained = token.get("fineGrained") or {}
-    scopes = fine_grained.get("scoped") or []
-    permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
-    permissions |= set(fine_grained.get("global") or [])
-    granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
+    scopes = (token.get("fineGrained") or {}).get("scoped") or []
     roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
     # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
     scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
     namespaces = {name.lower(), *roles, *scoped} - {"", *(org for org, role in roles.items() if role == "read")}
-    return Account(name, frozenset(namespaces), granted.get(str(token.get("role")), RIGHTS))
+    # what a fine-grained token may do in detail, the Hub says when it is tried
+    return Account(name, frozenset(namespaces), token.get("role") != "read")
 
 
 @dataclass(frozen=True)
@@ -151,12 +146,11 @@ def check_target(
         account = describe_account(client.with_retries(HfApi().whoami))
         target = Target(repo_id, account.name, private, create_pr, overwrite_repo)
         head = _read_head(repo_id)
-    if account.rights.isdisjoint(RIGHTS if create_pr else {"repo.write"}):
+    if not account.may_write:
         fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
         raise HubError(f"the token of {account.name} may only read", where=where, fix=fix)
     owner, _, name = repo_id.partition("/")
-    may_write = not account.name or owner.lower() in account.namespaces
-    if not (create_pr or may_write):
+    if account.name and owner.lower() not in account.namespaces and not create_pr:
         what = f"{owner} is neither {account.name} nor an organisation in which {account.name} may write"
         raise HubError(what, where=where, fix=f"push to {account.name}/{name}, or use a token of a user who may")
     is_ours = bool(finished and head and head.has_model and head.is_result_of(read_folder(finished)))
@@ -267,14 +261,9 @@ def _commit(target: Target, head: _Head, additions: Mapping[str, CommitOperation
     """Commit exactly once, with `head` as the parent; if an answer is lost, look whether the commit arrived."""
     operations: list[Any] = [*additions.values(), *map(CommitOperationDelete, head.stale(additions))]
     for number in range(1, client.TRIES + 1):
+        options: Any = {"create_pr": target.create_pr, "parent_commit": head.commit}
         try:
-            done = HfApi().create_commit(
-                target.repo_id,
-                operations,
-                commit_message=message,
-                create_pr=target.create_pr,
-                parent_commit=head.commit,
-            )
+            done = HfApi().create_commit(target.repo_id, operations, commit_message=message, **options)
             return _as_pushed(target, done.oid, done.pr_num)
         except Exception as error:
             passes = client.may_pass(error)

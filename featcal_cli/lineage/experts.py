@@ -25,7 +25,7 @@ from featcal_cli.lineage.search import (
     is_gone,
     read_config,
 )
-from featcal_cli.recipe.mistakes import did_you_mean
+from featcal_cli.recipe.reading import did_you_mean
 from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.references import existing_path

@@ -1,9 +1,11 @@
-"""Read recipes, from the package or from files, and options of the command line into one validated object."""
+"""Read recipes, from the package or from files, and options of the command line into one validated object; all mistakes
+are reported at once: each with its line or option, and what to write instead."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from itertools import takewhile
@@ -11,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from featcal_cli.recipe.mistakes import did_you_mean, explain
-from featcal_cli.recipe.schema import ROLES, Calibration, Draft, Output, Recipe
-from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, join_errors
+from featcal_cli.recipe.schema import (
+    AsOption,
+    Calibration,
+    Data,
+    Draft,
+    Evaluate,
+    Merge,
+    Output,
+    Recipe,
+    TaskDraft,
+)
+from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, SeveralErrors
 from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
-from featcal_cli.runtime.sanitise import quoted
-from featcal_cli.runtime.structured_text import load_documents, write_json
+from featcal_cli.runtime.sanitise import plain, quoted
+from featcal_cli.runtime.structured_text import find_line, load_documents, write_json
 
 COMPANIONS = {
     "ci/featcal.yml": "GitHub Actions: calibrate, check, propose; a workflow to call",
@@ -119,21 +131,18 @@ def collect_overrides(**options: Any) -> dict[str, Any]:
         raise RecipeError("both MERGED and --merge are given", where=COMMAND_LINE, fix="give one of them")
     experts = read_tasks("--expert", "REPO", options.get("expert"))
     tasks: dict[str, dict[str, Any]] = {task: {"expert": expert} for task, expert in experts.items()}
-    wrong: list[RecipeError] = []
     for task, source in read_tasks("--data", "SOURCE", options.get("data")).items():
-        try:
-            tasks.setdefault(task, {})["data"] = parse_source(source)
-        except RecipeError as error:
-            wrong.append(error)
-    if wrong:
-        raise join_errors(f"{len(wrong)} mistakes", wrong, where=COMMAND_LINE, fix="correct all of them")
-    for task, split in read_tasks("--split", "NAME", options.get("split")).items():
-        data = tasks.setdefault(task, {}).setdefault("data", {})
-        if data.setdefault("split", split) != split:
-            what = f"--data {task}=… says the split {data['split']}, and --split {task}=… says {split}"
-            raise RecipeError(what, where=COMMAND_LINE, fix="give one of them")
-    for task, columns in _read_columns(options.get("columns")).items():
-        tasks.setdefault(task, {}).setdefault("data", {})["columns"] = columns
+        tasks.setdefault(task, {})["data"] = source
+        with suppress(RecipeError):  # validation says it, with all else that is wrong
+            tasks[task]["data"] = parse_source(source)
+    further: dict[str, dict[str, Any]] = {"split": read_tasks("--split", "NAME", options.get("split"))}
+    further["columns"] = _read_columns(options.get("columns"))
+    for key, given in further.items():
+        for task, value in given.items():
+            data = tasks.setdefault(task, {}).setdefault("data", {})
+            if isinstance(data, dict) and data.setdefault(key, value) != value:
+                what = f"--data {task}=… says the {key} {data[key]}, and --{key} {task}=… says {value}"
+                raise RecipeError(what, where=COMMAND_LINE, fix="give one of them")
     sections = {"calibration": Calibration.model_fields, "output": Output.model_fields}
     given = {key: value for key, value in options.items() if value is not None}
     return {
@@ -172,17 +181,12 @@ def _read_columns(values: Sequence[str] | None) -> dict[str, dict[str, str]]:
     for task, text in _split_tasks("--columns", _COLUMNS_FORM, values):
         for pair in text.split(","):
             role, _, column = (part.strip() for part in pair.partition(":"))
-            where = f"--columns {task}=…"
             if not (role and column):
-                fix = f"write --columns {task}={_COLUMNS_FORM}"
-                raise RecipeError(f"{quoted(pair)} is not a role and a column", where=where, fix=fix)
-            if role not in ROLES:
-                fix = f"{did_you_mean(role, ROLES)}use: {', '.join(ROLES)}"
-                raise RecipeError(f"there is no role {quoted(role)}", where=where, fix=fix)
-            if role in columns.setdefault(task, {}):
+                what, fix = f"{quoted(pair)} is not a role and a column", f"write --columns {task}={_COLUMNS_FORM}"
+                raise RecipeError(what, where=f"--columns {task}=…", fix=fix)
+            if columns.setdefault(task, {}).setdefault(role, column) != column:
                 what = f"task {task} has two columns for the role {role}"
                 raise RecipeError(what, where="--columns", fix="name every role once")
-            columns[task][role] = column
     return columns
 
 
@@ -190,13 +194,11 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         documents = load_documents(_read_text(file), recipe=True)
     except UnicodeDecodeError:
-        raise RecipeError(
-            "the recipe is not YAML: it is no UTF-8 text", where=str(file), fix="save it as UTF-8"
-        ) from None
+        what = "the recipe is not YAML: it is no UTF-8 text"
+        raise RecipeError(what, where=str(file), fix="save it as UTF-8") from None
     except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"the recipe cannot be read: {error}", where=str(file), fix="correct the file there"
-        ) from None
+        what = f"the recipe cannot be read: {error}"
+        raise RecipeError(what, where=str(file), fix="correct the file there") from None
     if len(documents) > 1:
         fix = "give one of them, in a file of its own"
         raise RecipeError(f"the file holds {len(documents)} documents", where=str(file), fix=fix)
@@ -242,7 +244,7 @@ def _build_draft(raw: Mapping[str, Any], overrides: Mapping[str, Any], file: Pat
         draft = Draft.model_validate(keys)
     except ValidationError as error:
         whole = str(file) if file else "the recipe" if raw else COMMAND_LINE
-        raise explain(error, keys, whole, _read_text(file) if file else "", overrides) from None
+        raise _explain(error, keys, whole, _read_text(file) if file else "", overrides) from None
     if file is not None and file.name != "featcal.yaml":  # no output is named after the recipe in another one's folder
         draft._file = file.stem
     return draft
@@ -259,3 +261,120 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
         elif value is not None:
             keys[key] = value
     return keys
+
+
+# Mistakes
+
+_KEYS = [
+    key for section in (Draft, Merge, TaskDraft, Data, Evaluate, Calibration, Output) for key in section.model_fields
+]
+
+
+class RecipeMistakesError(SeveralErrors, RecipeError):
+    """Several mistakes in one recipe."""
+
+
+def _explain(
+    error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
+) -> RecipeError:
+    """Turn all of pydantic's errors about `keys` into one RecipeError. whole: name of the file or other source of the
+    keys; text: the file's text, or empty; typed: the keys that the command line set."""
+    complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
+    for problem in error.errors(include_url=False):
+        complaints.setdefault(_find_place(problem, keys), problem)
+    errors = []
+    for place, problem in sorted(complaints.items(), key=lambda item: find_line(text, item[0]) if text else 0):
+        # a value that may be of several types is complained of once for each: what lies deeper says more
+        if not any(len(other) > len(place) and other[: len(place)] == place for other in complaints):
+            option = _name_option(place, typed)
+            what, fix = _describe_mistake(list(map(str, place)), option, problem)
+            line = f"line {find_line(text, place)}" if text else ""
+            errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
+    if len(errors) > 1:
+        return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
+    (only,) = errors
+    where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
+    return RecipeError(only.what, where=where, fix=only.fix or f"change {only.what.split(' ')[0].rstrip(':')}")
+
+
+def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Return the keys that lead to the value that an error is about; pydantic puts names of types between them."""
+    place: list[str | int] = []
+    value: Any = keys
+    for part in problem["loc"]:
+        is_key = isinstance(value, Mapping) and part in value
+        if is_key or (isinstance(value, list | tuple) and isinstance(part, int)):
+            value = value[part]
+        elif not (problem["type"] == "missing" and isinstance(value, Mapping) and part == problem["loc"][-1]):
+            continue
+        place.append(part)
+    return tuple(place)
+
+
+def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) -> tuple[str, str]:
+    """Describe one of pydantic's errors: what is wrong, and the fix, which is empty if the message implies it."""
+    name = plain(option) if option else ".".join(map(plain, place))
+    if problem["type"] == "extra_forbidden":
+        section = f" in {name.rpartition('.')[0]}" if place[1:] else ""
+        hint = "" if place[-1] in _KEYS else did_you_mean(place[-1][:80], _KEYS, cutoff=0.5)
+        fix = hint.strip() or "take the key out, or move it to the section that has it"
+        return f"unknown key {plain(place[-1])}{section}", fix
+    if list(place) == ["merged"] and problem["type"] == "missing":
+        return "no merged model given", "give MERGED or --merge, or the key merged: in a recipe"
+    if isinstance(about := problem.get("ctx", {}).get("error"), RecipeError):
+        return f"{name}: {about.what}", about.fix
+    complaint = problem["msg"].removeprefix("Value error, ")
+    wanted = complaint.removeprefix("Input should be ")
+    if wanted == complaint:
+        return f"{name}: {complaint[:1].lower()}{complaint[1:]}", ""
+    wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", tell_wanted(wanted.replace("'", "")))
+    field = Calibration.model_fields.get(place[-1]) if place[0] == "calibration" else None
+    fix = "" if field is None or field.default is None else f"give such a value; the default is {field.default}"
+    given = problem["input"]
+    is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
+    return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), fix
+
+
+def _name_option(place: Sequence[str | int], typed: Mapping[str, Any]) -> str:
+    """Return the command-line option that set this key; empty if the command line did not set it."""
+    value: Any = typed
+    for key in place:
+        value = value.get(key) if isinstance(value, Mapping) else value
+    if value is None or not place:
+        return ""
+    match place:
+        case ["merged", *_]:
+            return "MERGED" if isinstance(typed["merged"], str) else f"--merge ({place[1] if place[1:] else 'method'})"
+        case ["tasks", task, "data", "columns" | "split" as key, *_] | ["tasks", task, str(key), *_]:
+            return f"--{key} {task}=…"
+        case ["skip_experts", *_]:
+            return "--skip-expert"
+    return f"--{place[-1]}".replace("_", "-")
+
+
+def tell_wanted(text: str) -> str:
+    """Return pydantic's or typer's words about a value that is wrong in plainer ones."""
+    text = re.sub(", (unable|got) .*", "", text)
+    for word, plainer in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
+        text = text.replace(word, plainer)
+    return text.replace("greater than", "more than")
+
+
+def suggest_for_option(option: str, known_options: Iterable[str]) -> str:
+    """Return the fix for an unknown option that has its place before the command, is a key of a recipe, or resembles
+    one of `known_options`; else an empty text."""
+    if option == "--gpus":
+        return "write it before the command: featcal --gpus N COMMAND"
+    key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+    for section, fields in (("calibration", Calibration.model_fields), ("output", Output.model_fields)):
+        if key in fields:
+            is_option = AsOption.of(fields[key])
+            in_recipe = f"write {key}: in the section {section}: of a recipe (-r FILE)"
+            return "only featcal calibrate has this option" if is_option else in_recipe
+    return did_you_mean(option, known_options).strip()
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "did you mean NAME? " with the most similar known name; empty if none is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}? " if near else ""

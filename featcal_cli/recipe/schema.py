@@ -28,13 +28,12 @@ from pydantic.fields import FieldInfo
 
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
-from featcal_cli.recipe.names import ModelName, Name
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import existing_path, parse_source, read_page, write_number
+from featcal_cli.runtime.references import ModelName, Name, existing_path, parse_source, read_page, write_number
 
 SELF = "self"
 """The value of `dataset` that makes the expert write its own examples."""
-ROLES = ("image", "audio", "text", "text_pair", "messages", "prompt", "response", "label")
+Role = Literal["image", "audio", "text", "text_pair", "messages", "prompt", "response", "label"]
 """The roles that a column of a dataset can have."""
 
 
@@ -164,7 +163,7 @@ class Data(Section):
     """The dataset's config; if left out, its only one or its default."""
     split: Name | None = None
     """The dataset's split; if left out, train if there is one."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[Role, str] = Field(default_factory=dict)
     """Role (image, text, text_pair, messages, prompt, response, label) → column; detected if left out."""
     template: str | None = None
     """Text built from several columns, e.g. "{premise} {hypothesis}"."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+from unicodedata import category
+
+from pydantic import AfterValidator
 
 from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.sanitise import quoted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfUri
@@ -117,3 +121,15 @@ def read_page(text: str) -> HfUri | None:
         fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"
         raise RecipeError(f"{shown} is not the page of a model or dataset on the Hub", where=shown, fix=fix)
     return found
+
+
+def _check_name(text: str) -> str:
+    if any(category(character) == "Cc" for character in text):
+        raise ValueError(f"{quoted(text)} has a control character")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""A name without control characters, so that it can be shown on a terminal and be part of a path."""
+ModelName = Annotated[Name, AfterValidator(bare_model)]
+"""A model's Hub id or path, or the address of its page, which is converted to the id."""

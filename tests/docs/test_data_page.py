@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
 from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES, TABLE_FILES
-from featcal_cli.recipe.schema import ROLES, Data
+from featcal_cli.recipe.schema import Data, Role
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -34,7 +35,7 @@ def test_endings_in_the_table_are_those_that_are_read() -> None:
 
 def test_every_role_is_in_the_table() -> None:
     (table,) = re.findall(r"\| role \|.*?\n\n", PAGE, re.DOTALL)
-    assert re.findall(r"`(\w+)`", table) == list(ROLES)
+    assert re.findall(r"`(\w+)`", table) == list(get_args(Role))
 
 
 def test_the_program_writes_inputs_that_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ CASES: list[Case] = [
     (data(template='"{nothing}"'), ["{nothing}", "text, other"]),
     (data(template='"{text:>99999999999}"'), ["{text:>99999999999}", "text, other"]),
     (data(template='"{text.__class__}"'), ["{text.__class__}", "text, other"]),
-    (data(columns="{texts: text}"), ["no role texts", "text_pair"]),
+    (data(columns="{texts: text}"), ["columns.texts", "text_pair"]),
     (data(columns="{text: nothing}"), ["no column nothing", "text, other"]),
     (data(split="test"), ["no split test"]),
     (recipe("tasks: [1]", expert=None, data=None), ["tasks", "a section of keys"]),

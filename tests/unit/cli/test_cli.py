@@ -269,7 +269,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     assert written.value.where == f"{file}, line 2"
     with pytest.raises(RecipeError, match=r"--alpha must be") as typed:
         read_draft(file, collect_overrides(alpha=3.0))
-    assert typed.value.where == "the command line" and typed.value.fix == "give a number from 0 to 1"
+    assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
         "calibrate x --rigde 3": ("featcal calibrate", "did you mean --ridge?"),
         "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
         "calibrate x --alpha": ("featcal calibrate", "see its options and examples: featcal calibrate --help"),
-        "calibrate x -n 0": ("featcal calibrate", "give a number of 1 or more; the default is 256"),
+        "calibrate x -n 0": ("featcal calibrate", "give such a value; the default is 256"),
         "calibrate x --device gpu": ("featcal calibrate --device", "give auto, cpu or cuda[:K]"),
         "calibrat x": ("featcal", "did you mean 'calibrate'?"),
     }.items(),
