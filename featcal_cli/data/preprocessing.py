@@ -218,13 +218,11 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )  # fmt: skip
 LARGEST = {
-    **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17,
-    "sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600,
+    **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17, "sampling_rate": 400_000,
+    "chunk_length": 600, "feature_size": 2**16, "n_fft": 2**16,
 }  # fmt: skip
-"""The largest allowed values of a processor's settings, in pixels, samples and the like; with larger ones, each example
-would take gigabytes. For some processors the shortest edge is a total number of pixels."""
-LARGEST_OF_SOUND = 2**16
-"""The largest allowed value of every other setting of a feature extractor."""
+"""The largest allowed values of a processor's settings; with larger ones, each example would take gigabytes. For some
+processors the shortest edge is a total number of pixels."""
 
 Automatic: Any = {
     "tokenizer": AutoTokenizer, "image processor": AutoImageProcessor, "feature extractor": AutoFeatureExtractor,
@@ -255,7 +253,7 @@ def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str
 
 def _load(kind: str, folder: Path) -> Any:
     for file in SETTINGS:
-        _check_sizes(folder / file, LARGEST_OF_SOUND if kind == "feature extractor" else inf)
+        _check_sizes(folder / file)
     # torchvision's results differ from Pillow's, and the choice would depend on what is installed
     options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
     loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
@@ -267,7 +265,7 @@ def _load(kind: str, folder: Path) -> Any:
     return loaded
 
 
-def _check_sizes(file: Path, otherwise: float) -> None:
+def _check_sizes(file: Path) -> None:
     """Raise ValueError if a settings file asks for inputs larger than any model reads."""
     left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
     while left:
@@ -276,7 +274,7 @@ def _check_sizes(file: Path, otherwise: float) -> None:
                 left += settings.items()
             case key, list(values):
                 left += [(key, value) for value in values]
-            case key, int() | float() as value if value > LARGEST.get(key, otherwise):
+            case key, int() | float() as value if value > LARGEST.get(key, inf):
                 raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
 
 

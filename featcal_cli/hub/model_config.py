@@ -97,9 +97,8 @@ def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> s
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for packing in (part.get(key) for key in _QUANTISED):
             if isinstance(packing, dict) and packing:
-                method = packing.get("quant_method") or packing.get("quant_algo") or packing.get("format") or "packed"
-                bits = packing.get("bits") or next((n for n in (4, 8) if packing.get(f"load_in_{n}bit")), None)
-                return plain(f"{method}, {bits} bits" if isinstance(bits, int) else str(method))
+                known = (packing.get(key) for key in ("quant_method", "quant_algo", "format", "bits"))
+                return plain(str(next(filter(None, known), "packed")))
     packed = [name for name in tensors if name.endswith(_PACKED)]
     return f"its files hold {plain(min(packed))}" if packed else ""
 

@@ -379,7 +379,7 @@ def test_a_late_pull_request_is_waited_for_and_not_opened_twice(hub: HubServer, 
     hub.add_repo("alice/late", model(tmp_path / "old"))
     hub.fail("commit", Fault(seconds=SLOW))
     target = aim("alice/late", create_pr=True)
-    assert "stopped answering" in refusal(lambda: push(folder, target, message="m"))
+    assert "does not answer" in refusal(lambda: push(folder, target, message="m"))
     threading.Event().wait(SLOW)
     assert push(folder, target, message="m").pull_request == 1
     assert len(hub.repos["model", "alice/late"].pulls) == 1
