@@ -26,7 +26,7 @@ def main() -> None:
         end_at_once(exit_code() if end.code == EXIT_CODE else end.code)
         raise
     except Exception as error:
-        from featcal_cli.runtime.libraries import explain_broken_package
+        from featcal_cli.runtime.errors import explain_broken_package
 
         if (known := explain_broken_package(error)) is None:
             raise

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -217,12 +216,11 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-LARGEST = {
-    **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17, "sampling_rate": 400_000,
-    "chunk_length": 600, "feature_size": 2**16, "n_fft": 2**16,
-}  # fmt: skip
-"""The largest allowed values of a processor's settings; with larger ones, each example would take gigabytes. For some
-processors the shortest edge is a total number of pixels."""
+LARGEST = {**dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17}
+"""The largest allowed values of a processor's settings in pixels; with larger ones, each example would take gigabytes.
+For some processors the shortest edge is a total number of pixels."""
+LARGEST_OTHER = 2**26
+"""The largest allowed value of any other setting."""
 
 Automatic: Any = {
     "tokenizer": AutoTokenizer, "image processor": AutoImageProcessor, "feature extractor": AutoFeatureExtractor,
@@ -274,7 +272,7 @@ def _check_sizes(file: Path) -> None:
                 left += settings.items()
             case key, list(values):
                 left += [(key, value) for value in values]
-            case key, int() | float() as value if value > LARGEST.get(key, inf):
+            case key, int() | float() as value if value > LARGEST.get(key, LARGEST_OTHER):
                 raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Evaluate, Merge, Output, Recipe, TaskDraft
+from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
 from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, SeveralErrors
 from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import plain, quoted
@@ -94,19 +94,6 @@ def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
     if isinstance(recipe, Mapping):
         return _build_draft(recipe, {}, None)
     return read_draft(find_recipe(str(recipe)), {})
-
-
-def complete_draft(draft: Draft) -> Recipe:
-    """Turn the draft into a complete recipe. Raises RecipeError if something is missing."""
-    if not draft.base:
-        raise RecipeError("no base model given", fix="give --base REPO, or the key base: in a recipe")
-    if not draft.tasks:
-        raise RecipeError("no experts given", fix="give --expert TASK=REPO, or the key tasks: in a recipe")
-    for name, task in draft.tasks.items():
-        if missing := "expert" if not task.expert else "data" if not (task.data and task.data.has_source) else "":
-            fix = f"add --{missing} {name}=…"
-            raise RecipeError(f"task {name} has no {missing}", where=f"tasks.{name}", fix=fix)
-    return Recipe.model_validate(draft.model_dump(exclude_none=True))
 
 
 def names_merged(file: Path) -> bool:

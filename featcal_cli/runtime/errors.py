@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+OURS = Path(__file__).parents[1]
+MOST_WORDS = 300
+"""Maximum number of characters that are shown of another package's message."""
 COMMAND_LINE = "the command line"
 """Place of an error in what was typed; the command line shows its verb there."""
 MOST_ERRORS = 12
@@ -139,3 +145,27 @@ class LostRankError(FeatCalError):
     """Another process of a run under torchrun has ended; that process prints the reason."""
 
     exit_code = 1
+
+
+def explain_broken_package(error: BaseException) -> FeatCalError | None:
+    """Return the message for an error that was raised while a package other than featcal was imported; None for any
+    other error."""
+    for cause in reversed(list_causes(error)):  # lazy modules raise errors of their own
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
+        importing = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
+        others = [module for module in importing if module not in ("featcal_cli", "__main__")]
+        if isinstance(cause, ImportError) or others:
+            break
+    else:
+        return None
+    from importlib.metadata import packages_distributions
+
+    distributions = packages_distributions()
+    modules = [str(getattr(cause, "name", None) or "").partition(".")[0], *others]
+    package = next((module for module in modules if module in distributions), "")
+    words = " ".join(str(cause).split())[:MOST_WORDS]
+    what = f"{package or modules[0] or 'a package'} cannot be imported: {type(cause).__name__}: {words}"
+    # a library may have read a variable of the environment that it cannot use; its own words quote it
+    fix = "correct what it names, or install it again"
+    command = f"pip install --force-reinstall --no-deps {distributions[package][0]}" if package else ""
+    return FeatCalError(what, where=f"Python at {sys.executable}", fix=fix, command=command)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featcal_cli import __version__
-from featcal_cli.runtime.errors import BugError, FeatCalError, OutputError
+from featcal_cli.runtime.errors import MOST_WORDS, OURS, BugError, FeatCalError, OutputError, explain_broken_package
 from featcal_cli.runtime.files import explain_full, name_reason
-from featcal_cli.runtime.libraries import MOST_WORDS, OURS, explain_broken_package
 from featcal_cli.runtime.process import STARTED, exit_code, peak_resident_bytes
 from featcal_cli.runtime.progress import Listener, Progress, heard
 from featcal_cli.runtime.sanitise import redact

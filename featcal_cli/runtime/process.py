@@ -1,8 +1,9 @@
-"""How this process was started, how it can be interrupted, and its output streams and memory."""
+"""How this process was started, the libraries that it loads, how it can be interrupted, and its streams and memory."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import os
 import re
@@ -110,6 +111,23 @@ def check_surroundings() -> None:
         if any("\ud800" <= character <= "\udfff" for character in text):
             where = text.encode("utf-8", "backslashreplace").decode()
             raise RecipeError("an argument is not UTF-8 text", where=where, fix="rename the file or folder")
+
+
+def load_libraries() -> None:
+    """Import torch and transformers, which takes seconds, unless torch is imported already.
+
+    Call it in the main thread, after everything that can be found out and shown without these libraries. The garbage
+    collector is off meanwhile, because imports make no garbage and it would take a fifth of the time.
+    """
+    if "torch" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import torch  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def end_at_once(code: object) -> None:

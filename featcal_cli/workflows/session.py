@@ -18,8 +18,7 @@ from featcal_cli.recipe.schema import Draft
 from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.errors import Obstacles
-from featcal_cli.runtime.libraries import load_libraries
-from featcal_cli.runtime.process import check_device
+from featcal_cli.runtime.process import check_device, load_libraries
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import for_terminal
 

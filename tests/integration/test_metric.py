@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import complete_draft
 from families import BY_NAME, few_of, save_family
 from jobs import Stopper, prepare
 from oracle import record
@@ -19,7 +20,7 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_equations
 from featcal_cli.calibration.output_metric import MetricEquations
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.recipe.reading import as_draft, complete_draft
+from featcal_cli.recipe.reading import as_draft
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate

@@ -6,9 +6,10 @@ import re
 from typing import NamedTuple
 
 import pytest
+from command_line import complete_draft
 
 from featcal_cli.hub.snapshot import repo_of
-from featcal_cli.recipe.reading import as_draft, complete_draft, shipped_recipes
+from featcal_cli.recipe.reading import as_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 
 

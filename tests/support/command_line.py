@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from featcal_cli.cli.main import main
+from featcal_cli.recipe.schema import Draft, Recipe
 
 
 def unfold(text: str) -> str:
@@ -68,3 +69,8 @@ def check_refusal(run: Run, reason: str = "") -> None:
     assert len(re.findall("^error:", run.stderr, re.MULTILINE)) == 1, run.stderr
     shown = re.search(r"^error: (.+)\n  in: .+\n  fix: .+\n\Z", run.stderr, re.MULTILINE)
     assert shown and reason in shown[1], run.stderr
+
+
+def complete_draft(draft: Draft) -> Recipe:
+    """The recipe that a draft is, where nothing is left to be found."""
+    return Recipe.model_validate(draft.model_dump(exclude_none=True))

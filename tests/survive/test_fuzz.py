@@ -11,13 +11,14 @@ from typing import Any
 import yaml
 from bad_input import LAUGHS, Stage
 from bad_tensors import written
+from command_line import complete_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.claims import read_card
 from featcal_cli.models.loading import find_class, load_model
-from featcal_cli.recipe.reading import as_draft, complete_draft, read_draft, shipped_recipes
+from featcal_cli.recipe.reading import as_draft, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.structured_text import load_documents

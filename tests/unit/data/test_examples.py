@@ -718,7 +718,6 @@ def test_an_encoder_reads_the_columns_that_hold_text_or_that_the_recipe_names(
     ("settings", "message"),
     [
         ({"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
-        ({"columns": {"txt": "text"}}, "no role txt"),
         ({"template": "{texts}"}, "names a column that does not exist: {texts}"),
         ({"template": "{text"}, "template is broken"),
         ({"template": "{text.__class__}"}, "names a column that does not exist: {text.__class__}"),

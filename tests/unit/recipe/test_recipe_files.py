@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import featcal, featcal_inside
+from command_line import complete_draft, featcal, featcal_inside
 
-from featcal_cli.recipe.reading import complete_draft, print_shipped, read_draft, shipped_recipes
+from featcal_cli.recipe.reading import print_shipped, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Draft, Merge, Recipe
 from featcal_cli.runtime.structured_text import split_front_matter
 from featcal_cli.workflows.recipe_files import dump_recipe

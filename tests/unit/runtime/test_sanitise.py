@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.runtime.structured_text import load_documents
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,3 @@ def test_every_name_of_a_list_is_short_and_inert() -> None:
     shown = list_some(["\x1b[31mred", "x" * 10_000])
     assert "\x1b" not in shown and len(shown) < 120
     assert list_some(["a", "b", "c"], last=" and ") == "a, b and c"
-
-
-def test_a_number_that_is_too_long_is_said_to_be_and_not_no_yaml() -> None:
-    with pytest.raises(ValueError, match=r"line 2 holds a number of 6,000 digits"):
-        load_documents(f"a: 1\nb: {'9' * 6000}")
