@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from featcal_cli.data.batches import Batch
-from featcal_cli.data.vocabulary import renumber
+from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.outputs import ROWS_AT_ONCE, read_output
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
