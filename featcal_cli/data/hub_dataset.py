@@ -68,8 +68,6 @@ class HubSplit:
     """The size of each file in bytes, by its address."""
     splits: Splits
     """The addresses of the files of each split of the config."""
-    info: Mapping[str, Any]
-    """The description of the config in the dataset card, possibly empty."""
     system: Any
 
     def open(self, url: str, **options: Any) -> Any:
@@ -99,11 +97,7 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
         for name, paths in source.splits.items()
     }
     sizes = {url: repo.files[url.removeprefix(f"{root}/")].size for url in splits[chosen]}
-    described = _read_card(repo).get("dataset_info")
-    infos = [info for info in (described if isinstance(described, list) else [described]) if isinstance(info, dict)]
-    names = (str(info.get("config_name", source.config)) for info in infos)  # YAML makes 2024 a number
-    of_config = (info for name, info in zip(names, infos, strict=True) if not source.config or name == source.config)
-    return HubSplit(chosen, kind, sizes, splits, next(of_config, {}), system)
+    return HubSplit(chosen, kind, sizes, splits, system)
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:

@@ -39,8 +39,8 @@ DEEP_MODES = ("I", "F")
 
 
 @dataclass(frozen=True)
-class ImageReader(Reader):
-    """Turns images into model inputs with the model's own image processor."""
+class MediaReader(Reader):
+    """Turns the files of one column into model inputs with the model's own image processor or feature extractor."""
 
     column: str
     folder: Path | None
@@ -48,6 +48,10 @@ class ImageReader(Reader):
     name files on this machine."""
     processor: Any
     target: Target
+
+
+class ImageReader(MediaReader):
+    """Turns images into model inputs."""
 
     def read(self, row: Row) -> Example:
         process = partial(self.processor, images=[self.picture(row)], return_tensors="pt")
@@ -92,15 +96,9 @@ Wave = NDArray[numpy.float32]
 
 
 @dataclass(frozen=True)
-class AudioReader(Reader):
-    """Turns recordings into model inputs with the model's own feature extractor."""
+class AudioReader(MediaReader):
+    """Turns recordings into model inputs."""
 
-    column: str
-    folder: Path | None
-    """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
-    name files on this machine."""
-    extractor: Any
-    target: Target
     transcript: str | None
     """The column with the transcript; None if there is none."""
     tokens: TextTokens | None
@@ -109,7 +107,7 @@ class AudioReader(Reader):
     def read(self, row: Row) -> Example:
         model = self.target.model
         wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
-        extract = partial(self.extractor, [wave], sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
+        extract = partial(self.processor, [wave], sampling_rate=self.processor.sampling_rate, return_tensors="pt")
         inputs = self.target.preprocess(model.main_input_name, extract)
         return Example(inputs | decoder_inputs(model, self._encode(row)))
 
@@ -139,7 +137,7 @@ class AudioReader(Reader):
             wave = file.read(MOST_SECONDS * rate, dtype="float32", always_2d=True).mean(1)
         if not len(wave) or not numpy.isfinite(wave).all():
             raise ValueError("it is empty" if not len(wave) else "some samples are NaN or infinite")
-        resampled: Wave = soxr.resample(wave, rate, self.extractor.sampling_rate).astype(numpy.float32)
+        resampled: Wave = soxr.resample(wave, rate, self.processor.sampling_rate).astype(numpy.float32)
         return resampled
 
 

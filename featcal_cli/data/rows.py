@@ -68,21 +68,12 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
 
 
 def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
-    """Return the class names of a column, ordered by class number, from the features in the files or the card; None if
-    neither has them. Raises like `stream_hub_rows`."""
+    """Return the class names of a column, ordered by class number, from the features in the files; None if they have
+    none. Raises like `stream_hub_rows`."""
     if split.format == "parquet":
         with split.open(next(iter(split.sizes))) as stream:
-            found = classes_in_footer(open_parquet(stream), column)
-    else:
-        found = getattr((_open_stream(split).features or {}).get(column), "names", None)
-    features = split.info.get("features")
-    for feature in features if found is None and isinstance(features, list) else ():
-        match feature:
-            case {"name": str(name), "dtype": {"class_label": {"names": dict(names)}}} if name == column:
-                return [str(names[key]) for key in sorted(names, key=int)]
-            case {"name": str(name), "dtype": {"class_label": {"names": list(names)}}} if name == column:
-                return list(map(str, names))
-    return found
+            return classes_in_footer(open_parquet(stream), column)
+    return getattr((_open_stream(split).features or {}).get(column), "names", None)
 
 
 def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -209,8 +200,8 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
 
 
 def read_classes(data: Data, split: str | None, column: str) -> list[str] | None:
-    """Return the class names of a column, ordered by class number. They come from the features in the dataset's files
-    or card, or from the names of its image folders; None without any of these. Raises DataError and HubError like
+    """Return the class names of a column, ordered by class number. They come from the features in the dataset's files,
+    or from the names of its image folders; None without any of these. Raises DataError and HubError like
     `read_rows`."""
     if data.dataset is not None:
         with explaining_hub(data):

@@ -45,18 +45,13 @@ PAUSE = 1.0
 """Seconds to wait before the second try; doubled before every further try, as in huggingface_hub."""
 
 
-class _GivenUp:
-    """The time at which the Hub was last given up, because it did not answer."""
-
-    at = -math.inf
-
-
-_given_up = _GivenUp()
+_given_up = [-math.inf]
+"""The time at which the Hub was last given up, because it did not answer."""
 
 
 def expect_answers() -> None:
     """Ask the Hub again, even if it was given up just now."""
-    _given_up.at = -math.inf
+    _given_up[0] = -math.inf
 
 
 def make_client() -> Any:
@@ -74,7 +69,7 @@ def _limit(request: Any) -> None:
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
     if not is_hub(host_of(str(request.url))):
         request.headers.pop("Authorization", None)
-    elif time.monotonic() - _given_up.at < SILENCE:
+    elif time.monotonic() - _given_up[0] < SILENCE:
         raise OfflineModeIsEnabled("the Hub did not answer just now")  # huggingface_hub then looks into its cache
 
 
@@ -113,7 +108,7 @@ def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], 
                 cause, request = root_of(error), _request_of(root_of(error))
                 is_silent = isinstance(cause, (httpx.TimeoutException, httpx.ConnectError)) and request is not None
                 if is_silent and is_hub(host_of(str(request.url))):
-                    _given_up.at = time.monotonic()
+                    _given_up[0] = time.monotonic()
                 raise
             pause_after(error, number)
             number += 1

@@ -425,23 +425,6 @@ def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path
 # --- names of classes ---
 
 
-@pytest.mark.parametrize("names", [{"10": "k", "0": "a", "2": "c"}, ["a", "c", "k"]])
-def test_classes_are_read_from_the_card_where_files_do_not_say(hub: HubServer, tmp_path: Path, names: Any) -> None:
-    label = {"name": "label", "dtype": {"class_label": {"names": names}}}
-    card: dict[str, Any] = {"dataset_info": {"features": [{"name": "image", "dtype": "image"}, label]}}
-    write_table(tmp_path / "train.parquet", [{"label": 1}], {})
-    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
-    hub.add_repo("evaluated/carded", tmp_path, kind="dataset")
-    assert read_classes(Data(dataset="evaluated/carded"), None, "label") == ["a", "c", "k"]
-    assert read_classes(Data(dataset="evaluated/carded"), None, "other") is None
-    years = (2023, 2024)
-    card["dataset_info"] = [{"config_name": year, "features": [{**label, "name": f"of_{year}"}]} for year in years]
-    card["configs"] = [{"config_name": year, "data_files": "train.parquet"} for year in years]
-    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
-    hub.add_repo("evaluated/numbered", tmp_path, kind="dataset")
-    assert read_classes(Data(dataset="evaluated/numbered", config="2024"), None, "of_2024") == ["a", "c", "k"]
-
-
 def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
     for name in ("cat", "bus"):
         (tmp_path / name).mkdir()
