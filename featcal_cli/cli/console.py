@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
-from featcal_cli.lineage.search import OpenQuestionsError
+from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import STARTED, list_launch_words
 from featcal_cli.runtime.progress import Listener, tell_change
