@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from featcal_cli.data.batches import BadRowError, Example, decoder_inputs, padding_id
+from featcal_cli.data.batches import BadRowError, Example, decoder_inputs
 from featcal_cli.data.columns import NAMES, Message, Samples, choose_text_roles, find_about, find_column, is_text
 from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.preprocessing import (
@@ -47,7 +47,6 @@ class MediaReader(Reader):
     """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
     name files on this machine."""
     processor: Any
-    target: Target
 
 
 class ImageReader(MediaReader):
@@ -86,7 +85,7 @@ def open_images(
     column = find_column("image", data, samples, target.where)
     images, source = processor or load_preprocessor("image processor", target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
-    return ImageReader(chosen, padding_id(target.model), column, folder_of(data), images, target)
+    return ImageReader(chosen, target, column, folder_of(data), images)
 
 
 MOST_SECONDS = 30
@@ -158,7 +157,7 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
         transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
     tokens = open_tokens(target.text_models, target.folders, target.where) if transcript else None
-    return AudioReader(chosen, padding_id(target.model), column, folder_of(data), extractor, target, transcript, tokens)
+    return AudioReader(chosen, target, column, folder_of(data), extractor, transcript, tokens)
 
 
 MARK = "<image>"
@@ -184,7 +183,6 @@ class DialogueReader(Reader):
     formatter: RowFormatter
     processor: Any
     tokens: TextTokens
-    target: Target
 
     def read(self, row: Row) -> Example:
         text, token = self.formatter.compose(row).text, str(self.processor.image_token)
@@ -232,7 +230,7 @@ def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
     """Open the reader for a model with two towers. Raises DataError like `open_images` and `open_text`."""
     images = open_images(data, samples, target)
     texts = open_text(data, _without(samples, images.column), target)
-    return PairReader(f"{images.chosen}; {texts.chosen}", texts.padding, images, texts)
+    return PairReader(f"{images.chosen}; {texts.chosen}", target, images, texts)
 
 
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
@@ -249,7 +247,7 @@ def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueRead
     cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
     models = target.text_models
     tokens = TextTokens(cutting) if models is None else models.relate(cutting, target.where)
-    return DialogueReader(chosen, padding_id(target.model), images, formatter, processor, tokens, target)
+    return DialogueReader(chosen, target, images, formatter, processor, tokens)
 
 
 def _without(samples: Samples, column: str) -> Mapping[str, Sequence[Any]]:

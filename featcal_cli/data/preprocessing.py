@@ -21,6 +21,7 @@ from featcal_cli.data.batches import (
     count_target_vocabulary,
     count_vocabulary,
     forward_names,
+    padding_id,
 )
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
@@ -326,8 +327,12 @@ class Reader(ABC):
 
     chosen: str
     """A note that says which columns and preprocessing were chosen."""
-    padding: int
-    """The token id that pads texts in batches."""
+    target: Target
+
+    @property
+    def padding(self) -> int:
+        """The token id that pads texts in batches."""
+        return padding_id(self.target.model)
 
     @abstractmethod
     def read(self, row: Any) -> Example:

@@ -19,13 +19,12 @@ from featcal_cli.data.batches import (
     count_vocabulary,
     cut_padding,
     forward_names,
-    padding_id,
     take_examples,
     text_config,
 )
 from featcal_cli.data.columns import NAMES
 from featcal_cli.data.local_files import check_split_of_file, local_path
-from featcal_cli.data.preprocessing import Reader
+from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some
@@ -77,7 +76,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     if fault := next(_find_faults(tensors, inputs, model), None):
         raise DataError(fault[0], where=where, fix=fault[1])
     chosen = f"tensors {list_some(inputs)}, as they are" + (f" (without {label})" if label in tensors else "")
-    return TensorReader(chosen, padding_id(model), inputs, tensors.get(label))
+    return TensorReader(chosen, Target(model, (), where), inputs, tensors.get(label))
 
 
 def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,6 @@ from featcal_cli.data.batches import (
     count_positions,
     count_vocabulary,
     decoder_inputs,
-    padding_id,
 )
 from featcal_cli.data.columns import (
     FIELD,
@@ -171,7 +170,6 @@ class TextReader(Reader):
     formatter: RowFormatter
     tokens: TextTokens
     max_tokens: int
-    target: Target
 
     @property
     def tokenizer(self) -> Any:
@@ -220,4 +218,4 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
     used = formatter.describe()
     chosen = f"{used} (of {list_some(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
-    return TextReader(chosen, padding_id(model), formatter, tokens, max_tokens, target)
+    return TextReader(chosen, target, formatter, tokens, max_tokens)
