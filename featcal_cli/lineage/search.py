@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
-from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
+from featcal_cli.hub.adapter import ADAPTER_CONFIG, Adapter, is_adapter, split_adapter
 from featcal_cli.hub.client import is_lapsed
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
@@ -92,7 +93,11 @@ class Search:
             return [base]
         repo = self.open(reference, "model", source)
         parents = []
-        for name in _adapter_base(repo) if is_adapter(repo.files) else self.read_card(reference, source).base_models:
+        if is_adapter(repo.files):
+            named = [Adapter(repo.name, Path(), read_config(repo, ADAPTER_CONFIG)).base]
+        else:
+            named = list(self.read_card(reference, source).base_models)
+        for name in filter(None, named):
             try:
                 parent = locate(name, repo)
             except UnusableError as error:
@@ -139,11 +144,3 @@ def read_config(repo: Repo, file: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _adapter_base(repo: Repo) -> list[str]:
-    config = read_config(repo, ADAPTER_CONFIG)
-    name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if not isinstance(name, str) or not name:
-        return []
-    return [f"{name}@{revision}" if isinstance(revision, str) and revision else name]

@@ -305,7 +305,7 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     if wanted == complaint:
         return f"{name}: {complaint[:1].lower()}{complaint[1:]}", ""
     wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", tell_wanted(wanted.replace("'", "")))
-    field = Calibration.model_fields.get(place[-1]) if place[0] == "calibration" else None
+    field = Calibration.model_fields.get(place[-1]) if list(place[:1]) == ["calibration"] else None
     fix = "" if field is None or field.default is None else f"give such a value; the default is {field.default}"
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)

@@ -244,8 +244,7 @@ def read_versions() -> dict[str, str]:
 
 def rooms_for_features(device: torch.device) -> tuple[int, int]:
     """Return how many bytes features may take in the device's memory (0 for a CPU) and in this machine's memory."""
-    host = memory_of(torch.device("cpu")) // FEATURES_SHARE
-    return (0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE, host)
+    return room_for_weights(device), memory_of(torch.device("cpu")) // FEATURES_SHARE
 
 
 def room_for_weights(device: torch.device) -> int:
