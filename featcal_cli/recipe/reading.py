@@ -304,7 +304,9 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     wanted = complaint.removeprefix("Input should be ")
     if wanted == complaint:
         return f"{name}: {complaint[:1].lower()}{complaint[1:]}", ""
-    wanted = re.sub("^a valid (dictionary|mapping).*", "a section of keys", tell_wanted(wanted.replace("'", "")))
+    wanted = re.sub(
+        "^a valid (dictionary|mapping).*", "a section of keys", tell_wanted(wanted.replace("'", ""))
+    ).replace("a valid tuple", "a list")
     field = Calibration.model_fields.get(place[-1]) if list(place[:1]) == ["calibration"] else None
     fix = "" if field is None or field.default is None else f"give such a value; the default is {field.default}"
     given = problem["input"]
@@ -322,6 +324,8 @@ def _name_option(place: Sequence[str | int], typed: Mapping[str, Any]) -> str:
     match place:
         case ["merged", *_]:
             return "MERGED" if isinstance(typed["merged"], str) else f"--merge ({place[1] if place[1:] else 'method'})"
+        case ["tasks", _, "evaluate", *_]:
+            return ""  # no option says these
         case ["tasks", task, "data", "columns" | "split" as key, *_] | ["tasks", task, str(key), *_]:
             return f"--{key} {task}=…"
         case ["skip_experts", *_]:
