@@ -188,7 +188,7 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 Scan = Iterator[tuple[Any, Path, int]]
-"""What each row of a text file is made from, the file, and the number of the row's first line."""
+"""The source of each row of a text file, with the file and the number of the row's first line."""
 
 
 def _open_text(file: Path, scan: Callable[[], Scan], parse: Callable[[Any, Path, int], Row]) -> Table:
