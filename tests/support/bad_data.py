@@ -122,7 +122,7 @@ CASES: list[Case] = [
     (file("rows.csv", f"{ESCAPE}a,b\n" + "1,2\n" * 20), ["no column holds text"]),
     (tensors(pixel_values=torch.zeros(4, 3, 8, 8)), ["pixel_values"]),
     (tensors(attention_mask=torch.ones(4, 9, dtype=torch.long)), ["cannot run", "input_ids"]),
-    (tensors(input_ids=torch.full((4, 9), 1000)), ["holds 1000", "knows only 0 to"]),
+    (tensors(input_ids=torch.full((4, 9), 1000)), ["holds 1000", "ids are 0 to"]),
     (tensors(input_ids=torch.ones(4, 3000, dtype=torch.long)), ["3,000 tokens", "cut the examples"]),
     (tensors(input_ids=torch.full((4, 9), -1)), ["holds -1"]),
     (tensors(input_ids=IDS, attention_mask=IDS[:4]), ["do not agree"]),
