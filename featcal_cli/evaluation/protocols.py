@@ -24,7 +24,7 @@ from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import EXPERT, Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
-from featcal_cli.models.loading import Model, load_model
+from featcal_cli.models.loading import Model, load_model, predicts_next_token
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Data, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError
@@ -351,7 +351,7 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
     """Compare several language models on texts, by role. Raises CheckpointError for models that do not predict the next
     token, and DataError."""
     for model in models.values():
-        if model.module.config.is_encoder_decoder or not model.module.can_generate():
+        if not predicts_next_token(model.module):
             raise CheckpointError(
                 f"{model.role} does not predict the next token of a text ({type(model.module).__name__})",
                 where=model.snapshot.name,

@@ -24,6 +24,8 @@ from featcal_cli.runtime.sanitise import list_some
 KEEP_ALL = "# nothing is ignored\n"
 """Replaces the repo's own .gitignore, which would silently keep files out of the commit."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
+RIGHTS = frozenset({"repo.write", "discussion.write"})
+"""The rights to commit and to open a pull request."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,25 @@ class Account:
     name: str
     """The user's name, which is also a namespace; empty if the Hub gives none."""
     namespaces: frozenset[str]
-    """The namespaces in which the user may write, in lower case."""
-    may_write: bool
-    """Whether the token may write anywhere."""
+    """Every namespace in which the user and the token may write, in lower case."""
+    rights: frozenset[str]
+    """Rights out of RIGHTS that the token has in at least one namespace."""
 
 
 def describe_account(user: Mapping[str, Any]) -> Account:
     """Read the token's user and its rights from the Hub's answer to `whoami`."""
     name = str(user.get("name") or "")
     token = (user.get("auth") or {}).get("accessToken") or {}
-    scopes = (token.get("fineGrained") or {}).get("scoped") or []
+    fine_grained = token.get("fineGrained") or {}
+    scopes = fine_grained.get("scoped") or []
+    permissions = {permission for scope in scopes for permission in scope.get("permissions") or []}
+    permissions |= set(fine_grained.get("global") or [])
+    granted = {"read": frozenset[str](), "fineGrained": RIGHTS & permissions}
     roles = {str(org.get("name", "")).lower(): org.get("roleInOrg") for org in user.get("orgs") or []}
     # a fine-grained token shows only the organisations that it was made for, some of them as scopes alone
     scoped = {str((scope.get("entity") or {}).get("name", "")).split("/")[0].lower() for scope in scopes}
     namespaces = {name.lower(), *roles, *scoped} - {"", *(org for org, role in roles.items() if role == "read")}
-    # what a fine-grained token may do in detail, the Hub says when it is tried
-    return Account(name, frozenset(namespaces), token.get("role") != "read")
+    return Account(name, frozenset(namespaces), granted.get(str(token.get("role")), RIGHTS))
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ def check_target(
         account = describe_account(client.with_retries(HfApi().whoami))
         target = Target(repo_id, account.name, private, create_pr, overwrite_repo)
         head = _read_head(repo_id)
-    if not account.may_write:
+    if account.rights.isdisjoint(RIGHTS if create_pr else {"repo.write"}):
         fix = "make one with write access on the Hub's settings page, and set HF_TOKEN to it"
         raise HubError(f"the token of {account.name} may only read", where=where, fix=fix)
     owner, _, name = repo_id.partition("/")

@@ -158,7 +158,7 @@ def _describe_token(account: Account | None) -> Finding:
     if account is None:
         return Finding("token", "note", "none: public models and data only, and no push", f"to change that, {LOGIN}")
     writable = sorted(account.namespaces)
-    if not account.may_write:
+    if not account.rights:
         fix = "to push, make one with write access on the Hub's settings page"
         return Finding("token", "note", f"of {account.name}, who may read with it but not write", fix)
     return Finding("token", "ok", f"of {account.name}, who may write to {list_some(writable)}")

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from featcal_cli.calibration.backtracking import read_updates
-from featcal_cli.calibration.hyperparameters import is_causal
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.likelihood import Loss, measure_losses
 from featcal_cli.evaluation.results import BASE, EXPERT, TaskScores, score
-from featcal_cli.models.loading import Model, share_model
+from featcal_cli.models.loading import Model, predicts_next_token, share_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.workflows.build_report import Outcome
@@ -99,6 +98,4 @@ def measure_perplexity(
 
 def _predicts_text(model: Model) -> bool:
     """Tell whether a model predicts each token of a text from those before, with a head that its files hold."""
-    module = model.module
-    is_whole = not (model.part or model.body or model.missing)
-    return is_whole and not module.config.is_encoder_decoder and module.can_generate() and is_causal(module)
+    return not (model.part or model.body or model.missing) and predicts_next_token(model.module)

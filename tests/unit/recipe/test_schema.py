@@ -19,6 +19,7 @@ from featcal_cli.runtime.errors import RecipeError
         ({"calibration": {"ridge": -1}}, "ridge", "0"),
         ({"calibration": {"examples": 0}}, "examples", "1"),
         ({"calibration": {"method": "best"}}, "method", "paper"),
+        ({"calibration": {"select": "preset"}}, "select", "--method featcal and --method paper"),
         ({"tasks": {"red": {"data": {"dataset": "a/b", "path": "c"}}}}, "red", "either dataset or path"),
         ({"merged": {"method": "slerp"}}, "merged", "average"),
         ({"merged": {"method": "ties", "density": 1.5}}, "density", "1"),
