@@ -91,6 +91,8 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
             session.note(*setup.describe_merge(origins.get("merged")))
         session.share_notes()
 
+        if plan.time is not None:
+            session.listener.expect(plan.time.stages, is_known=plan.time.is_known)
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
         _note_outcome(session, outcome, journal)
         perplexity = measure_outcome(session, plan, outcome, journal)

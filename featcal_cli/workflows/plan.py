@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from featcal_cli.workflows.plan_checks import (
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.time_estimate import TimeEstimate, count_seconds, is_measured_kind, measure_speed
 from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
 
 SAMPLED = 8
@@ -70,6 +72,8 @@ class Plan:
     settings: str
     """The hyperparameters that a run uses, in words."""
     estimate: Estimate
+    time: TimeEstimate | None
+    """The time of a calibration; None if models are only measured."""
     device: str
     stops: Sequence[FeatCalError] = ()
     """Errors that would stop a run; filled only by a dry run."""
@@ -98,7 +102,7 @@ class Plan:
             "transfers": dict(self.transfers),
             "examples": {task: {"fit": fit, "hold_out": out} for task, (fit, out) in self.example_counts.items()},
             **{name: getattr(self, name) for name in names},
-            "estimate": asdict(self.estimate),
+            "estimate": {**asdict(self.estimate), "seconds": self.time and self.time.range},
             "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],
         }
 
@@ -168,6 +172,13 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
+    timed = None
+    if target is not None:
+        models = merged, architecture, examples, probed
+        stages = count_seconds(calibration, *models, measure_speed(device), has_head=head is not None)
+        alone = session.ranks.size == 1 and not self_written and not options.evaluate
+        is_known = alone and is_measured_kind(architecture, device)
+        timed = TimeEstimate(time.monotonic() - session.started, stages, is_known)
     return Plan(
         inputs=inputs,
         recipe=recipe,
@@ -182,6 +193,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         head=(head[1] or head[0]) if head else "",
         settings=describe_settings(calibration.method, *choose_hyperparameters(calibration, kind_of(merged.module))),
         estimate=session.ranks.broadcast(needs),
+        time=timed,
         device=str(device),
     )
 

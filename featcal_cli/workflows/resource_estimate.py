@@ -85,8 +85,8 @@ def estimate(
     *,
     writes: bool,
 ) -> Estimate:
-    """Estimate what a job needs, given its merged model without weight values and what `probe_batches` found for a batch
-    of each task's examples. writes: whether the job calibrates, and does not only measure.
+    """Estimate what a job needs, given its merged model without weight values. needs: what `probe_batches` found for a
+    batch of each task's examples. writes: whether the job calibrates, and does not only measure.
 
     1. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
        machine's memory, and then to files.
