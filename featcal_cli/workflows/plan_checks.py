@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import constants
 from torch import nn
 
-from featcal_cli.calibration.journal import list_blocks
+from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
@@ -23,6 +23,7 @@ from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes
+from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
 from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import Session
@@ -103,3 +104,11 @@ def check_adapter(
     if stacked or any(block.is_mixture for block in architecture.blocks):
         what = "an adapter cannot hold the experts of a mixture, which most of the update is in"
         raise RecipeError(what, where=where, fix="leave out --as-adapter")
+
+
+def check_unfinished_run(session: Session, inputs: Inputs, workspace: Workspace) -> None:
+    """Raise OutputError if an unfinished run of another job is in the workspace. Examples, which are not read yet, are
+    not compared."""
+    if not (session.options.restart or session.options.overwrite):
+        folders = [repo.folder for origin in inputs.origins.values() for repo in origin.repos() if repo.folder]
+        check_unfinished(workspace.journal, take_fingerprint(inputs.recipe, folders, session.device, {}))

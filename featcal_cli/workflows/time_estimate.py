@@ -26,9 +26,9 @@ from featcal_cli.workflows.resource_estimate import find_inputs
 PRODUCTS, SUMS, SOLVES, LOGITS = 1.7, 2.5, 0.6, 1.4
 """Time of a multiplication over that of one in a large product: in passes through a model, in sums over features, in
 solving, and at a head. They were fitted to measured runs, as the next two were."""
-CALL, WRITING = 2.2e8, 1.5
+CALL, WRITING = 2.2e8, 2.0
 """Multiplications of one core in the time that a pass through a block, or the system of a module, takes whatever its
-size; and the seconds for the report, the picture and the other files."""
+size; and the seconds for loading, the report, the picture and the other files."""
 SPREAD, MEASURED = 1.5, 0.25
 """Factor between the estimate and either end of the range that is shown, and seconds for which speed is measured."""
 
@@ -53,14 +53,14 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes of the examples of one task through a model, by what they take in seconds."""
+    """Passes of the examples of one task through a model, and the seconds that they take."""
 
     products: float
-    """Of one example through the blocks."""
+    """Seconds of one example in all blocks."""
     logits: float
-    """Of one example through the head."""
+    """Seconds of one example in the head."""
     call: float
-    """Of a batch, whatever its size."""
+    """Seconds that a batch takes whatever its size."""
     batch_size: int
 
     def run(self, examples: int, times: float, *, heads: float = 0.0, calls: float = 0.0) -> float:
@@ -150,7 +150,7 @@ def is_measured_kind(architecture: Architecture, device: torch.device) -> bool:
 @cache
 def measure_speed(device: torch.device) -> float:
     """Return how many multiplications of float32 products the device makes in a second, while others use it too."""
-    size, count = 1024 if device.type == "cpu" else 8192, 0
+    size, count = 1024 if device.type == "cpu" else 2048, 0
     x = torch.randn(size, size, device=device)
     float((x @ x)[0, 0])  # the first one takes longer
     began = time.perf_counter()
