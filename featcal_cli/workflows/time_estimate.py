@@ -29,7 +29,7 @@ solving, and at a head. They were fitted to measured runs, as the next two were.
 CALL, WRITING = 2.2e8, 2.0
 """Multiplications of one core in the time that a pass through a block, or the system of a module, takes whatever its
 size; and the seconds for loading, the report, the picture and the other files."""
-SPREAD, MEASURED = 1.5, 0.25
+SPREAD, MEASURED = 1.5, 0.1
 """Factor between the estimate and either end of the range that is shown, and seconds for which speed is measured."""
 
 
@@ -125,7 +125,8 @@ def count_seconds(
         calibrating += passes.run(held, 4, heads=4 * by_outputs) + passes.run(checked, 3, heads=3 * by_outputs)
         head += has_head * logits * chosen * NEWTON_STEPS * (2 + 3 * INNER_STEPS)
         times = 4 if weights >= LARGE else 3
-        refining += calibration.refine * STEPS * passes.run(TEXTS, times, heads=times)
+        # without hooks, which the other passes have
+        refining += calibration.refine * STEPS * passes.run(TEXTS, times, heads=times, calls=2)
     return {
         "measuring the experts' outputs": measuring, "calibrating": calibrating, "head": head,
         "checking the result": 0.0, "refining the result": refining, "writing": WRITING,
@@ -150,7 +151,7 @@ def is_measured_kind(architecture: Architecture, device: torch.device) -> bool:
 @cache
 def measure_speed(device: torch.device) -> float:
     """Return how many multiplications of float32 products the device makes in a second, while others use it too."""
-    size, count = 1024 if device.type == "cpu" else 2048, 0
+    size, count = 768 if device.type == "cpu" else 2048, 0
     x = torch.randn(size, size, device=device)
     float((x @ x)[0, 0])  # the first one takes longer
     began = time.perf_counter()
