@@ -11,7 +11,7 @@ from math import ceil
 import torch
 
 from featcal_cli.calibration.distillation import LARGE, STEPS, TEXTS
-from featcal_cli.calibration.head import INNER_STEPS, NEWTON_STEPS
+from featcal_cli.calibration.head import CURVATURE_ROWS, INNER_STEPS, NEWTON_STEPS
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.data.padding import count_tokens
@@ -86,8 +86,10 @@ def count_seconds(
     2. Calibrating: for the p parts of a block, expert and student run p times through half of it, and once with its new
        weights. Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in²
        numbers, and each module is solved.
-    3. Head: all rows are multiplied twice to begin a step of Newton's method, and three times in each step inside it.
+    3. Head: all rows are multiplied twice to begin a step of Newton's method, and a sample of them three times in each
+       step inside it.
     4. Refining: each text runs forwards and back, and in large models once more.
+    5. Perplexity: held-out texts run through four models.
     """
     model, blocks, tasks = merged.module, architecture.blocks, len(examples)
     by_outputs, guarded = calibration.uses_output_metric, calibration.must_not_get_worse
@@ -102,8 +104,8 @@ def count_seconds(
     directions = 10 * tasks * DIRECTIONS * by_outputs
     solves = sum(d_in**2 * (d_in * 2 / 3 + d_out * (2 * tasks * sides + 4) + directions) for d_in, d_out, _ in inputs)
     weights = sum(x.numel() for block in blocks for x in model.get_submodule(block.name).parameters())
-    choices = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).numel()
-    measuring = head = refining = 0.0
+    head = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).numel()
+    measuring = refining = perplexity = predictions = 0.0
     calibrating = SOLVES * solves / speed + call * sides * tasks * sum(len(block.modules) for block in blocks)
     for task, rows in examples.items():
         need, (first, length) = needs[task], (_mean_length(part) for part in (rows.fitted[:1], rows.fitted))
@@ -113,7 +115,9 @@ def count_seconds(
         checked = guarded * (rows.selection_count if rows.is_whole else held)
         chosen = min(fitted, ceil(MOST_TOKENS / length)) if length else fitted
         targets = rows.fitted[0].get("decoder_input_ids")
-        logits = LOGITS * choices * (length if targets is None else targets.shape[1]) / speed
+        places = length if targets is None else targets.shape[1]
+        predictions += has_head * chosen * places
+        logits = LOGITS * head * places / speed
         sums = SUMS * longer * need.rows / speed
         passes = _Passes(PRODUCTS * longer * need.products / speed, logits, call * len(blocks), rows.batch_size)
         if by_outputs:
@@ -123,14 +127,20 @@ def count_seconds(
         for number in (fitted, checked):
             calibrating += passes.run(number, depth + 1, calls=2 * depth + 1) + sums * number * squares
         calibrating += passes.run(held, 4, heads=4 * by_outputs) + passes.run(checked, 3, heads=3 * by_outputs)
-        head += has_head * logits * chosen * NEWTON_STEPS * (2 + 3 * INNER_STEPS)
+        perplexity += has_head * passes.run(held, 4, heads=4)
         times = 4 if weights >= LARGE else 3
         # without hooks, which the other passes have
         refining += calibration.refine * STEPS * passes.run(TEXTS, times, heads=times, calls=2)
+    multiplied = NEWTON_STEPS * (2 * predictions + 3 * INNER_STEPS * min(predictions, CURVATURE_ROWS))
     return {
-        "measuring the experts' outputs": measuring, "calibrating": calibrating, "head": head,
-        "checking the result": 0.0, "refining the result": refining, "writing": WRITING,
-    }  # fmt: skip
+        "measuring the experts' outputs": measuring,
+        "calibrating": calibrating,
+        "head": LOGITS * head * multiplied / speed,
+        "checking the result": 0.0,
+        "refining the result": refining,
+        "measuring perplexity": perplexity,
+        "writing": WRITING,
+    }
 
 
 def _mean_length(batches: Sequence[Batch]) -> float:
