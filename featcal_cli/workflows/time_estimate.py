@@ -12,9 +12,8 @@ import torch
 
 from featcal_cli.calibration.distillation import LARGE, STEPS, TEXTS
 from featcal_cli.calibration.head import CURVATURE_ROWS, INNER_STEPS, NEWTON_STEPS
-from featcal_cli.data.batches import Batch
+from featcal_cli.data.batches import Batch, count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
-from featcal_cli.data.padding import count_tokens
 from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
 from featcal_cli.engine.output_gradients import ENOUGH_GRADIENTS, MOST_PROJECTIONS, MOST_TOKENS
 from featcal_cli.models.architecture import Architecture
