@@ -64,6 +64,7 @@ def calibrate_blocks(
     if job.head is not None:
         report = restore_block(journal, len(blocks), student, job.ranks)
         if report is None:
+            watch(Progress("", 0, 1, unit="head"))
             report = calibrate_head(job, job.head)
             if journal is not None:
                 journal.write(len(blocks), report, student)

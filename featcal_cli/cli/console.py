@@ -17,6 +17,7 @@ from rich.text import Text
 
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
 from featcal_cli.lineage.questions import OpenQuestionsError
+from featcal_cli.runtime.countdown import Countdown
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import STARTED, list_launch_words
 from featcal_cli.runtime.progress import Listener, tell_change
@@ -61,10 +62,12 @@ class Screen(Listener):
                 "{task.fields[at]}",
                 table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20),
             ),
-            _Clock(self._began),
+            _Clock(self),
         ]
         shown = not quiet and ERR.is_interactive
         self._bar = _Bar(*columns, console=ERR, expand=True, transient=True, disable=not shown)
+        self._stage = ""
+        self._countdown: Countdown | None = None
         self._doing = ""
         """First word of the current stage's description, with which the bar begins."""
         self._drifts: dict[str, list[tuple[float, float]]] = {}
@@ -75,6 +78,14 @@ class Screen(Listener):
     def seconds(self) -> float:
         """Seconds since the command began."""
         return time.monotonic() - self._began
+
+    def tell_time(self, task: Task) -> str:
+        """Return the time since the command began and, where it can be estimated, the time left: of the whole run or,
+        in stages that are not counted, such as a download, of what the bar shows."""
+        left = task.time_remaining if task.total else None
+        if self._countdown and self._stage in self._countdown:
+            left = self._countdown.left(time.monotonic())
+        return _write_clock(self.seconds) + (f" · {_write_clock(left)} left" if left else "")
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
@@ -107,7 +118,7 @@ class Screen(Listener):
                 (task,) = self._bar.tasks
                 at = " ".join(text for text in (task.description, task.fields["at"]) if text)
                 with suppress(OSError):  # nobody reads it
-                    self._print(f"{at}, {_write_clock(self.seconds)}")
+                    self._print(f"{at}, {self.tell_time(task)}")
 
     def _print(self, text: str) -> None:
         self._spoke, self._has_noted = time.monotonic(), True
@@ -115,10 +126,18 @@ class Screen(Listener):
             self._bar.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
 
     def stage(self, text: str) -> None:
-        self._doing = text.partition(" ")[0]
+        self._stage, self._doing = text, text.partition(" ")[0]
+        self._reach(text, 0, 1)
         self._drifts.clear()
         self._bar.below = None
         self._bar.reset(self._task, description=escape(text), total=None, at="")
+
+    def expect(self, stages: Mapping[str, float], *, is_known: bool) -> None:
+        self._countdown = Countdown(stages, is_known=is_known)
+
+    def _reach(self, stage: str, finished: int, count: int) -> None:
+        if self._countdown:
+            self._countdown.reach(stage, finished, count, time.monotonic())
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -134,6 +153,8 @@ class Screen(Listener):
         self._bar.update(self._task, description=doing, total=total, completed=done, at=at)
 
     def progress(self, step: Step) -> None:
+        # the head comes after the blocks, in their stage
+        self._reach(step.unit if step.unit == "head" else self._stage, step.finished, step.blocks)
         number = min(step.finished + 1, step.blocks)
         self._bar.update(
             self._task,
@@ -168,16 +189,14 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, b
 
 
 class _Clock(ProgressColumn):
-    """A column with the time since the command began and, where it can be estimated, the time left in this stage."""
+    """A column with the screen's times."""
 
-    def __init__(self, began: float) -> None:
+    def __init__(self, screen: Screen) -> None:
         super().__init__(Column(no_wrap=True))
-        self._began = began
+        self._screen = screen
 
     def render(self, task: Task) -> Text:
-        left = task.time_remaining
-        rest = f" · {_write_clock(left)} left" if left and task.total else ""
-        return Text(f"{_write_clock(time.monotonic() - self._began)}{rest}")
+        return Text(self._screen.tell_time(task))
 
 
 def _write_clock(seconds: float) -> str:

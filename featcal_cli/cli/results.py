@@ -32,7 +32,7 @@ from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, PICTURE, Report
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.process import list_launch_words
-from featcal_cli.runtime.progress import tell_change, tell_seconds
+from featcal_cli.runtime.progress import tell_change, tell_range, tell_seconds
 from featcal_cli.runtime.sanitise import enumerate_names, for_terminal
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def show_plan(plan: Plan) -> None:
         "download": f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing",
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
         "disk": f"about {tell_bytes(needs.disk_bytes)} for the output while it is made",
+        "time": _describe_time(plan, downloads=bool(missing)),
         "push": f"to {plan.recipe.output.push_to}" if plan.recipe.output.push_to else "no",
     }
     OUT.print()
@@ -92,6 +93,13 @@ def show_plan(plan: Plan) -> None:
     start = "" if plan.stops or plan.is_finished else "Leave out --dry-run to start."
     if downloaded or start:
         _hint(f"{downloaded}{start}".strip())
+
+
+def _describe_time(plan: Plan, *, downloads: bool) -> str:
+    seconds = plan.time and plan.time.range
+    if not seconds:
+        return "not known for this kind of job; the run tells what is left"
+    return f"about {tell_range(*seconds)} on this machine{', after the download' if downloads else ''}"
 
 
 def _describe_examples(plan: Plan) -> Iterator[str]:

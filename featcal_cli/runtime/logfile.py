@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -62,6 +62,10 @@ class Log(Listener):
         if total and done >= total:
             self.write("uploaded" if sent else "downloaded", repo=name, bytes=total)
         self._shown.transfer(name, done, total, sent=sent)
+
+    def expect(self, stages: Mapping[str, float], *, is_known: bool) -> None:
+        self.write("expected", seconds={name: round(seconds, 1) for name, seconds in stages.items()}, known=is_known)
+        self._shown.expect(stages, is_known=is_known)
 
     def progress(self, progress: Progress) -> None:
         if not (progress.task or progress.module):

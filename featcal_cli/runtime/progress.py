@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import floor, inf, log10
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -122,6 +122,9 @@ class Listener:
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         """Called with the bytes of a repo that were downloaded (or sent) so far, and their total."""
 
+    def expect(self, stages: Mapping[str, float], *, is_known: bool) -> None:
+        """Called before a run begins to compute, with the arguments of a Countdown."""
+
     def progress(self, progress: Progress) -> None:
         """Called when a calibration has advanced."""
 
@@ -135,6 +138,18 @@ def tell_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
 
 
+def tell_range(low: float, high: float) -> str:
+    """Format a range of durations for people: 20 to 45 seconds, 2 to 4 minutes, or 1.5 to 3 hours."""
+    # two units of one kind are read at a glance
+    unit, seconds = next((name, size) for name, size in UNITS.items() if high < 100 * size or name == "hours")
+    ends = []
+    for seconds_of_end in (low, high):
+        value = seconds_of_end / seconds
+        step = max(0.5 if unit == "hours" else 1.0, 5 * 10 ** floor(log10(max(value, 1)) - 1))
+        ends.append(max(step, step * round(value / step)))
+    return f"{ends[0]:g} to {ends[1]:g} {unit}" if ends[0] < ends[1] else f"{ends[1]:g} {unit}"
+
+
 def tell_change(before: float, after: float) -> str:
     """Format the relative change of a drift in percent, computed from three digits of it, which are shown beside it;
     "new" if it was 0.000 before."""
@@ -145,6 +160,8 @@ def tell_change(before: float, after: float) -> str:
     return "0 %" if percent in ("+0 %", "-0 %") else percent
 
 
+UNITS = {"seconds": 1, "minutes": 60, "hours": 3600}
+"""Units of a range of durations, in seconds."""
 Watch: TypeAlias = "Callable[[Progress], None]"
 
 

@@ -34,6 +34,8 @@ class BatchNeeds:
     rows: float
     """Rows that a module gets at once, on average over all multiplications: the stages of a pyramid differ widely in
     their rows, and a decoder may have only one row."""
+    products: float
+    """Multiplications in the modules of all blocks."""
     blocks: frozenset[str]
     """Names of the blocks that the model came to."""
 
@@ -92,7 +94,21 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     count = count_examples(batch)
     state, begun = max(states.values(), default=0) + mask, max(embedded.values(), default=0)
     rows = rows_times_work / work / count if work else 0.0
-    return BatchNeeds(state / count, begun / count, largest * COMPUTE / count, rows, frozenset(inputs))
+    return BatchNeeds(state / count, begun / count, largest * COMPUTE / count, rows, work / count, frozenset(inputs))
+
+
+def probe_batches(model: nn.Module, architecture: Architecture, batches: Mapping[str, Batch]) -> dict[str, BatchNeeds]:
+    """Return what `probe_batch` finds for the batch of each task. The model runs once for tasks with equal shapes."""
+    found: dict[str, BatchNeeds] = {}
+    known: dict[tuple[object, ...], BatchNeeds] = {}
+    for task, batch in batches.items():
+        entry = architecture.entries[task]
+        masked = [name for name, x in batch.items() if "mask" in name and not bool(x.all())]
+        like = (entry, *masked, *sorted((name, x.shape) for name, x in batch.items()))
+        if like not in known:
+            known[like] = probe_batch(model, architecture, entry, batch)
+        found[task] = known[like]
+    return found
 
 
 PLAIN = 16
@@ -118,16 +134,11 @@ def choose_batch_sizes(
     job uses the same batches: they determine how sums are rounded.
     """
     sizes: dict[str, int] = {}
-    known: dict[tuple[object, ...], int] = {}
-    for task, batch in longest.items():
-        shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
-        if shapes not in known:
-            needs = probe_batch(model, architecture, architecture.entries[task], batch)
-            size = limit_batch(needs.rows, needs.feature_bytes, device, memory)
-            last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
-            # a model that looks at values stops where it does so
-            known[shapes] = size if last in needs.blocks else min(size, PLAIN)
-        sizes[task] = known[shapes]
+    for task, needs in probe_batches(model, architecture, longest).items():
+        size = limit_batch(needs.rows, needs.feature_bytes, device, memory)
+        last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
+        # a model that looks at values stops where it does so
+        sizes[task] = size if last in needs.blocks else min(size, PLAIN)
     return sizes
 
 

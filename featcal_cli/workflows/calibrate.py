@@ -16,7 +16,7 @@ from torch import Tensor
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.backtracking import shrink_updates
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
-from featcal_cli.calibration.journal import Journal, check_unfinished, take_fingerprint
+from featcal_cli.calibration.journal import Journal, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER, AdapterReport, describe_guard, describe_head, describe_ridges
 from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
@@ -91,6 +91,8 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
             session.note(*setup.describe_merge(origins.get("merged")))
         session.share_notes()
 
+        if plan.time is not None:
+            session.listener.expect(plan.time.stages, is_known=plan.time.is_known)
         outcome = _calibrate_in_smaller_batches(session, setup, journal)
         _note_outcome(session, outcome, journal)
         perplexity = measure_outcome(session, plan, outcome, journal)
@@ -117,14 +119,6 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
                 session, workspace, journal, models, outcome, report, plan, target, adapter_files, check_inputs
             )
     return report, models
-
-
-def check_unfinished_run(session: Session, inputs: Inputs, workspace: Workspace) -> None:
-    """Raise OutputError if an unfinished run of another job is in the workspace. Examples, which are not read yet, are
-    not compared."""
-    if not (session.options.restart or session.options.overwrite):
-        folders = [repo.folder for origin in inputs.origins.values() for repo in origin.repos() if repo.folder]
-        check_unfinished(workspace.journal, take_fingerprint(inputs.recipe, folders, session.device, {}))
 
 
 def _calibrate_in_smaller_batches(session: Session, setup: Setup, journal: Journal | None) -> Outcome:

@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-from torch import nn
-
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
-from featcal_cli.calibration.journal import list_blocks
-from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
 from featcal_cli.data.preprocessing import TextModels, Vocabularies
 from featcal_cli.engine.head import find_head
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
-from featcal_cli.hub.repo import DESCRIBING, Repo, chosen_files, download, missing_files, other_weights, read_headers
+from featcal_cli.hub.repo import DESCRIBING, Repo, download, read_headers
 from featcal_cli.hub.snapshot import Origin, Snapshot
 from featcal_cli.hub.weight_files import Entry
-from featcal_cli.models.alignment import check_alignment, compare_configs, load_fitting
+from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.gates import check_held_out
-from featcal_cli.reporting.report import REPORT
-from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, OutputError, RecipeError
-from featcal_cli.runtime.files import tell_bytes
-from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
+from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
+from featcal_cli.runtime.hardware import memory_of
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.batch_size import choose_batch_sizes
+from featcal_cli.workflows.batch_size import choose_batch_sizes, probe_batches
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
-from featcal_cli.workflows.output import check_readable, check_writable
+from featcal_cli.workflows.output import check_writable
+from featcal_cli.workflows.plan_checks import (
+    Headers,
+    check_adapter,
+    check_disk,
+    check_models,
+    check_refinable,
+    count_transfer,
+)
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.time_estimate import TimeEstimate, count_seconds, is_measured_kind, measure_speed
 from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
-from featcal_cli.workflows.workspace import Workspace
 
 SAMPLED = 8
 """Number of examples of each task that a dry run reads."""
-Headers = Mapping[str, Entry] | None
-"""The tensors in a model's files by name; None if they are unknown until the weights are downloaded."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,8 @@ class Plan:
     settings: str
     """The hyperparameters that a run uses, in words."""
     estimate: Estimate
+    time: TimeEstimate | None
+    """The time of a calibration; None if models are only measured."""
     device: str
     stops: Sequence[FeatCalError] = ()
     """Errors that would stop a run; filled only by a dry run."""
@@ -101,7 +102,7 @@ class Plan:
             "transfers": dict(self.transfers),
             "examples": {task: {"fit": fit, "hold_out": out} for task, (fit, out) in self.example_counts.items()},
             **{name: getattr(self, name) for name in names},
-            "estimate": asdict(self.estimate),
+            "estimate": {**asdict(self.estimate), "seconds": self.time and self.time.range},
             "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],
         }
 
@@ -140,9 +141,10 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
-        _check_models(session, architecture, outlines, headers)
-    transfers = {role: _count_transfer(origin) for role, origin in origins.items()}
-    needs = estimate(recipe, merged, architecture, examples, device, writes=target is not None)
+        check_models(session, architecture, outlines, headers)
+    transfers = {role: count_transfer(origin) for role, origin in origins.items()}
+    probed = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
+    needs = estimate(recipe, merged, architecture, examples, probed, device, writes=target is not None)
     self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
     if self_written:
         needs = add_writing(needs, merged.module, device)
@@ -150,7 +152,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         with look():
             check_writable(merged, architecture, headers["merged"])
         with look():
-            _check_adapter(origins, options.as_adapter, merged.module, architecture)
+            check_adapter(origins, options.as_adapter, merged.module, architecture)
         with look():
             if options.evaluate:
                 check_evaluable(session, recipe, allow_code=options.allow_code)
@@ -158,9 +160,9 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
             if options.strict:
                 check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
     with look():
-        _check_refinable(session, recipe, examples)
+        check_refinable(session, recipe, examples)
     with look():
-        _check_disk(needs, transfers, target if session.ranks.is_first else None)
+        check_disk(needs, transfers, target if session.ranks.is_first else None)
 
     if self_written and not options.dry_run:
         folders = {task: _find_folders(task, origins) for task in self_written}
@@ -170,6 +172,13 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
+    timed = None
+    if target is not None:
+        models = merged, architecture, examples, probed
+        stages = count_seconds(calibration, *models, measure_speed(device), has_head=head is not None)
+        alone = session.ranks.size == 1 and not self_written and not options.evaluate
+        is_known = alone and is_measured_kind(architecture, device)
+        timed = TimeEstimate(time.monotonic() - session.started, stages, is_known)
     return Plan(
         inputs=inputs,
         recipe=recipe,
@@ -184,6 +193,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         head=(head[1] or head[0]) if head else "",
         settings=describe_settings(calibration.method, *choose_hyperparameters(calibration, kind_of(merged.module))),
         estimate=session.ranks.broadcast(needs),
+        time=timed,
         device=str(device),
     )
 
@@ -317,76 +327,3 @@ def check_stems(architecture: Architecture, calibration: Calibration, merged: Mo
     if calibration.stems and not architecture.stems:
         what = f"{type(merged.module).__name__} has no stem: no module that holds convolutions runs before its blocks"
         raise RecipeError(what, where=merged.snapshot.name, fix="take stems: true out of the recipe")
-
-
-def _check_models(
-    session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
-) -> None:
-    """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ."""
-    merged = outlines["merged"]
-    for role, outline in outlines.items():
-        if role == "merged" or outline.module is not merged.module:  # else its files are alike
-            check_alignment(architecture, merged, outline)
-            check_readable(outline, architecture, headers[role])
-        if outline is not merged:
-            session.note(*compare_configs(merged, outline))
-
-
-def _count_transfer(origin: Origin) -> dict[str, int]:
-    """Count the bytes of a model's files; those of an adapter include its base's."""
-    repo = origin.repo
-    missing = set() if repo.folder else set(missing_files(repo))
-    sizes = _count_transfer(origin.base) if origin.base else {"missing": 0, "here": 0}
-    for path in chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo)):
-        sizes["missing" if path in missing else "here"] += repo.files[path].size
-    return sizes
-
-
-def _check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], target: Path | None) -> None:
-    """Raise OutputError if the output or the downloads would not fit on the disk."""
-    downloads = sum(transfer["missing"] for transfer in transfers.values())
-    places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
-    if target is not None:
-        there = sum(file.stat().st_size for file in list_blocks(Workspace(target).journal))  # of an interrupted run
-        places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
-    for place, _, fix in places:
-        wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
-        free = free_bytes(place)
-        if free < wanted:
-            what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
-            raise OutputError(what, where=str(place), fix=fix)
-
-
-def _check_refinable(session: Session, recipe: Recipe, examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError if the result is to be refined, but by several processes, or without held-out examples."""
-    unchecked = [task for task, rows in examples.items() if not rows.selection_count]
-    if recipe.calibration.refine and session.ranks.size > 1:
-        raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
-    if recipe.calibration.refine and unchecked:
-        what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
-        raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
-
-
-def _check_adapter(
-    origins: Mapping[str, Origin], rank: int | None, merged: nn.Module, architecture: Architecture
-) -> None:
-    """Raise RecipeError if no adapter of this rank can be written; `rank` None means that none is wanted."""
-    if rank is None:
-        return
-    where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
-    widest = max((min(x.shape) for x in merged.parameters() if x.ndim == 2), default=0)
-    if not 1 <= rank <= widest:
-        what = f"the rank of an adapter is at least 1, and at most {widest} for the matrices of this model"
-        raise RecipeError(what, where=where, fix=f"give 16, for example, {leave}")
-    if "merged" not in origins or origins["merged"].base:
-        what = "an adapter goes on a full merged model that others can load"
-        raise RecipeError(what, where=where, fix=f"push the merged model without adapters and name it, {leave}")
-    taken = [path for path in origins["merged"].repo.files if path.partition("/")[0] == ADAPTER]
-    if taken and REPORT not in origins["merged"].repo.files:
-        what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
-        raise RecipeError(what, where=where, fix=f"rename {ADAPTER} in a copy of the merged model, {leave}")
-    # a mixture that cannot run without values shows stacks of matrices alone
-    stacked = any(reason == UNSEEN for block in architecture.blocks for _, reason in block.skipped)
-    if stacked or any(block.is_mixture for block in architecture.blocks):
-        what = "an adapter cannot hold the experts of a mixture, which most of the update is in"
-        raise RecipeError(what, where=where, fix="leave out --as-adapter")

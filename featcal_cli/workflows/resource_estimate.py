@@ -29,7 +29,7 @@ from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_weights, rooms_for_features
 from featcal_cli.runtime.process import read_launch, resident_bytes
-from featcal_cli.workflows.batch_size import COMPUTE, limit_logits, probe_batch
+from featcal_cli.workflows.batch_size import COMPUTE, BatchNeeds, limit_logits
 
 FITTED_PASSES, DRIFT_PASSES, HEAD_PASSES, CHECK_PASSES = 2, 4, 4, 3
 """Forward passes that are paused for one example: expert and student if it is fitted; merged and base as well if drift
@@ -80,12 +80,13 @@ def estimate(
     merged: Model,
     architecture: Architecture,
     examples: Mapping[str, TaskExamples],
+    needs: Mapping[str, BatchNeeds],
     device: torch.device,
     *,
     writes: bool,
 ) -> Estimate:
-    """Estimate what a job needs, given its merged model without weight values. writes: whether the job calibrates, and
-    does not only measure.
+    """Estimate what a job needs, given its merged model without weight values. needs: what `probe_batches` found for a
+    batch of each task's examples. writes: whether the job calibrates, and does not only measure.
 
     1. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
        machine's memory, and then to files.
@@ -112,8 +113,7 @@ def estimate(
             watched = most_held_out(wanted) // 2
         fitted_too = FITTED_PASSES if writes and not rows.held_out_count else 0
         paused = FITTED_PASSES * wanted + (passes - fitted_too) * watched
-        need = probe_batch(model, architecture, architecture.entries[task], rows.fitted[0])
-        size = min(rows.batch_size, wanted)
+        need, size = needs[task], min(rows.batch_size, wanted)
         state, begun = (x * computing.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
         tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
         floats = [x for x in tensors if x.is_floating_point()]
@@ -236,7 +236,7 @@ def _weigh(merged: Model, architecture: Architecture, computing: torch.dtype) ->
     return block, block_in_use, rest, rest_in_use
 
 
-def _find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:
+def find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:
     """List the inputs of the block's Linear modules, each as d_in, the sum of d_out over all modules that read it, and
     the largest d_out among them. Modules with the same parent and d_in are assumed to share an input, unless they are
     parts of one parameter."""
@@ -260,7 +260,7 @@ def _count_sums(
     item, most, times = choose_precision(torch.float32, used.ridge, used.metric).itemsize, 0.0, 1 + guarded
     by_depth = calibration.solving_order == "module"
     for part in (part for block in architecture.blocks for part in block.parts(by_depth=by_depth)):
-        inputs = _find_inputs(model, part)
+        inputs = find_inputs(model, part)
         square = sum(d_in**2 for d_in, _, _ in inputs)
         cross = sum(d_in * d_out for d_in, d_out, _ in inputs)
         largest = max((d_in**2 for d_in, _, _ in inputs), default=0)
@@ -277,7 +277,7 @@ def _count_gradients(model: nn.Module, architecture: Architecture) -> tuple[int,
     summed = kept = 0
     for block, of_experts in product(architecture.blocks, (False, True)):
         modules = tuple(module for module in block.modules if module.is_routed == of_experts)
-        for _, d_out, widest in _find_inputs(model, replace(block, modules=modules)):
+        for _, d_out, widest in find_inputs(model, replace(block, modules=modules)):
             rows = count_sum_rows(widest, of_experts=of_experts)
             summed += d_out * rows
             kept += d_out * min(rows, DIRECTIONS)

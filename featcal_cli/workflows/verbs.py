@@ -152,8 +152,8 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
     finished = _look_at_output(session, inputs, workspace)
     _look_at_hub(session, workspace)
     session.load_libraries()
-    from featcal_cli.workflows.calibrate import check_unfinished_run
     from featcal_cli.workflows.plan import make_plan
+    from featcal_cli.workflows.plan_checks import check_unfinished_run
 
     try:
         plan = make_plan(session, inputs, workspace.target)

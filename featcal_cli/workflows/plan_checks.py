@@ -1,0 +1,114 @@
+"""Checks of a plan: every reason not to start that shows before a model has run, and what would be downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import constants
+from torch import nn
+
+from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_fingerprint
+from featcal_cli.calibration.results import ADAPTER
+from featcal_cli.data.examples import TaskExamples
+from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
+from featcal_cli.hub.snapshot import Origin
+from featcal_cli.hub.weight_files import Entry
+from featcal_cli.models.alignment import check_alignment, compare_configs
+from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.block_lists import UNSEEN
+from featcal_cli.models.loading import Model
+from featcal_cli.recipe.schema import Recipe
+from featcal_cli.reporting.report import REPORT
+from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.hardware import disk_of, free_bytes
+from featcal_cli.workflows.inputs import Inputs
+from featcal_cli.workflows.output import check_readable
+from featcal_cli.workflows.resource_estimate import Estimate
+from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.workspace import Workspace
+
+Headers = Mapping[str, Entry] | None
+"""The tensors in a model's files by name; None if they are unknown until the weights are downloaded."""
+
+
+def check_models(
+    session: Session, architecture: Architecture, outlines: Mapping[str, Model], headers: Mapping[str, Headers]
+) -> None:
+    """Raise CheckpointError if a model does not match merged; otherwise note how configurations differ."""
+    merged = outlines["merged"]
+    for role, outline in outlines.items():
+        if role == "merged" or outline.module is not merged.module:  # else its files are alike
+            check_alignment(architecture, merged, outline)
+            check_readable(outline, architecture, headers[role])
+        if outline is not merged:
+            session.note(*compare_configs(merged, outline))
+
+
+def count_transfer(origin: Origin) -> dict[str, int]:
+    """Count the bytes of a model's files; those of an adapter include its base's."""
+    repo = origin.repo
+    missing = set() if repo.folder else set(missing_files(repo))
+    sizes = count_transfer(origin.base) if origin.base else {"missing": 0, "here": 0}
+    for path in chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo)):
+        sizes["missing" if path in missing else "here"] += repo.files[path].size
+    return sizes
+
+
+def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], target: Path | None) -> None:
+    """Raise OutputError if the output or the downloads would not fit on the disk."""
+    downloads = sum(transfer["missing"] for transfer in transfers.values())
+    places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
+    if target is not None:
+        there = sum(file.stat().st_size for file in list_blocks(Workspace(target).journal))  # of an interrupted run
+        places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))
+    for place, _, fix in places:
+        wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
+        free = free_bytes(place)
+        if free < wanted:
+            what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
+            raise OutputError(what, where=str(place), fix=fix)
+
+
+def check_refinable(session: Session, recipe: Recipe, examples: Mapping[str, TaskExamples]) -> None:
+    """Raise RecipeError if the result is to be refined, but by several processes, or without held-out examples."""
+    unchecked = [task for task, rows in examples.items() if not rows.selection_count]
+    if recipe.calibration.refine and session.ranks.size > 1:
+        raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
+    if recipe.calibration.refine and unchecked:
+        what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
+        raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
+
+
+def check_adapter(
+    origins: Mapping[str, Origin], rank: int | None, merged: nn.Module, architecture: Architecture
+) -> None:
+    """Raise RecipeError if no adapter of this rank can be written; `rank` None means that none is wanted."""
+    if rank is None:
+        return
+    where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
+    widest = max((min(x.shape) for x in merged.parameters() if x.ndim == 2), default=0)
+    if not 1 <= rank <= widest:
+        what = f"the rank of an adapter is at least 1, and at most {widest} for the matrices of this model"
+        raise RecipeError(what, where=where, fix=f"give 16, for example, {leave}")
+    if "merged" not in origins or origins["merged"].base:
+        what = "an adapter goes on a full merged model that others can load"
+        raise RecipeError(what, where=where, fix=f"push the merged model without adapters and name it, {leave}")
+    taken = [path for path in origins["merged"].repo.files if path.partition("/")[0] == ADAPTER]
+    if taken and REPORT not in origins["merged"].repo.files:
+        what = f"the merged model holds {taken[0]}, and {ADAPTER} is the folder that an adapter is written to"
+        raise RecipeError(what, where=where, fix=f"rename {ADAPTER} in a copy of the merged model, {leave}")
+    # a mixture that cannot run without values shows stacks of matrices alone
+    stacked = any(reason == UNSEEN for block in architecture.blocks for _, reason in block.skipped)
+    if stacked or any(block.is_mixture for block in architecture.blocks):
+        what = "an adapter cannot hold the experts of a mixture, which most of the update is in"
+        raise RecipeError(what, where=where, fix="leave out --as-adapter")
+
+
+def check_unfinished_run(session: Session, inputs: Inputs, workspace: Workspace) -> None:
+    """Raise OutputError if an unfinished run of another job is in the workspace. Examples, which are not read yet, are
+    not compared."""
+    if not (session.options.restart or session.options.overwrite):
+        folders = [repo.folder for origin in inputs.origins.values() for repo in origin.repos() if repo.folder]
+        check_unfinished(workspace.journal, take_fingerprint(inputs.recipe, folders, session.device, {}))
