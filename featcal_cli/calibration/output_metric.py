@@ -40,8 +40,8 @@ directions."""
 TOKEN_SENSITIVITY = 0.5
 """The share of a token's weight that comes from gradients; the rest is equal for all tokens."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
-"""Stopping rule of conjugate gradients: the relative residual and the largest number of steps. The first steps, which
-start at the merged weights, find the directions that the examples determine best; more steps do not improve outputs
+"""Stopping rule of conjugate gradients: the relative residual and the largest number of steps, the start included. The
+first steps find the directions that the examples determine best; more steps do not improve outputs
 (benchmarks/NOTES.md)."""
 
 
@@ -157,6 +157,10 @@ class MetricEquations(LinearEquations):
         the equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the
         span of the rows of all F_i. Inside that span, in the eigenvectors of Σ F_iᵀ F_i, V is computed by conjugate
         gradients with the preconditioner I + Σ F_iᵀ F_i / Σ c_i, which is the mean of S_i up to a factor.
+
+        No L⁻¹ ω_i G_i L⁻ᵀ exceeds 1 / c_i, so (I + Σ F_iᵀ F_i / min c_i)⁻¹ of the right-hand side is the least update
+        that any inputs ask for, and the start. Where Σ F_iᵀ F_i is only rounding, the start is the solution, so it makes
+        no difference whether such a direction is found to be in the span.
         """
         # the one system H of all multiples of I, with the λ that made the sum of the G_i positive
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
@@ -166,7 +170,7 @@ class MetricEquations(LinearEquations):
         # all F_i together span few directions of the outputs: everything below happens in their axes
         sizes, axes = _principal_axes(torch.cat(factors))
         along = torch.cat(factors) @ axes
-        shares = (1 + sizes / identities.sum()).reciprocal()[:, None]
+        shares, least = ((1 + sizes / of).reciprocal()[:, None] for of in (identities.sum(), identities.min()))
 
         def system_of(update: Tensor) -> Tensor:
             # V ↦ V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ), each task's rows of F_i V against its own G_i
@@ -178,7 +182,9 @@ class MetricEquations(LinearEquations):
         right = divide(lower.mT, right, upper=True)
         # outside of the axes V is the right-hand side itself, so only its part inside is solved for and exchanged
         inside = axes.T @ right
-        solved = approach_by_conjugate_gradients(system_of, inside, lambda residual: residual * shares, MOST_STEPS)
+        solved = approach_by_conjugate_gradients(
+            system_of, inside, lambda residual: residual * shares, MOST_STEPS, start=inside * least
+        )
         update: Tensor = divide(lower, right.addmm_(axes, solved - inside), upper=False)
         return update
 
@@ -211,12 +217,20 @@ def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def approach_by_conjugate_gradients(
-    system_of: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], steps: int
+    system_of: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    steps: int,
+    start: Tensor | None = None,
 ) -> Tensor:
-    """Solve system_of(x) = right by conjugate gradients from 0, until the residual is within TOLERANCE or for at most
-    `steps` steps. The operator must be symmetric and positive; `precondition` applies an approximate inverse of it and
-    returns a new tensor. Raises NumericsError if `right` is too large or not finite."""
-    x, residual = torch.zeros_like(right), right.clone()
+    """Solve system_of(x) = right by conjugate gradients, until the residual is within TOLERANCE or for at most `steps`
+    steps. They begin at 0, or at `start`, which is overwritten and counts as a step. The operator must be symmetric and
+    positive; `precondition` applies an approximate inverse of it and returns a new tensor. Raises NumericsError if
+    `right` is too large or not finite."""
+    if start is None:
+        x, residual = torch.zeros_like(right), right.clone()
+    else:
+        x, residual, steps = start, right - system_of(start), steps - 1
     enough = TOLERANCE * float(torch.linalg.vector_norm(right))
     if not isfinite(enough):
         raise NumericsError(NOT_FINITE, fix="use --method paper")
