@@ -39,6 +39,8 @@ SENSITIVITY = 0.9
 directions."""
 TOKEN_SENSITIVITY = 0.5
 """The share of a token's weight that comes from gradients; the rest is equal for all tokens."""
+NEGLIGIBLE = 1e-9
+"""Share of the largest eigenvalue of Σ F_iᵀ F_i below which an eigenvalue is taken for zero."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
 """Stopping rule of conjugate gradients: the relative residual and the largest number of steps, the start included. The
 first steps find the directions that the examples determine best; more steps do not improve outputs
@@ -205,15 +207,18 @@ class MetricEquations(LinearEquations):
 
 
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the non-zero eigenvalues [p] of FᵀF and their eigenvectors [d, p], for F [n, d]."""
-    narrow = len(factor) < factor.shape[1]
-    product = factor @ factor.T if narrow else factor.T @ factor
+    """Return the eigenvalues [p] of FᵀF, without those that are negligible, and their eigenvectors [d, p], for F [n, d].
+    They are computed in float64, so that it makes no difference whether the smallest of them are found negligible."""
+    exact = to_accumulation_dtype(factor)
+    narrow = len(exact) < exact.shape[1]
+    product = exact @ exact.T if narrow else exact.T @ exact
     if not product.isfinite().all():
         raise NumericsError(NOT_FINITE, fix="use --method paper")
     values, vectors = find_eigenvectors(product)
-    largest = values > len(values) * torch.finfo(values.dtype).eps * values[-1:]
+    largest = values > NEGLIGIBLE * values[-1:]
     values, vectors = values[largest], vectors[:, largest]
-    return values, factor.T @ (vectors / values.sqrt()) if narrow else vectors
+    axes = exact.T @ (vectors / values.sqrt()) if narrow else vectors
+    return values.to(factor), axes.to(factor)
 
 
 def approach_by_conjugate_gradients(
