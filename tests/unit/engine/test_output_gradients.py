@@ -281,6 +281,17 @@ def test_the_directions_that_move_answers_most_are_kept(d: int) -> None:
     assert factor.square().sum() >= (0.99 if is_sketch else 0.999) * kept.square().sum()
 
 
+def test_factors_are_as_precise_as_sums() -> None:
+    """Whose rounding would else decide in which of the directions that hardly move the outputs updates go."""
+    rows = 1 + torch.randn(600, 64, generator=torch.Generator().manual_seed(0))
+    sums = GradientSums(0)
+    sums.add("m", rows)
+    total, factor = sums.sums["m"].double(), sums.factors()["m"].double()
+    exact = total.tril() + total.tril(-1).T
+    exact *= 64 / exact.trace()
+    assert (factor.T @ factor - exact).norm() <= 3e-7 * exact.norm()
+
+
 def test_gradients_that_are_not_finite_stay_so() -> None:
     sums = GradientSums(0)
     sums.add("m", torch.full((2, 8), torch.nan))
