@@ -161,8 +161,8 @@ class MetricEquations(LinearEquations):
         gradients with the preconditioner I + Σ F_iᵀ F_i / Σ c_i, which is the mean of S_i up to a factor.
 
         No L⁻¹ ω_i G_i L⁻ᵀ exceeds 1 / c_i, so (I + Σ F_iᵀ F_i / min c_i)⁻¹ of the right-hand side is the least update
-        that any inputs ask for, and the start. Where Σ F_iᵀ F_i is only rounding, the start is the solution, so it makes
-        no difference whether such a direction is found to be in the span.
+        that any inputs ask for, and the start. Where Σ F_iᵀ F_i is only rounding, the start is the solution, so it
+        makes no difference whether such a direction is found to be in the span.
         """
         # the one system H of all multiples of I, with the λ that made the sum of the G_i positive
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
@@ -207,8 +207,9 @@ class MetricEquations(LinearEquations):
 
 
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues [p] of FᵀF, without those that are negligible, and their eigenvectors [d, p], for F [n, d].
-    They are computed in float64, so that it makes no difference whether the smallest of them are found negligible."""
+    """Return the eigenvalues [p] of FᵀF, for F [n, d], and their eigenvectors [d, p], without those that are
+    negligible. They are computed in float64, so that it makes no difference whether the smallest are found negligible.
+    """
     exact = to_accumulation_dtype(factor)
     narrow = len(exact) < exact.shape[1]
     product = exact @ exact.T if narrow else exact.T @ exact

@@ -119,9 +119,9 @@ def test_the_minimum_does_not_depend_on_batches() -> None:
     x, drift = (nn.functional.layer_norm(torch.randn(count, width, generator=generator), (width,)) for _ in range(2))
     for size in (1, 80):
         divergence = Divergence(None, torch.device("cpu"), Ranks())
-        pairs = zip(x.split(size), (x + 0.3 * drift).split(size), strict=True)
-        divergence.add_task([HeadInputs(*pair) for pair in pairs], expert, 1)
-        divergence.sum_over_ranks()
+        parts = zip(*(of.split(size) for of in (x, x + 0.3 * drift, torch.arange(count))), strict=True)
+        divergence.add_task([HeadInputs(*part) for part in parts], expert, 1)
+        divergence.finish()
         found.append(minimise(divergence, Weight(merged)))
     assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm()
 
