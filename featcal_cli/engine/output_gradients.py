@@ -175,8 +175,7 @@ class GradientPass:
         def watch(module: Module, y: Any) -> Any:
             if isinstance(y, Tensor) and y.requires_grad:
                 self._group.graph_room -= SAVED_TENSORS * y.nbytes
-                # a view, as a Linear may return by the layout of its input, would lose its hook when the block
-                # changes it in place
+                # a view, as a Linear may return, would lose its hook when the block changes it in place
                 y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
                 y.register_hook(partial(self._receive, block, module, masks, lengths))
             return y
