@@ -46,9 +46,10 @@ NEGLIGIBLE = 1e-6
 """Descent of L, in nats, that no further step is made for; rounding of L is not much smaller."""
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Candidates for the share of the update that is kept, the largest first."""
-DAMPING = 1e-3
-"""Share of the mean of x² that is added to the diagonal of E[x xᵀ] in the preconditioner, as few rows have no
-inverse."""
+DAMPING = RIDGE / (1 + RIDGE)
+"""Share of the mean of x² that is added to the diagonal of E[x xᵀ] in the preconditioner. It makes the preconditioner
+as large as λ, for tokens of mean probability, in directions that the features do not have, which are all that a norm
+took away or more than there are rows; with less, conjugate gradients amplify the rounding there."""
 CURVATURE_ROWS = 1 << 14
 """Number of rows of all tasks from which the second derivative is taken; a quarter of it costs a thirtieth of the
 gain."""

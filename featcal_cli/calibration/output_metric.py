@@ -39,9 +39,11 @@ SENSITIVITY = 0.9
 directions."""
 TOKEN_SENSITIVITY = 0.5
 """The share of a token's weight that comes from gradients; the rest is equal for all tokens."""
+NEGLIGIBLE = 1e-9
+"""Share of the largest eigenvalue of Σ F_iᵀ F_i below which an eigenvalue is taken for zero."""
 TOLERANCE, MOST_STEPS = 1e-2, 5
-"""Stopping rule of conjugate gradients: the relative residual and the largest number of steps. The first steps, which
-start at the merged weights, find the directions that the examples determine best; more steps do not improve outputs
+"""Stopping rule of conjugate gradients: the relative residual and the largest number of steps, the start included. The
+first steps find the directions that the examples determine best; more steps do not improve outputs
 (benchmarks/NOTES.md)."""
 
 
@@ -157,6 +159,10 @@ class MetricEquations(LinearEquations):
         the equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the
         span of the rows of all F_i. Inside that span, in the eigenvectors of Σ F_iᵀ F_i, V is computed by conjugate
         gradients with the preconditioner I + Σ F_iᵀ F_i / Σ c_i, which is the mean of S_i up to a factor.
+
+        No L⁻¹ ω_i G_i L⁻ᵀ exceeds 1 / c_i, so (I + Σ F_iᵀ F_i / min c_i)⁻¹ of the right-hand side is the least update
+        that any inputs ask for, and the start. Where Σ F_iᵀ F_i is only rounding, the start is the solution, so it
+        makes no difference whether such a direction is found to be in the span.
         """
         # the one system H of all multiples of I, with the λ that made the sum of the G_i positive
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
@@ -166,7 +172,7 @@ class MetricEquations(LinearEquations):
         # all F_i together span few directions of the outputs: everything below happens in their axes
         sizes, axes = _principal_axes(torch.cat(factors))
         along = torch.cat(factors) @ axes
-        shares = (1 + sizes / identities.sum()).reciprocal()[:, None]
+        shares, least = ((1 + sizes / of).reciprocal()[:, None] for of in (identities.sum(), identities.min()))
 
         def system_of(update: Tensor) -> Tensor:
             # V ↦ V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ), each task's rows of F_i V against its own G_i
@@ -178,7 +184,9 @@ class MetricEquations(LinearEquations):
         right = divide(lower.mT, right, upper=True)
         # outside of the axes V is the right-hand side itself, so only its part inside is solved for and exchanged
         inside = axes.T @ right
-        solved = approach_by_conjugate_gradients(system_of, inside, lambda residual: residual * shares, MOST_STEPS)
+        solved = approach_by_conjugate_gradients(
+            system_of, inside, lambda residual: residual * shares, MOST_STEPS, start=inside * least
+        )
         update: Tensor = divide(lower, right.addmm_(axes, solved - inside), upper=False)
         return update
 
@@ -199,24 +207,36 @@ class MetricEquations(LinearEquations):
 
 
 def _principal_axes(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the non-zero eigenvalues [p] of FᵀF and their eigenvectors [d, p], for F [n, d]."""
-    narrow = len(factor) < factor.shape[1]
-    product = factor @ factor.T if narrow else factor.T @ factor
+    """Return the eigenvalues [p] of FᵀF, for F [n, d], and their eigenvectors [d, p], without those that are
+    negligible. They are computed in float64, so that it makes no difference whether the smallest are found negligible.
+    """
+    exact = to_accumulation_dtype(factor)
+    narrow = len(exact) < exact.shape[1]
+    product = exact @ exact.T if narrow else exact.T @ exact
     if not product.isfinite().all():
         raise NumericsError(NOT_FINITE, fix="use --method paper")
     values, vectors = find_eigenvectors(product)
-    largest = values > len(values) * torch.finfo(values.dtype).eps * values[-1:]
+    largest = values > NEGLIGIBLE * values[-1:]
     values, vectors = values[largest], vectors[:, largest]
-    return values, factor.T @ (vectors / values.sqrt()) if narrow else vectors
+    axes = exact.T @ (vectors / values.sqrt()) if narrow else vectors
+    return values.to(factor), axes.to(factor)
 
 
 def approach_by_conjugate_gradients(
-    system_of: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], steps: int
+    system_of: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    steps: int,
+    start: Tensor | None = None,
 ) -> Tensor:
-    """Solve system_of(x) = right by conjugate gradients from 0, until the residual is within TOLERANCE or for at most
-    `steps` steps. The operator must be symmetric and positive; `precondition` applies an approximate inverse of it and
-    returns a new tensor. Raises NumericsError if `right` is too large or not finite."""
-    x, residual = torch.zeros_like(right), right.clone()
+    """Solve system_of(x) = right by conjugate gradients, until the residual is within TOLERANCE or for at most `steps`
+    steps. They begin at 0, or at `start`, which is overwritten and counts as a step. The operator must be symmetric and
+    positive; `precondition` applies an approximate inverse of it and returns a new tensor. Raises NumericsError if
+    `right` is too large or not finite."""
+    if start is None:
+        x, residual = torch.zeros_like(right), right.clone()
+    else:
+        x, residual, steps = start, right - system_of(start), steps - 1
     enough = TOLERANCE * float(torch.linalg.vector_norm(right))
     if not isfinite(enough):
         raise NumericsError(NOT_FINITE, fix="use --method paper")

@@ -172,10 +172,13 @@ class GradientPass:
         linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
         functional = {module.functional.weight: module for module in linear if module.functional is not None}
 
-        def watch(module: Module, y: Any) -> None:
+        def watch(module: Module, y: Any) -> Any:
             if isinstance(y, Tensor) and y.requires_grad:
                 self._group.graph_room -= SAVED_TENSORS * y.nbytes
+                # a view, as a Linear may return, would lose its hook when the block changes it in place
+                y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
                 y.register_hook(partial(self._receive, block, module, masks, lengths))
+            return y
 
         with ExitStack() as hooks:
             for module in (module for module in linear if module.functional is None):

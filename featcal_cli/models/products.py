@@ -146,7 +146,8 @@ class Routing:
         elif func in SCALINGS and isinstance(args[1], Tensor):
             for x, gate in (args, args[::-1]):
                 if gate.ndim == 2 and gate.shape[1] == 1 < x.shape[-1] and (scaled := self.find(x)) is not None:
-                    scaled.gate = gate[:, 0]
+                    # a shared expert's gate, which comes later, may scale as many rows
+                    scaled.gate = gate[:, 0] if scaled.gate is None else scaled.gate
         return result
 
     def _gather(self, source: Tensor, index: Any, result: Tensor) -> None:

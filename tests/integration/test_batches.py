@@ -17,9 +17,9 @@ from featcal_cli.workflows.verbs import calibrate
 
 SETTINGS: dict[str, Any] = {"ridge": 0.1, "rho": None, "alpha": None}
 """With a ridge under which rounding stays as small as it is: 1e-4 makes it a thousand times as large."""
-PRECISE = 1e-4
+PRECISE = 3e-5
 """Of the update: how far results may lie apart, as gradients and module-by-module steps in float32 carry the rounding
-of one sum on into the next (1.4e-5 was seen)."""
+of one sum on into the next (1.5e-5 was not reached)."""
 
 
 def write_texts(file: Path, seed: int, rows: int, least: int, most: int, *, with_targets: bool = False) -> list[str]:
@@ -44,10 +44,11 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(squares**0.5)
 
 
-@pytest.mark.parametrize("name", few_of(["gpt2", "bert", "t5", "mixtral"], ("gpt2",)))
+@pytest.mark.parametrize("name", few_of(["gpt2", "bert", "t5", "mixtral", "qwen2-moe"], ("gpt2", "qwen2-moe")))
 def test_no_family_depends_on_batches_padding_and_order(tmp_path: Path, name: str) -> None:
-    """One family of each kind: positions that are learnt, given by a mask or relative; a mixture. The paper's method is
-    compared with the oracle, which knows no batches."""
+    """One family of each kind: positions that are learnt, given by a mask or relative; a mixture, and one whose shared
+    expert is weighed by a gate, as the others are. The paper's method is compared with the oracle, which knows no
+    batches."""
     saved = save_family(tmp_path, BY_NAME[name])
     recipe: dict[str, Any] = saved.recipe(**SETTINGS, examples=8)
     with_targets = "decoder_input_ids" in saved.inputs["red"]

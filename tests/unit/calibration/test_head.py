@@ -109,6 +109,23 @@ def test_steps_lead_to_the_minimum(
     assert share * (before - least) < before - found < before - least + 1e-6
 
 
+def test_the_minimum_does_not_depend_on_batches() -> None:
+    """Where features do not span all directions, as a norm has taken their mean away, and rows are few: rounding alone
+    is there, and must not grow."""
+    width, classes, count, found = 48, 99, 80, []
+    generator = torch.Generator().manual_seed(0)
+    merged = torch.randn(classes, width, generator=generator) / 4
+    expert = Affine(merged + 0.1 * torch.randn(classes, width, generator=generator), None)
+    x, drift = (nn.functional.layer_norm(torch.randn(count, width, generator=generator), (width,)) for _ in range(2))
+    for size in (1, 80):
+        divergence = Divergence(None, torch.device("cpu"), Ranks())
+        parts = zip(*(of.split(size) for of in (x, x + 0.3 * drift, torch.arange(count))), strict=True)
+        divergence.add_task([HeadInputs(*part) for part in parts], expert, 1)
+        divergence.finish()
+        found.append(minimise(divergence, Weight(merged)))
+    assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm()
+
+
 @pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
 def test_norms_are_scaled_by_factors(make: type[nn.Module]) -> None:
     norm = make(WIDTH)

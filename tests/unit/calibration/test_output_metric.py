@@ -137,3 +137,18 @@ def test_metrics_of_few_outputs_have_axes(seed: int) -> None:
     values, vectors = output_metric._principal_axes(factor)
     assert len(values) == 3
     torch.testing.assert_close(vectors * values @ vectors.T, factor.T @ factor, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_directions_that_are_only_rounding_change_nothing(settings: Hyperparameters) -> None:
+    """Gradients that avoid an output, and those that have the least trace of it, give one update, however few steps are
+    made: of which directions there is a trace depends on the order of sums."""
+    merged, base, tasks = draw()
+    found = []
+    for trace in (0.0, 1e-7):
+        system = MetricEquations({"m": merged}, settings)
+        for task in tasks:
+            task["g"][:, 0], task["g"][0, 0] = 0.0, trace
+        add_all(system, merged, tasks, settings.alpha)
+        found.append(system.solve({"m": base}, bias=False)["m"].parameters.weight - merged.weight)
+    assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
