@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
+from featcal_cli.engine.output_reuse import OutputRoom, reusing_outputs
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.token_weights import cls_weights, padding_masks
 from featcal_cli.engine.weight_uploads import drop_weights
@@ -176,6 +177,9 @@ class BlockVisit:
         """The rank that solves each module of the block, by name, as far as they have one; empty for one rank."""
         self._job, self._passes, self._done = job, passes, done
         self._is_last_part = True
+        self._solved: list[str] = []
+        """Names of the modules in earlier parts, whose weights and inputs stay as they are from then on."""
+        self._room = OutputRoom(job.offloader.room_for_outputs if job.offloader is not None else 0)
         self._released: set[str] = set()
         """Tasks whose expert is finished with this block."""
 
@@ -186,6 +190,8 @@ class BlockVisit:
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
             yield part
+            if not self._is_last_part:
+                self._solved += [module.name for module in part.modules]
 
     @property
     def is_routed(self) -> bool:
@@ -233,6 +239,8 @@ class BlockVisit:
                     first=pair.examples.start == 0, row_multiples=row_multiples, examples=pair.examples
                 )
                 del shown  # which is large, while the next pair is run
+            if self._job.offloader is not None:
+                self._job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
         """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
@@ -247,17 +255,29 @@ class BlockVisit:
             captured, _ = run_captured(expert, paused, self.part)
             paused.close()
         else:
-            captured, output = run_captured(expert, pair.expert, self.part, to_end=self._is_last_part)
+            with self._reusing(pair.expert):
+                captured, output = run_captured(expert, pair.expert, self.part, to_end=self._is_last_part)
             if self._is_last_part:
                 self._go_on(task, pair.expert, output)
-        x_cal = run_to_last_input(self._job.student, pair.student, self.part, captured.last_call)
+        with self._reusing(pair.student):
+            x_cal = run_to_last_input(self._job.student, pair.student, self.part, captured.last_call)
         yield self._describe(x_cal, captured, pair.student)
+
+    def _reusing(self, paused: PausedForward) -> AbstractContextManager[None]:
+        """Return a context in which the block's modules return again what they have computed in a run for an earlier
+        part. In a run of the student for any part but the last, the part's own Linear modules compute nothing: only
+        their inputs are wanted, and none of them depends on another's output."""
+        part = [] if self._is_last_part else [module.name for module in self.part.modules]
+        if paused.runner is self._job.student:
+            return reusing_outputs(paused, self.block, self._room, self._solved, part)
+        return reusing_outputs(paused, self.block, self._room, [*self._solved, *part])
 
     def _observe_experts(self, task: str, pair: PairedPass) -> Observation:
         """Observe the modules of a mixture's experts. The student's routing decisions are replayed in the expert model,
         so that rows are the same tokens in both. The expert's pass stays paused, to continue later with its own
         decisions."""
-        own, _ = run_captured(self._job.student, pair.student, self.part)
+        with self._reusing(pair.student):
+            own, _ = run_captured(self._job.student, pair.student, self.part)
         captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
         return self._describe(own.x, captured._replace(routes=own.routes), pair.student)
 
@@ -347,7 +367,9 @@ class BlockVisit:
         """Run a pass that is paused before the block through it. After the task's last block only the head is left,
         so that block runs only if the head's inputs are collected."""
         while paused.is_at(self.block) and (self._job.head is not None or not self._is_last(task)):
-            self._go_on(task, paused, paused.run_block(self.block))
+            with self._reusing(paused):
+                output = paused.run_block(self.block)
+            self._go_on(task, paused, output)
 
     def _go_on(self, task: str, paused: PausedForward, output: Any) -> None:
         head, is_last = self._job.head, self._is_last(task) and self.block.calls == 1

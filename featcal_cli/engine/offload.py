@@ -25,6 +25,8 @@ SMALLEST_MOVED = mmap.PAGESIZE
 """Size in bytes below which a piece of memory is never moved."""
 LARGE = 1 << 20
 """Smallest size in bytes at which tensors that are unlikely to be needed again are worth moving."""
+OUTPUT_BYTES = 1 << 31
+"""Most bytes of files in which a CPU keeps modules' outputs."""
 TRIM_EVERY = 16 << 20
 """Number of bytes that leave a CPU's memory between two trims of the heap, which return the freed gaps to the
 system."""
@@ -83,6 +85,12 @@ class Offloader:
         """Pieces that are unlikely to be needed again, which move first when there is no room."""
         self._totals = [0, 0, 0]
         self._untrimmed = 0
+
+    @property
+    def room_for_outputs(self) -> int:
+        """Bytes that modules' outputs may take which are kept only because computing them again takes longer: on a CPU
+        they lie in files."""
+        return OUTPUT_BYTES if self._is_cpu else max(0, self._rooms[DEVICE] - self.used(DEVICE))
 
     def used(self, level: int) -> int:
         """Bytes that tensors take at a level."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from featcal_cli.data.batches import (
     Batch,
+    Part,
     axis_lengths,
     count_examples,
     count_tokens,
@@ -286,7 +287,7 @@ def measure_output_gradients(
     gradients are measured. Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each
     block runs forward on all batches of a group in turn, so its weights are moved to the device once per group, and
     stay there if all blocks have room. In the backward pass of each batch, blocks run once more with gradients, except
-    the first ones, whose graphs take GRAPH_BYTES.
+    the first ones, whose graphs take GRAPH_BYTES; on a CPU batches are split, so that these are all.
     """
     sums, hooks = GradientSums(seed), ExitStack()
     for module in expert.model.module.modules():
@@ -320,9 +321,9 @@ def _measure_batches(
     used = take_range(batches, 0, count_chosen(batches))
     examples = sum(map(count_examples, used))
     projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
-    parts, done, problem = share_batches(used, ranks), list[GradientPass](), ""
+    done, problem = list[tuple[range, GradientPass]](), ""
     try:
-        done = _run_in_groups(expert, architecture, entry, [part.batch for part in parts], projections, seed, sums)
+        done = _run_in_groups(expert, architecture, entry, share_batches(used, ranks), projections, seed, sums)
     except RuntimeError as error:
         if ranks.size == 1 or is_out_of_memory(error):
             raise
@@ -331,34 +332,52 @@ def _measure_batches(
     for failure in ranks.gather(problem):
         if failure:
             raise RuntimeError(failure)
-    return _relative_sizes([(part.examples, each) for part, each in zip(parts, done, strict=True)], batches, ranks)
+    return _relative_sizes(done, batches, ranks)
 
 
 def _run_in_groups(
     expert: BlockRunner,
     architecture: Architecture,
     entry: str,
-    chosen: list[Batch],
+    parts: list[Part],
     projections: int,
     seed: int,
     sums: GradientSums | None,
-) -> list[GradientPass]:
-    """Run the passes of all batches, forwards and back, in groups; `chosen` is emptied."""
-    done: list[GradientPass] = []
+) -> list[tuple[range, GradientPass]]:
+    """Run the passes of all batches, forwards and back, in groups, and return them with the numbers of their examples;
+    `parts` is emptied. Where a CPU uses weights where they lie, groups save nothing: each pass then has as many
+    examples as there is room for graphs, so that no block runs twice."""
+    done: list[tuple[range, GradientPass]] = []
     with expert.on_device():
-        while chosen:
+        stays = expert.keeps_weights()
+        most, is_split = 1.0, stays and expert.device.type == "cpu"
+        while parts:
             passes: list[GradientPass] = []
-            kept, group = 0, PassGroup(expert.keeps_weights())
-            while chosen and kept < KEPT_BYTES:
-                passes.append(GradientPass(expert, entry, chosen.pop(0), projections, seed, group))
-                kept += passes[-1].bytes_a_block * len(architecture.blocks)
+            kept, group = 0, PassGroup(stays)
+            while parts and kept < (1 if is_split else KEPT_BYTES):
+                part = _split_first(parts, most) if is_split else parts.pop(0)
+                passes.append(GradientPass(expert, entry, part.batch, projections, seed, group))
+                done.append((part.examples, passes[-1]))
+                kept += max(1, passes[-1].bytes_a_block * len(architecture.blocks))
             try:
                 _run_passes(architecture.blocks, passes, sums)
             finally:
                 for each in passes:
                     each.close()
-            done += passes
+            # a graph grows with its inputs, be they pixels or tokens
+            inputs = sum(x.numel() for x in passes[-1].batch.values())
+            most = inputs * GRAPH_BYTES / max(1, GRAPH_BYTES - group.graph_room)
     return done
+
+
+def _split_first(parts: list[Part], most: float) -> Part:
+    """Take from the first of the parts as many examples as have `most` elements of inputs, but at least one."""
+    batch, examples = parts[0]
+    count = max(1, int(most * len(examples) / sum(x.numel() for x in batch.values())))
+    if count >= len(examples):
+        return parts.pop(0)
+    parts[0] = Part(take_range([batch], count, len(examples))[0], examples[count:])
+    return Part(take_range([batch], 0, count)[0], examples[:count])
 
 
 def _relative_sizes(

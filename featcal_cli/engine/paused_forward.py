@@ -73,12 +73,16 @@ class PausedForward(greenlet):
         """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
         """The call of the block before which the pass is paused; None once the pass has ended."""
+        self.outputs: dict[str, tuple[Tensor, int]] = {}
+        """Outputs that the paused block's modules keep for its next runs, by module, each with its version."""
         self.runner = runner
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors in the arguments of the paused block."""
-        return tensors_in(self.call)
+        """All tensors in the arguments of the paused block, and those that its modules keep."""
+        yield from tensors_in(self.call)
+        for kept, _ in self.outputs.values():
+            yield kept
 
     @property
     def hidden(self) -> Tensor:
@@ -94,6 +98,7 @@ class PausedForward(greenlet):
         """Continue to the next block with the paused block's `output` (none at the start). `gradients` turns autograd
         on."""
         runner = self.runner
+        self.outputs.clear()
         explaining = _explaining_failure(runner.model)
         with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
             result = self.switch(*output)
@@ -185,6 +190,7 @@ class PausedForward(greenlet):
     def close(self) -> None:
         """End the pass where it is paused, without running the rest of the model."""
         self.call = None
+        self.outputs.clear()
         if not self.dead:
             self.throw(GreenletExit)
 
