@@ -15,7 +15,7 @@ are summed for wider outputs."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """Largest width and number of combinations, as above, for modules of a mixture's experts, of which a model has
 thousands."""
-PANEL_WIDTH = 256
+PANEL_WIDTH = 128
 """Width of the panels in which a CPU computes symmetric products, to skip most of the entries above the diagonal."""
 DIRECTIONS, SPARE_DIRECTIONS = 64, 64
 """Number of output directions that are kept (those that move the outputs most), and number of extra directions that are

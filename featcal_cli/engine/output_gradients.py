@@ -50,8 +50,9 @@ from featcal_cli.models.tracing import BlockCall
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import is_out_of_memory
 
-ENOUGH_GRADIENTS, MOST_PROJECTIONS = 128, 3
-"""Number of random projections of outputs that is enough for a task, and largest number of projections per example."""
+ENOUGH_GRADIENTS, MOST_PROJECTIONS = 64, 3
+"""Number of random projections of outputs that is enough for a task (benchmarks/NOTES.md), and largest number of
+projections per example."""
 MOST_TOKENS = 1 << 14
 """Largest number of text tokens that are used of a task, as examples of language models are long."""
 PREDICTIONS = 64
@@ -59,9 +60,9 @@ PREDICTIONS = 64
 whole vocabulary."""
 KEPT_BYTES = 1 << 28
 """Size in bytes of the stored block arguments at which a group of batches is full."""
-GRAPH_BYTES, SAVED_TENSORS = 1 << 29, 2
-"""Size in bytes that the graphs of a group of batches may take, and number of tensors that a graph is taken to save for
-each output of a Linear module."""
+GRAPH_BYTES, PIECE_BYTES, SAVED_TENSORS = 1 << 29, 1 << 27, 2
+"""Size in bytes that the graphs of a group of batches may take, and that of one batch where batches are split; and
+number of tensors that a graph is taken to save for each output of a Linear module."""
 
 
 class OutputGradients(NamedTuple):
@@ -365,8 +366,7 @@ def _run_in_groups(
                 for each in passes:
                     each.close()
             # a graph grows with its inputs, be they pixels or tokens
-            inputs = sum(x.numel() for x in passes[-1].batch.values())
-            most = inputs * GRAPH_BYTES / max(1, GRAPH_BYTES - group.graph_room)
+            most = PIECE_BYTES / max(1, GRAPH_BYTES - group.graph_room) * sum(x.numel() for x in part.batch.values())
     return done
 
 

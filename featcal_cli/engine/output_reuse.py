@@ -75,7 +75,8 @@ def _reuse(
     # a block whose features overflow bfloat16 runs again in float32
     if kept is not None and kept._version == version and x is not None and kept.dtype == x.dtype:
         return kept
-    y = forward(*given, **named)
+    # without the base that a view has, which would hold the memory when it is moved to a file
+    y = forward(*given, **named).data
     if kept is not None or room.take(y.nbytes):
         outputs[name] = y, y._version
     return y

@@ -21,8 +21,8 @@ from featcal_cli.data.batches import count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
 from featcal_cli.engine.head import find_head
-from featcal_cli.engine.offload import LARGE
-from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, SAVED_TENSORS
+from featcal_cli.engine.offload import LARGE, OUTPUT_BYTES
+from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, PIECE_BYTES, SAVED_TENSORS
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model, count_fused
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
@@ -102,7 +102,8 @@ def estimate(
     computing = choose_dtype(calibration, model)
     guarded = writes and calibration.must_not_get_worse
     # 1. features
-    unread = features = filed = aside = batch = shown = logits = head_rows = taught = taught_logits = answers = 0.0
+    unread = features = filed = aside = batch = shown = outputs = 0.0
+    logits = head_rows = taught = taught_logits = answers = 0.0
     passes = DRIFT_PASSES + HEAD_PASSES * calibration.uses_output_metric + CHECK_PASSES * guarded
     for task, rows in examples.items():
         # fewer than asked for where the source has no more; beyond what is read, a run reads the rest
@@ -132,6 +133,7 @@ def estimate(
             features += (state + begun) * paused - begun_in_files
         batch = max(batch, BATCH_COPIES * need.feature_bytes * size)
         shown = max(shown, state * wanted)
+        outputs += FITTED_PASSES * need.rows * (wanted + guarded * watched) * computing.itemsize
         ids = rows.fitted[0].get("decoder_input_ids", rows.fitted[0].get("input_ids"))
         tokens = ids.shape[1] if ids is not None and ids.ndim == 2 else 1
         choices = len(getattr(model.get_output_embeddings(), "weight", ()))
@@ -144,6 +146,8 @@ def estimate(
     here = min(features, room if on_device else further_room)
     elsewhere = min(features - here, further_room) if on_device else 0.0
     aside += features - here - elsewhere
+    if writes and not on_device and calibration.solving_order == "module":
+        aside += min(OUTPUT_BYTES, outputs * _widest_block(model, architecture))
     # 2. weights
     block, block_in_use, stem, stem_in_use = _weigh(merged, architecture, computing)
     in_blocks = sum(x.nbytes for block in architecture.blocks for x in model.get_submodule(block.name).parameters())
@@ -158,9 +162,13 @@ def estimate(
     if calibration.uses_output_metric:
         summed, kept = _count_gradients(model, architecture)
         blocks_read = BLOCKS_ON_HOST * (max(block_in_use - stays, 0) if on_device else block)
-        gradients = summed + min(KEPT_BYTES, len(architecture.blocks) * shown) + blocks_read + LOGIT_COPIES * logits
+        gradients = summed + blocks_read + LOGIT_COPIES * logits
+        # a CPU that need not convert weights splits batches and groups none
+        is_split = not on_device and block == block_in_use
+        gradients += 0 if is_split else min(KEPT_BYTES, len(architecture.blocks) * shown)
         if stays or not on_device:
-            gradients += min(GRAPH_BYTES, len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES)
+            graphs = len(architecture.blocks) * SAVED_TENSORS * batch / BATCH_COPIES
+            gradients += min(PIECE_BYTES if is_split else GRAPH_BYTES, graphs)
     # 5. head
     solved = collected = in_journal = 0.0
     if writes and calibration.calibrates_head:
@@ -189,6 +197,17 @@ def estimate(
         device_bytes=round(max(here + at_work + stays, refining)) if on_device else 0,
         disk_bytes=round(output + aside + kept * len(examples) + in_files),
     )
+
+
+def _widest_block(model: nn.Module, architecture: Architecture) -> int:
+    """Return the largest sum of d_out over a block's Linear modules that keep their outputs between its parts."""
+    inside = (
+        (block, [x for x in block.modules if not x.is_routed and x.functional is None]) for block in architecture.blocks
+    )
+    widths = (
+        sum(d_out for _, d_out, _ in _find_inputs(model, replace(block, modules=tuple(x)))) for block, x in inside
+    )
+    return max(widths, default=0)
 
 
 def _count_head(

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import BY_NAME, few_of, save_family
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from featcal_cli.engine import offload
 from featcal_cli.engine.paused_forward import PausedForward
 from featcal_cli.models.architecture import Block
 from featcal_cli.workflows.inspect_drift import inspect_drift
@@ -48,3 +51,34 @@ def test_a_row_runs_as_often_as_the_fit_and_its_figures_need_it(
     saved = save_family(tmp_path / "saved", BY_NAME["vit"], examples=16)
     calibrate(saved.recipe(examples=8, token_weights="uniform"), output=tmp_path / "out")
     assert list(runs.values()) == [len(saved.inputs) * (8 * times + 4 * 4) for times in (3, 2)]
+
+
+@pytest.mark.parametrize("name", few_of(["vit", "bert", "gpt2", "t5", "llama", "mixtral"], ("vit", "t5")))
+def test_outputs_that_are_kept_change_nothing_and_save_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A block runs once for each of its parts; what no change has reached is the same, bit for bit."""
+    saved = save_family(tmp_path / "saved", BY_NAME[name], examples=12)
+    recipe = saved.recipe(method="featcal", rho=1.0)
+    recipe["tasks"] = dict(list(recipe["tasks"].items())[:1])
+    weights, products = [], []
+    for room in (offload.OUTPUT_BYTES, 0):
+        monkeypatch.setattr(offload, "OUTPUT_BYTES", room)
+        with CountedProducts() as counted:
+            calibrate(recipe, output=tmp_path / str(room), batch_size=3)
+        weights.append((tmp_path / str(room) / "model.safetensors").read_bytes())
+        products.append(counted.count)
+    assert weights[0] == weights[1] != (saved.folder / "merged" / "model.safetensors").read_bytes()
+    assert products[0] < products[1]
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts the products that Linear modules make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
