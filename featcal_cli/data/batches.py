@@ -146,6 +146,16 @@ def share_batches(batches: Iterable[Batch], ranks: Ranks) -> list[Part]:
     return parts
 
 
+def split_first(parts: list[Part], most: float) -> Part:
+    """Take from the first of the parts as many examples as have `most` elements of inputs, but at least one."""
+    batch, examples = parts[0]
+    count = max(1, int(most * len(examples) / sum(x.numel() for x in batch.values())))
+    if count >= len(examples):
+        return parts.pop(0)
+    parts[0] = Part(take_range([batch], count, len(examples))[0], examples[count:])
+    return Part(take_range([batch], 0, count)[0], examples[:count])
+
+
 # --- what a model takes ---
 
 

@@ -24,6 +24,7 @@ from featcal_cli.data.batches import (
     count_tokens,
     seed_examples,
     share_batches,
+    split_first,
     take_range,
 )
 from featcal_cli.data.preprocessing import renumber
@@ -356,7 +357,7 @@ def _run_in_groups(
             passes: list[GradientPass] = []
             kept, group = 0, PassGroup(stays)
             while parts and kept < (1 if is_split else KEPT_BYTES):
-                part = _split_first(parts, most) if is_split else parts.pop(0)
+                part = split_first(parts, most) if is_split else parts.pop(0)
                 passes.append(GradientPass(expert, entry, part.batch, projections, seed, group))
                 done.append((part.examples, passes[-1]))
                 kept += max(1, passes[-1].bytes_a_block * len(architecture.blocks))
@@ -368,16 +369,6 @@ def _run_in_groups(
             # a graph grows with its inputs, be they pixels or tokens
             most = PIECE_BYTES / max(1, GRAPH_BYTES - group.graph_room) * sum(x.numel() for x in part.batch.values())
     return done
-
-
-def _split_first(parts: list[Part], most: float) -> Part:
-    """Take from the first of the parts as many examples as have `most` elements of inputs, but at least one."""
-    batch, examples = parts[0]
-    count = max(1, int(most * len(examples) / sum(x.numel() for x in batch.values())))
-    if count >= len(examples):
-        return parts.pop(0)
-    parts[0] = Part(take_range([batch], count, len(examples))[0], examples[count:])
-    return Part(take_range([batch], 0, count)[0], examples[:count])
 
 
 def _relative_sizes(
