@@ -20,7 +20,7 @@ from featcal_cli.engine.output_reuse import OutputRoom, reusing_outputs
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.token_weights import cls_weights, padding_masks
 from featcal_cli.engine.weight_uploads import drop_weights
-from featcal_cli.models.architecture import Block
+from featcal_cli.models.architecture import Block, Module
 from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
@@ -177,8 +177,8 @@ class BlockVisit:
         """The rank that solves each module of the block, by name, as far as they have one; empty for one rank."""
         self._job, self._passes, self._done = job, passes, done
         self._is_last_part = True
-        self._solved: list[str] = []
-        """Names of the modules in earlier parts, whose weights and inputs stay as they are from then on."""
+        self._solved: list[Module] = []
+        """The modules of earlier parts, whose weights stay as they are from then on."""
         self._room = OutputRoom(job.offloader.room_for_outputs if job.offloader is not None else 0)
         self._released: set[str] = set()
         """Tasks whose expert is finished with this block."""
@@ -191,7 +191,7 @@ class BlockVisit:
             self.part, self._is_last_part = part, number == len(parts)
             yield part
             if not self._is_last_part:
-                self._solved += [module.name for module in part.modules]
+                self._solved += part.modules
 
     @property
     def is_routed(self) -> bool:
@@ -265,12 +265,16 @@ class BlockVisit:
 
     def _reusing(self, paused: PausedForward) -> AbstractContextManager[None]:
         """Return a context in which the block's modules return again what they have computed in a run for an earlier
-        part. In a run of the student for any part but the last, the part's own Linear modules compute nothing: only
-        their inputs are wanted, and none of them depends on another's output."""
-        part = [] if self._is_last_part else [module.name for module in self.part.modules]
-        if paused.runner is self._job.student:
-            return reusing_outputs(paused, self.block, self._room, self._solved, part)
-        return reusing_outputs(paused, self.block, self._room, [*self._solved, *part])
+        part. In a run of the student for any part but the last, the part's own Linear modules compute nothing if all
+        have one depth: only their inputs are wanted, and none of them depends on another's output."""
+        part = [] if self._is_last_part else list(self.part.modules)
+        if paused.runner is not self._job.student:
+            return reusing_outputs(paused, self.block, self._room, {module.name for module in (*self._solved, *part)})
+        depths = {module.depth for module in self.part.modules}
+        # what is deeper may yet change with this part
+        final = {module.name for module in self._solved if module.depth <= min(depths, default=0)}
+        own = {module.name for module in part if len(depths) == 1}
+        return reusing_outputs(paused, self.block, self._room, final, own)
 
     def _observe_experts(self, task: str, pair: PairedPass) -> Observation:
         """Observe the modules of a mixture's experts. The student's routing decisions are replayed in the expert model,

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -322,7 +321,7 @@ def _measure_batches(
     at each token of all ranks' examples."""
     used = take_range(batches, 0, count_chosen(batches))
     examples = sum(map(count_examples, used))
-    projections = min(MOST_PROJECTIONS, max(1, ceil(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
+    projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
     done, problem = list[tuple[range, GradientPass]](), ""
     try:
         done = _run_in_groups(expert, architecture, entry, share_batches(used, ranks), projections, seed, sums)
