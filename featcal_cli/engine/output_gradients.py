@@ -43,7 +43,7 @@ from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.engine.token_weights import padding_masks
 from featcal_cli.engine.weight_uploads import drop_weights, fetch_weights
 from featcal_cli.models.architecture import Architecture, Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, read_parameters
+from featcal_cli.models.module_kinds import LINEAR_KINDS, channels_last, keep_layout, read_parameters
 from featcal_cli.models.products import Routing
 from featcal_cli.models.token_rows import OWN_AXIS, PerToken
 from featcal_cli.models.tracing import BlockCall
@@ -264,14 +264,6 @@ class GradientPass:
         self._leaves.clear()
 
 
-def _keep_layout(_: nn.Module, __: Any, y: Tensor) -> None:
-    """Have the gradient at a batch norm's output laid out in memory as the output is: if one of the two has its
-    channels first and the other has them last, torch computes a wrong gradient at the input."""
-    if y.requires_grad:
-        layout = torch.empty_like(y, device="meta")  # a hook that held y itself would keep it, and its graph, for ever
-        y.register_hook(lambda gradient: torch.empty_like(layout, device=gradient.device).copy_(gradient))
-
-
 def measure_output_gradients(
     expert: BlockRunner,
     architecture: Architecture,
@@ -293,7 +285,7 @@ def measure_output_gradients(
     sums, hooks = GradientSums(seed), ExitStack()
     for module in expert.model.module.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
-            hooks.callback(module.register_forward_hook(_keep_layout).remove)
+            hooks.callback(module.register_forward_hook(keep_layout).remove)
     try:
         of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
         sums.sum_over_ranks(ranks, expert.device)
@@ -345,9 +337,8 @@ def _run_in_groups(
     seed: int,
     sums: GradientSums | None,
 ) -> list[tuple[range, GradientPass]]:
-    """Run the passes of all batches, forwards and back, in groups, and return them with the numbers of their examples;
-    `parts` is emptied. Where a CPU uses weights where they lie, groups save nothing: each pass then has as many
-    examples as there is room for graphs, so that no block runs twice."""
+    """Run all passes in groups, and return them with the numbers of their examples; `parts` is emptied. Where a CPU
+    uses weights where they lie, each pass has as many examples as there is room for graphs: no block runs twice."""
     done: list[tuple[range, GradientPass]] = []
     with expert.on_device():
         stays = expert.keeps_weights()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -258,3 +258,11 @@ class Affine(NamedTuple):
         """Subtract the weight and bias of another module; the result has no bias if either module has none."""
         bias = None if self.bias is None or other.bias is None else self.bias - other.bias
         return Affine(self.weight - other.weight, bias)
+
+
+def keep_layout(_: nn.Module, __: Any, y: Tensor) -> None:
+    """Have the gradient at a batch norm's output laid out in memory as the output is: if one of the two has its
+    channels first and the other has them last, torch computes a wrong gradient at the input."""
+    if y.requires_grad:
+        layout = torch.empty_like(y, device="meta")  # a hook that held y itself would keep it, and its graph, for ever
+        y.register_hook(lambda gradient: torch.empty_like(layout, device=gradient.device).copy_(gradient))

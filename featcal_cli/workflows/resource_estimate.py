@@ -204,9 +204,7 @@ def _widest_block(model: nn.Module, architecture: Architecture) -> int:
     inside = (
         (block, [x for x in block.modules if not x.is_routed and x.functional is None]) for block in architecture.blocks
     )
-    widths = (
-        sum(d_out for _, d_out, _ in _find_inputs(model, replace(block, modules=tuple(x)))) for block, x in inside
-    )
+    widths = (sum(d_out for _, d_out, _ in find_inputs(model, replace(block, modules=tuple(x)))) for block, x in inside)
     return max(widths, default=0)
 
 

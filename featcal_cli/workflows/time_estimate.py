@@ -80,10 +80,8 @@ def count_seconds(
 ) -> dict[str, float]:
     """Return the seconds of each stage at a speed in multiplications a second.
 
-    1. Experts' outputs: each example runs through its expert, once more on the way back, and back for each projection;
-       and gradients are summed.
-    2. Calibrating: for the p parts of a block, expert and student run p times through half of it, and once with its new
-       weights. Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in²
+    1. Experts' outputs: each example runs through its expert, and back for each projection; and gradients are summed.
+    2. Calibrating: for the p parts of a block, expert and student run p times, in which they compute all of it once. Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in²
        numbers, and each module is solved.
     3. Head: all rows are multiplied twice to begin a step of Newton's method, and a sample of them three times in each
        step inside it.
@@ -120,11 +118,11 @@ def count_seconds(
         sums = SUMS * longer * need.rows / speed
         passes = _Passes(PRODUCTS * longer * need.products / speed, logits, call * len(blocks), rows.batch_size)
         if by_outputs:
-            back = min(MOST_PROJECTIONS, ceil(ENOUGH_GRADIENTS / chosen))
-            measuring += passes.run(chosen, 2 + back, heads=1 + back) + passes.run(checked, 3, heads=2)
+            back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / chosen)))
+            measuring += passes.run(chosen, 1 + back, heads=1 + back) + passes.run(checked, 2, heads=2)
             measuring += sums * chosen * back * gradients
         for number in (fitted, checked):
-            calibrating += passes.run(number, depth + 1, calls=2 * depth + 1) + sums * number * squares
+            calibrating += passes.run(number, 2, calls=2 * depth + 1) + sums * number * squares
         calibrating += passes.run(held, 4, heads=4 * by_outputs) + passes.run(checked, 3, heads=3 * by_outputs)
         perplexity += has_head * passes.run(held, 4, heads=4)
         times = 4 if weights >= LARGE else 3
