@@ -81,8 +81,9 @@ def count_seconds(
     """Return the seconds of each stage at a speed in multiplications a second.
 
     1. Experts' outputs: each example runs through its expert, and back for each projection; and gradients are summed.
-    2. Calibrating: for the p parts of a block, expert and student run p times, in which they compute all of it once. Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in²
-       numbers, and each module is solved.
+    2. Calibrating: for the p parts of a block, expert and student run p times, in which they compute all of it once.
+       Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in² numbers, and
+       each module is solved.
     3. Head: all rows are multiplied twice to begin a step of Newton's method, and a sample of them three times in each
        step inside it.
     4. Refining: each text runs forwards and back, and in large models once more.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 from pathlib import Path
 
 import pytest
@@ -56,13 +55,13 @@ def test_formula_by_hand(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 4
     product, call = PRODUCTS * forward / speed, 2 * CALL * torch.get_num_threads() / speed
 
-    back = min(3, ceil(128 / FITTED))
+    back = min(3, round(64 / FITTED))
     gradient = 2 * sum(d_out * widest / 2 for d_out, widest in ((64, 32), (32, 32), (96, 48), (32, 32)))
     measuring = (
-        FITTED * (2 + back) * product
-        + 3 * CHECKED * product
-        + (2 + back) * batches[FITTED] * call
-        + 3 * batches[CHECKED] * call
+        FITTED * (1 + back) * product
+        + 2 * CHECKED * product
+        + (1 + back) * batches[FITTED] * call
+        + 2 * batches[CHECKED] * call
         + LOGITS * head / speed * (FITTED * (1 + back) + 2 * CHECKED)
         + SUMS * rows_of_batch * FITTED * back * gradient / speed
     )
@@ -70,7 +69,7 @@ def test_formula_by_hand(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages["measuring the experts' outputs"] == pytest.approx(measuring, rel=1e-6)
     solves = 2 * sum(d_in**2 * (d_in * 2 / 3 + d_out * 8 + 10 * 64) for d_in, d_out in inputs)
     of_task = (
-        (FITTED + CHECKED) * (parts + 1) * product
+        (FITTED + CHECKED) * 2 * product
         + (2 * parts + 1) * (batches[FITTED] + batches[CHECKED]) * call
         + (4 * HELD + 3 * CHECKED) * (product + LOGITS * head / speed)
         + (4 * batches[HELD] + 3 * batches[CHECKED]) * call
