@@ -15,7 +15,6 @@ from featcal_cli.data.batches import (
     Batch,
     Example,
     collate,
-    count_examples,
     group_examples,
     longest_example,
     remove_padding,
@@ -56,20 +55,13 @@ class TaskExamples:
     held_out: list[Batch]
     """Second half of the held-out examples, used only for reported figures."""
     notes: list[str]
+    fitted_count: int
+    """Number of examples in `fitted`, even where the lists were emptied since; the next two fields count `selection`
+    and `held_out`."""
+    selection_count: int
+    held_out_count: int
     is_whole: bool = False
     """Whether all rows of the source were read, so that there are no others."""
-
-    @property
-    def fitted_count(self) -> int:
-        return sum(map(count_examples, self.fitted))
-
-    @property
-    def selection_count(self) -> int:
-        return sum(map(count_examples, self.selection))
-
-    @property
-    def held_out_count(self) -> int:
-        return sum(map(count_examples, self.held_out))
 
     @property
     def measured(self) -> list[Batch]:
@@ -111,8 +103,10 @@ class DrawnExamples:
         first = 0 if self.held_out else _count_measured(len(self.fitted))
         lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
         measured, rest, selection, held_out = (make_batches(self.reader, part, batch_size) for part in lists)
-        fitted = [*measured, *rest]
-        return TaskExamples(self.task, batch_size, fitted, selection, held_out, self.notes, self.is_whole)
+        counts = len(self.fitted), len(self.selection), len(self.held_out)
+        return TaskExamples(
+            self.task, batch_size, [*measured, *rest], selection, held_out, self.notes, *counts, is_whole=self.is_whole
+        )
 
 
 def make_batches(reader: Reader, examples: Sequence[Example], size: int) -> list[Batch]:

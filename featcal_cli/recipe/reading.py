@@ -311,7 +311,7 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
         "^a valid (dictionary|mapping).*", "a section of keys", tell_wanted(wanted.replace("'", ""))
     ).replace("a valid tuple", "a list")
     field = Calibration.model_fields.get(place[-1]) if list(place[:1]) == ["calibration"] else None
-    fix = "" if field is None or field.default is None else f"give such a value; the default is {field.default}"
+    fix = "" if field is None or field.default is None else f"the default is {field.default}"
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
     return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), fix

@@ -76,13 +76,16 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
     # of several processes the first one speaks
     waits = _WaitFilter(listener if read_launch().rank == 0 else lambda _: None)
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
+        logger.setLevel(logging.WARNING)  # what is not to be shown would not be heard either
         logger.addFilter(waits)
     try:
         yield
     finally:
-        for logger in loggers:
+        for logger, level in zip(loggers, levels, strict=True):
             logger.removeFilter(waits)
+            logger.setLevel(level)
 
 
 class _WaitFilter(logging.Filter):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from featcal_cli.cli.main import main
 from featcal_cli.recipe.schema import Draft, Recipe
+from featcal_cli.runtime.errors import RecipeError
 
 
 def unfold(text: str) -> str:
@@ -72,5 +74,8 @@ def check_refusal(run: Run, reason: str = "") -> None:
 
 
 def complete_draft(draft: Draft) -> Recipe:
-    """The recipe that a draft is, where nothing is left to be found."""
-    return Recipe.model_validate(draft.model_dump(exclude_none=True))
+    """The recipe that a draft is, where nothing is left to be found. Raises RecipeError where something is."""
+    try:
+        return Recipe.model_validate(draft.model_dump(exclude_none=True))
+    except ValidationError as error:
+        raise RecipeError(str(error), fix="name it") from error

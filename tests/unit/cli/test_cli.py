@@ -242,8 +242,7 @@ def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: Hub
     file = tmp_path / "r.yaml"
     file.write_text("merged: a/m\ntasks: {red: {data: {dataset: x/y, config: z, split: train, columns: {text: a}}}}")
     over = collect_overrides(columns=["red=label:b"], split=["red=test"])
-    columns = {"text": "a", "label": "b"}
-    wanted = Data(dataset="x/y", config="z", split="test", columns=columns)
+    wanted = Data(dataset="x/y", config="z", split="test", columns={"text": "a", "label": "b"})
     assert read_draft(file, over).tasks["red"].data == wanted
     cards = {"m": "base_model: [found/red, found/green]", "red": "base_model: found/base\ndatasets: [found/data]"}
     cards["green"], cards["base"] = cards["red"], "license: mit"
@@ -278,7 +277,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
         "calibrate x --rigde 3": ("featcal calibrate", "did you mean --ridge?"),
         "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
         "calibrate x --alpha": ("featcal calibrate", "see its options and examples: featcal calibrate --help"),
-        "calibrate x -n 0": ("featcal calibrate", "give such a value; the default is 256"),
+        "calibrate x -n 0": ("featcal calibrate", "the default is 256"),
         "calibrate x --device gpu": ("featcal calibrate --device", "give auto, cpu or cuda[:K]"),
         "calibrat x": ("featcal", "did you mean 'calibrate'?"),
     }.items(),

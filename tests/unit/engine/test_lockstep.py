@@ -59,7 +59,7 @@ def test_outputs_that_are_kept_change_nothing_and_save_products(
 ) -> None:
     """A block runs once for each of its parts; what no change has reached is the same, bit for bit."""
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=12)
-    recipe = saved.recipe(method="featcal", rho=1.0)
+    recipe: dict[str, Any] = saved.recipe(method="featcal", rho=1.0)
     recipe["tasks"] = dict(list(recipe["tasks"].items())[:1])
     weights, products = [], []
     for room in (offload.OUTPUT_BYTES, 0):
@@ -76,7 +76,7 @@ class CountedProducts(TorchDispatchMode):
     """Counts the products that Linear modules make."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

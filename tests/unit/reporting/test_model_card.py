@@ -386,7 +386,8 @@ def test_perplexity_on_held_out_rows_is_in_the_card_and_not_in_the_index() -> No
     card = write_card(report, name="x")
     table = "| task | expert | merged | calibrated | base |\n| --- | ---: | ---: | ---: | ---: |\n| law | 6.00 ±0.50 |"
     assert table in card and f"{report.measured_on[0].upper()}{report.measured_on[1:]}; lower is better" in card
-    assert not ModelCard(card).data.eval_results
+    data: Any = ModelCard(card).data
+    assert not data.eval_results
     assert Report.from_json(report.to_json()) == report
 
 
