@@ -21,18 +21,6 @@ Batch = dict[str, Tensor]
 """Forward arguments by name; dimension 0 of every tensor counts the examples."""
 
 
-OTHER_ROWS = "fix or take out these rows, or give other data"
-OTHER_COLUMNS = "name the right columns with --columns, fix these rows, or give other data"
-
-
-class BadRowError(Exception):
-    """Raised for a row that cannot become an example; says why, and how to fix rows with this fault."""
-
-    def __init__(self, reason: str, fix: str = OTHER_COLUMNS) -> None:
-        super().__init__(reason)
-        self.fix = fix
-
-
 @dataclass(frozen=True)
 class Example:
     """The forward arguments made from one row, as a batch of one."""

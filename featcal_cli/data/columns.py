@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 
-from featcal_cli.data.batches import BadRowError
-from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES, BadRowError
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
-    BadRowError,
     Batch,
     Example,
     collate,
@@ -24,7 +23,7 @@ from featcal_cli.data.columns import check_columns, find_column, find_media, has
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
 from featcal_cli.data.preprocessing import Folders, Reader, Target, TextModels
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
-from featcal_cli.data.tables import Row
+from featcal_cli.data.tables import BadRowError, Row
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
 from featcal_cli.recipe.schema import Data

@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from featcal_cli.data.batches import BadRowError, Example, decoder_inputs
+from featcal_cli.data.batches import Example, decoder_inputs
 from featcal_cli.data.columns import NAMES, Message, Samples, choose_text_roles, find_about, find_column, is_text
 from featcal_cli.data.local_files import folder_of
 from featcal_cli.data.preprocessing import (
@@ -26,7 +26,7 @@ from featcal_cli.data.preprocessing import (
     open_tokens,
     renumber,
 )
-from featcal_cli.data.tables import Row, decode_cell
+from featcal_cli.data.tables import BadRowError, Row, decode_cell
 from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_text
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError

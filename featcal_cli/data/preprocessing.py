@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from featcal_cli.data.batches import (
-    BadRowError,
     Batch,
     Example,
     count_target_vocabulary,
@@ -23,6 +22,7 @@ from featcal_cli.data.batches import (
     forward_names,
     padding_id,
 )
+from featcal_cli.data.tables import BadRowError
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 from typing import Any, TypeVar
 
-from featcal_cli.data.batches import OTHER_ROWS, BadRowError
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain, quoted
@@ -34,6 +33,18 @@ SPLIT_WORDS = {
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 """The split (as `datasets` calls it) for each word in a file's or folder's name."""
+
+
+OTHER_ROWS = "fix or take out these rows, or give other data"
+OTHER_COLUMNS = "name the right columns with --columns, fix these rows, or give other data"
+
+
+class BadRowError(Exception):
+    """Raised for a row that cannot become an example; says why, and how to fix rows with this fault."""
+
+    def __init__(self, reason: str, fix: str = OTHER_COLUMNS) -> None:
+        super().__init__(reason)
+        self.fix = fix
 
 
 def ignore(_: str) -> None:

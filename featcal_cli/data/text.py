@@ -9,14 +9,7 @@ from typing import Any
 
 import torch
 
-from featcal_cli.data.batches import (
-    GLOBAL_MASK,
-    BadRowError,
-    Example,
-    count_positions,
-    count_vocabulary,
-    decoder_inputs,
-)
+from featcal_cli.data.batches import GLOBAL_MASK, Example, count_positions, count_vocabulary, decoder_inputs
 from featcal_cli.data.columns import (
     FIELD,
     NAMES,
@@ -31,7 +24,7 @@ from featcal_cli.data.columns import (
     read_messages,
 )
 from featcal_cli.data.preprocessing import Reader, Target, TextTokens, open_tokens
-from featcal_cli.data.tables import Row
+from featcal_cli.data.tables import BadRowError, Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 

@@ -268,13 +268,20 @@ def _explain(
         if not any(len(other) > len(place) and other[: len(place)] == place for other in complaints):
             option = _name_option(place, typed)
             what, fix = _describe_mistake(list(map(str, place)), option, problem)
-            line = f"line {find_line(text, place)}" if text else ""
+            at, line = place, f"line {find_line(text, place)}" if text else ""
             errors.append(RecipeError(what, where=COMMAND_LINE if option else line, fix=fix))
     if len(errors) > 1:
         return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
-    return RecipeError(only.what, where=where, fix=only.fix or f"change {only.what.split(' ')[0].rstrip(':')}")
+    hint = f"change {only.what.split(' ')[0].rstrip(':')}"
+    if (
+        at[:1] == ("calibration",)
+        and (field := Calibration.model_fields.get(str(at[-1])))
+        and field.default is not None
+    ):
+        hint = f"the default is {field.default}"
+    return RecipeError(only.what, where=where, fix=only.fix or hint)
 
 
 def _find_place(problem: ErrorDetails, keys: Mapping[str, Any]) -> tuple[str | int, ...]:
@@ -310,11 +317,9 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     wanted = re.sub(
         "^a valid (dictionary|mapping).*", "a section of keys", tell_wanted(wanted.replace("'", ""))
     ).replace("a valid tuple", "a list")
-    field = Calibration.model_fields.get(place[-1]) if list(place[:1]) == ["calibration"] else None
-    fix = "" if field is None or field.default is None else f"the default is {field.default}"
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
-    return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), fix
+    return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), ""
 
 
 def _name_option(place: Sequence[str | int], typed: Mapping[str, Any]) -> str:
