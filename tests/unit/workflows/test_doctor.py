@@ -83,6 +83,7 @@ def test_a_hub_that_nobody_reaches() -> None:
     assert "HF_HUB_OFFLINE=1" in findings["endpoint"]["fix"]
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_page_in_the_hub_s_place(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     hub.fail("GET", "500", times=None)
     run = featcal_inside(capsys, "doctor", {"--json": ""})
