@@ -48,7 +48,7 @@ def calibrate_blocks(
     student, blocks = job.student, job.architecture.blocks
     for number, visit in enumerate(forward_order(job)):
         if number:
-            watch(_tell_finished(job, number))
+            watch(_tell_finished(job, number, journal))
         report = restore_block(journal, number, student, job.ranks)
         if report is None:
             nearby = blocks[max(0, number - 1) : number + 1]
@@ -59,7 +59,7 @@ def calibrate_blocks(
             if journal is not None:
                 journal.write(number, report, student)
         reports.append(report)
-    watch(_tell_finished(job, len(blocks)))
+    watch(_tell_finished(job, len(blocks), journal))
     # its features depend on all blocks
     if job.head is not None:
         report = restore_block(journal, len(blocks), student, job.ranks)
@@ -168,11 +168,12 @@ def _describe(block: Block, solutions: Mapping[str, Solution], asked: float) -> 
     return reports
 
 
-def _tell_finished(job: Job, count: int) -> Progress:
+def _tell_finished(job: Job, count: int, journal: Journal | None) -> Progress:
     """Return the progress after `count` finished blocks, with the drift after the last of them as far as it was already
     measured; no extra forward pass is run."""
     blocks, read = job.architecture.blocks, job.drift.meter.read
     name = blocks[count - 1].name
     drifts = {task: (read(name, task, MERGED), read(name, task, CALIBRATED)) for task in job.drift.batches}
     known = {task: (ours.relative, new.relative) for task, (ours, new) in drifts.items() if ours.tokens and new.tokens}
-    return Progress(name, count, len(blocks), drifts=known, by_outputs=bool(job.gradients))
+    restored = journal is not None and count <= journal.restored
+    return Progress(name, count, len(blocks), drifts=known, by_outputs=bool(job.gradients), restored=restored)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from math import isfinite
+from math import ceil, isfinite
 from typing import NamedTuple
 
 import torch
@@ -99,8 +99,7 @@ class Divergence:
         assert self._pull is not None
         self._ranks.add_up(self._pull)
         self._constant = sum(self._ranks.gather(self._constant))
-        # of every example the same places, whatever its batch and rank are
-        every = max(1, self.rows // CURVATURE_ROWS)
+        every = max(1, ceil(self.rows / CURVATURE_ROWS))
         for (parts, share), places in zip(self._tasks, self._places, strict=True):
             sampled = [x[at % every == 0] for x, at in zip(parts, places, strict=True)]
             counts = self._ranks.gather((sum(map(len, parts)), sum(map(len, sampled))))

@@ -6,8 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
-from featcal_cli.models.loading import is_causal
 from featcal_cli.recipe.schema import Calibration
 
 
@@ -89,4 +93,18 @@ def kind_of(model: PreTrainedModel) -> str:
     with suppress(Exception):  # configs of strangers may need arguments
         if type(model.config)().is_encoder_decoder:
             return "encoder-decoder"
-    return "causal" if is_causal(model) else "encoder"
+    return "causal" if _is_causal(model) else "encoder"
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Return whether a model without a generating head is a causal language model, one whose tokens attend only to
+    earlier tokens."""
+    text = model.config.get_text_config()
+    writing = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    if writing.isdisjoint({model.config.model_type, text.model_type}):
+        return False
+    flags = [bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")]
+    if flags:
+        return any(flags)
+    # attention of older code does not say it; what is also trained to fill in masks is an encoder, unless it says not
+    return getattr(text, "is_decoder", False) or text.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES

@@ -135,9 +135,9 @@ class Screen(Listener):
     def expect(self, stages: Mapping[str, float], *, is_known: bool) -> None:
         self._countdown = Countdown(stages, is_known=is_known)
 
-    def _reach(self, stage: str, finished: int, count: int) -> None:
+    def _reach(self, stage: str, finished: int, count: int, *, restored: bool = False) -> None:
         if self._countdown:
-            self._countdown.reach(stage, finished, count, time.monotonic())
+            self._countdown.reach(stage, finished, count, time.monotonic(), restored=restored)
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -154,7 +154,8 @@ class Screen(Listener):
 
     def progress(self, step: Step) -> None:
         # the head comes after the blocks, in their stage
-        self._reach(step.unit if step.unit == "head" else self._stage, step.finished, step.blocks)
+        stage = step.unit if step.unit == "head" else self._stage
+        self._reach(stage, step.finished, step.blocks, restored=step.restored)
         number = min(step.finished + 1, step.blocks)
         self._bar.update(
             self._task,

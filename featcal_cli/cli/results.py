@@ -120,7 +120,7 @@ def show_calibration(
     _show_drift(report)
     if report.scores:
         OUT.print()
-        of_run = "calibration " if report.fitted_tasks else "held-out "
+        of_run = {0: "held-out ", len(report.drift): "calibration "}.get(len(report.fitted_tasks), "")
         _show_scores(report.scores, "" if report.accuracy else of_run)
     OUT.print()
     if report.worse:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +218,14 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-LARGEST = {**dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17}
-"""The largest allowed values of a processor's settings in pixels; with larger ones, each example would take gigabytes.
-For some processors the shortest edge is a total number of pixels."""
-LARGEST_OTHER = 2**26
-"""The largest allowed value of any other setting."""
+LARGEST = {
+    **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17,
+    "sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600,
+}  # fmt: skip
+"""The largest allowed values of a processor's settings, in pixels, samples and the like; with larger ones, each example
+would take gigabytes. For some processors the shortest edge is a total number of pixels."""
+LARGEST_OF_SOUND = 2**16
+"""The largest allowed value of every other setting of a feature extractor."""
 
 Automatic: Any = {
     "tokenizer": AutoTokenizer, "image processor": AutoImageProcessor, "feature extractor": AutoFeatureExtractor,
@@ -252,7 +256,7 @@ def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str
 
 def _load(kind: str, folder: Path) -> Any:
     for file in SETTINGS:
-        _check_sizes(folder / file)
+        _check_sizes(folder / file, LARGEST_OF_SOUND if kind == "feature extractor" else inf)
     # torchvision's results differ from Pillow's, and the choice would depend on what is installed
     options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
     loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
@@ -264,7 +268,7 @@ def _load(kind: str, folder: Path) -> Any:
     return loaded
 
 
-def _check_sizes(file: Path) -> None:
+def _check_sizes(file: Path, otherwise: float) -> None:
     """Raise ValueError if a settings file asks for inputs larger than any model reads."""
     left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
     while left:
@@ -273,7 +277,7 @@ def _check_sizes(file: Path) -> None:
                 left += settings.items()
             case key, list(values):
                 left += [(key, value) for value in values]
-            case key, int() | float() as value if value > LARGEST.get(key, LARGEST_OTHER):
+            case key, int() | float() as value if value > LARGEST.get(key, otherwise):
                 raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
 
 

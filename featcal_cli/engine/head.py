@@ -25,7 +25,8 @@ class HeadInputs(NamedTuple):
     expert: Tensor
     """[n, d]"""
     places: Tensor
-    """Number of each prediction among those of its example [n], from 0."""
+    """Number of each prediction among those of its example, and the example's, added up [n]: it depends neither on the
+    batch nor on the rank, and every n-th is spread over both."""
 
 
 @dataclass
@@ -82,9 +83,9 @@ class Head:
         """Add the inputs of one batch, whose passes have ended at the head."""
         count, batch = self.counts[checked].get(task, 0), student.batch
         owners = find_owners(student.output, batch).contiguous()
-        # the predictions of an example follow one another
-        places = torch.arange(len(owners)) - torch.searchsorted(owners, owners)
         used = owners + examples.start < count
+        # the predictions of an example follow one another
+        places = torch.arange(len(owners)) - torch.searchsorted(owners, owners) + owners + examples.start
         ours, theirs = (choose_rows(paused.output, batch)[used] for paused in (student, expert))
         self.inputs[checked].setdefault(task, []).append(HeadInputs(ours, theirs, places[used]))
         student.output = expert.output = None

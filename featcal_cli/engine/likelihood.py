@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -27,6 +27,27 @@ def measure_losses(
     """Return each text's loss, by task, under a causal model with its own head. `load` is called with the number of
     each block before that runs, and first of all with the number after the last one's, for the head."""
     losses: dict[str, list[Loss]] = {task: [] for task in batches}
+    for task, paused in _run_through(runner, architecture, batches, load):
+        losses[task] += _read_losses(paused)
+    return losses
+
+
+def looks_ahead(runner: BlockRunner, architecture: Architecture) -> bool:
+    """Tell whether a model's logits at a token depend on the tokens after it."""
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    passes = _run_through(runner, architecture, {"": [batch]}, lambda _: None)
+    pairs = [read_output(paused.output)[:, :-1].float().unbind() for _, paused in passes]
+    return not all(torch.allclose(first, second, rtol=1e-2, atol=1e-2) for first, second in pairs)
+
+
+def _run_through(
+    runner: BlockRunner,
+    architecture: Architecture,
+    batches: Mapping[str, Sequence[Batch]],
+    load: Callable[[int], None],
+) -> Iterator[tuple[str, PausedForward]]:
+    """Run a model's passes over all batches, block by block, and yield each when it has ended, with its task."""
     load(len(architecture.blocks))
     with runner.on_device():
         passes = [(task, start_forward(runner, batch, "")) for task, of_task in batches.items() for batch in of_task]
@@ -34,16 +55,17 @@ def measure_losses(
             load(number)
             for task, paused in passes:
                 paused.run_through(architecture.blocks[: number + 1])
-                if paused.call is None:
-                    losses[task] += _read_losses(paused)
+                if paused.call is None and paused.output is not None:
+                    yield task, paused
+                    # logits are large
+                    paused.output = None
             runner.release(block.name)
-    return losses
 
 
 @torch.inference_mode()
 def _read_losses(paused: PausedForward) -> list[Loss]:
-    """Return the losses of the texts of a pass that has ended, and drop its logits."""
-    logits, paused.output = read_output(paused.output), None
+    """Return the losses of the texts of a pass that has ended."""
+    logits = read_output(paused.output)
     # in the model's own numbers, as its logits are
     batch = renumber(paused.batch, paused.runner.token_ids)
     ids, mask = batch["input_ids"], batch.get("attention_mask", torch.ones_like(batch["input_ids"])) > 0

@@ -174,18 +174,21 @@ class GradientPass:
         linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
         functional = {module.functional.weight: module for module in linear if module.functional is not None}
 
-        def watch(module: Module, y: Any) -> Any:
+        def watch(module: Module, y: Any) -> None:
             if isinstance(y, Tensor) and y.requires_grad:
                 self._group.graph_room -= SAVED_TENSORS * y.nbytes
-                # a view, as a Linear may return, would lose its hook when the block changes it in place
-                y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
                 y.register_hook(partial(self._receive, block, module, masks, lengths))
-            return y
+
+        def watch_output(module: Module, y: Any) -> Any:
+            # a view, as a Linear may return, would lose its hook when the block changes it in place
+            own = torch.ops.aten._unsafe_view(y, y.shape) if isinstance(y, Tensor) and y._is_view() else y
+            watch(module, own)
+            return own
 
         with ExitStack() as hooks:
             for module in (module for module in linear if module.functional is None):
                 held = self._expert.module(f"{block.name}.{module.name}")
-                hooks.callback(held.register_forward_hook(lambda _, __, y, of=module: watch(of, y)).remove)
+                hooks.callback(held.register_forward_hook(lambda _, __, y, of=module: watch_output(of, y)).remove)
             if functional:
                 watcher = intercept_matmuls(
                     self._expert,

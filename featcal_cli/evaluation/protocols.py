@@ -24,7 +24,7 @@ from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import EXPERT, Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
-from featcal_cli.models.loading import Model, load_model, predicts_next_token
+from featcal_cli.models.loading import Model, load_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Data, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError
@@ -351,7 +351,7 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
     """Compare several language models on texts, by role. Raises CheckpointError for models that do not predict the next
     token, and DataError."""
     for model in models.values():
-        if not predicts_next_token(model.module):
+        if model.module.config.is_encoder_decoder or not model.module.can_generate() or _looks_ahead(model.module):
             raise CheckpointError(
                 f"{model.role} does not predict the next token of a text ({type(model.module).__name__})",
                 where=model.snapshot.name,
@@ -359,6 +359,14 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
             )
     rows, predictors = _open_texts(task, models, _predict_tokens)
     return _compare(task, rows, lambda _: None, predictors, tell)
+
+
+@torch.inference_mode()
+def _looks_ahead(module: Any) -> bool:
+    """Tell whether a model's logits at a token depend on the tokens after it."""
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
+    first, second = module(input_ids=ids).logits[:, :-1].float()
+    return not torch.allclose(first, second, rtol=1e-2, atol=1e-2)
 
 
 def _predict_tokens(model: Model, cutting: Vocabulary, own: Vocabulary | None) -> Predictor:

@@ -121,7 +121,7 @@ def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
         with new_copy(target, "folded") as draft:
             _fold(adapter, base, folder, draft)
             # two tokenizers must not be mixed
-            own = any((adapter.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+            own = any(next(adapter.folder.glob(name), None) for name in ("tokenizer.json", "vocab.*", "*.model"))
             every = (*_TOKENIZER, *_OTHERS)
             kinds = {folder: _OTHERS if own else every, adapter.folder: every}
             for source, patterns in kinds.items():

@@ -189,10 +189,13 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{name_host(str(response.url), by_name=by_name)} {describe_status(response.status_code)}"
     request = _request_of(cause)
     who, kind = name_host(str(request.url) if request else "", by_name=by_name), type(cause).__name__
+    # featcal's own, once the Hub was given up
+    if isinstance(cause, OfflineModeIsEnabled):
+        return f"{who} does not answer"
     if isinstance(cause, OSError) and cause.errno is None:
         return f"{who} sent another number of bytes than it announced"
     how = "cut the connection" if isinstance(cause, CUT) else "cannot be reached"
-    how = "does not answer" if isinstance(cause, (httpx.TimeoutException, OfflineModeIsEnabled)) else how
+    how = "does not answer" if isinstance(cause, httpx.TimeoutException) else how
     return f"{who} {how} ({kind})"
 
 

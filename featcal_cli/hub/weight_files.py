@@ -252,6 +252,6 @@ def divide_files(folder: Path) -> Files:
 def describe_files(files: Files) -> Iterator[str]:
     """Yield sentences about files of the output that the user should know about."""
     if files.left_out:
-        yield f"left out of the output, as they belong to other weights: {list_some(files.left_out)}"
+        yield f"left out of the output, as they hold the weights again or list them: {list_some(files.left_out)}"
     if inside := [name for name in files.kept if "/" in name and name.endswith((".safetensors", *PICKLED))]:
-        yield f"weights in folders of their own are copied unchanged: {list_some(inside)}"
+        yield f"weights in folders of their own are copied unchanged, and not calibrated: {list_some(inside)}"

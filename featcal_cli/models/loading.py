@@ -15,11 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from featcal_cli.hub.model_config import (
     CALIBRATED_DTYPES,
@@ -257,22 +252,3 @@ first."""
 def find_processor_class(folder: Path) -> str | None:
     """Return the name of the Auto class that loads the processor in `folder`; None if no file there implies one."""
     return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
-
-
-def predicts_next_token(module: PreTrainedModel) -> bool:
-    """Tell whether a model predicts each token of a text from those before it."""
-    return not module.config.is_encoder_decoder and bool(module.can_generate()) and is_causal(module)
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """Return whether a model without a generating head is a causal language model, one whose tokens attend only to
-    earlier tokens."""
-    text = model.config.get_text_config()
-    writing = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    if writing.isdisjoint({model.config.model_type, text.model_type}):
-        return False
-    flags = [bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")]
-    if flags:
-        return any(flags)
-    # attention of older code does not say it; what is also trained to fill in masks is an encoder, unless it says not
-    return getattr(text, "is_decoder", False) or text.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES

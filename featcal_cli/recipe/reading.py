@@ -332,7 +332,9 @@ def _name_option(place: Sequence[str | int], typed: Mapping[str, Any]) -> str:
     match place:
         case ["merged", *_]:
             return "MERGED" if isinstance(typed["merged"], str) else f"--merge ({place[1] if place[1:] else 'method'})"
-        case ["tasks", _, "evaluate", *_]:
+        case ["tasks", task, "evaluate", "split"]:
+            return f"--split {task}=…"
+        case ["tasks", _, "evaluate", *_] | ["tasks"] | ["tasks", _] | ["calibration"] | ["output"]:
             return ""  # no option says these
         case ["tasks", task, "data", "columns" | "split" as key, *_] | ["tasks", task, str(key), *_]:
             return f"--{key} {task}=…"

@@ -28,15 +28,15 @@ class Countdown:
         """Return whether the stage is among those whose time is counted."""
         return stage in self._expected
 
-    def reach(self, stage: str, finished: int, count: int, now: float) -> None:
-        """Tell that `finished` of the `count` steps of a stage are finished. Stages of which nothing is expected are
-        passed over, and so is what was finished before."""
+    def reach(self, stage: str, finished: int, count: int, now: float, *, restored: bool = False) -> None:
+        """Tell that `finished` of the `count` steps of a stage are finished, the last of them by an earlier run if it
+        was `restored`. Stages of which nothing is expected are passed over."""
         if stage not in self:
             return
         names = list(self._expected)
         before = sum(self._expected[name] for name in names[: names.index(stage)])
         done = before + self._expected[stage] * finished / count
-        if self._began is None:
+        if self._began is None or restored:
             self._began = now, done
         elif done <= self._done:
             return

@@ -101,6 +101,9 @@ def tell_fix(error: BaseException, otherwise: str) -> str:
 def explain_full(error: BaseException) -> OutputError | None:
     """The message for an OSError that the user can do something about, wherever it was raised; None for any other
     error."""
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's, without a name
+        what, fix = "there is no folder for temporary files", "set TMPDIR to a folder that can be written"
+        return OutputError(what, where="TMPDIR", fix=fix)
     named, number = getattr(error, "filename", None), _find_number(error)
     if number not in FIXES or (FIXES[number] == ACCESS and not named):
         return None

@@ -188,6 +188,8 @@ class Progress:
     by_outputs: bool = False
     """Whether errors are measured at the outputs. Features may then move away from the expert's while outputs come
     nearer."""
+    restored: bool = False
+    """Whether an earlier run had finished the latest block."""
 
     def at_task(self, watch: Watch) -> Callable[[str], None]:
         """Return a function that tells `watch` which task's features are being read."""

@@ -62,9 +62,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return the number that a scalar stands for, decimal or not."""
+        """Return the number that a scalar stands for, decimal or not. Raises ValueError for one that Python cannot
+        write again."""
         text = str(self.construct_scalar(node))
-        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+        number = int(text, 0 if text[:2] in ("0o", "0x") else 10)
+        str(number)
+        return number
 
 
 _Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)

@@ -74,7 +74,8 @@ def inspect_drift(
     inputs = find_inputs(session, {OTHER: compare} if compare else None)
     session.load_libraries()
     plan, job = _measure(session, inputs)
-    inspection = replace(_describe(plan, session, job), perplexity=_measure_perplexity(session, plan, job))
+    perplexity = _measure_perplexity(session, plan, job)
+    inspection = replace(_describe(plan, session, job), perplexity=perplexity)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
         from featcal_cli.reporting.drift_plots import plot_inspection
@@ -123,13 +124,10 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
 
 
 def _measure_perplexity(session: Session, plan: Plan, job: Job) -> dict[str, TaskScores]:
-    from featcal_cli.workflows.perplexity import HELD_OUT, has_perplexity, measure_perplexity
+    from featcal_cli.workflows.perplexity import measure_if_possible
 
     job.retire()
-    if not has_perplexity(job):
-        return {}
-    session.stage("measuring perplexity")
-    return measure_perplexity(job, plan.recipe, job.drift.runners, HELD_OUT)
+    return measure_if_possible(session, job, plan.recipe, job.drift.runners, dict.fromkeys(job.experts, "examples"))
 
 
 def _describe(plan: Plan, session: Session, job: Job) -> Inspection:

@@ -9,11 +9,13 @@ from featcal_cli.calibration.backtracking import read_updates
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
-from featcal_cli.engine.likelihood import Loss, measure_losses
+from featcal_cli.engine.likelihood import Loss, looks_ahead, measure_losses
 from featcal_cli.evaluation.results import BASE, EXPERT, TaskScores, score
-from featcal_cli.models.loading import Model, predicts_next_token, share_model
+from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
+from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan import Plan
 from featcal_cli.workflows.refine import finish
@@ -30,18 +32,38 @@ def measure_outcome(session: Session, plan: Plan, outcome: Outcome, journal: Jou
     """Return the scores of experts, merged, calibrated and base model after a calibration; none for models that do not
     predict the next token of a text."""
     job, blocks = outcome.job, outcome.blocks
-    if not has_perplexity(job):
-        return {}
-    session.stage("measuring perplexity")
 
     def load(runner: BlockRunner, number: int) -> None:
         for path, merged, new in read_updates(job, blocks[number], journal, number) if number < len(blocks) else ():
             runner.replace(runner.parameter(path), finish(outcome, path, merged, new))
 
-    are_held_out = all(rows.held_out_count for rows in plan.examples.values())
+    texts = {task: HELD_OUT if rows.held_out_count else FITTED for task, rows in plan.examples.items()}
     models = {MERGED: job.merged, CALIBRATED: job.merged}
     models |= {BASE: job.base} if BASE in job.drift.runners else {}
-    return measure_perplexity(job, plan.recipe, models, HELD_OUT if are_held_out else FITTED, load)
+    return measure_if_possible(session, job, plan.recipe, models, texts, load)
+
+
+def measure_if_possible(
+    session: Session,
+    job: Job,
+    recipe: Recipe,
+    models: Mapping[str, BlockRunner],
+    texts: Mapping[str, str],
+    load: Callable[[BlockRunner, int], None] | None = None,
+) -> dict[str, TaskScores]:
+    """Return what `measure_perplexity` returns; nothing, and a note on the reason, if that fails."""
+    try:
+        if not has_perplexity(job):
+            return {}
+        session.stage("measuring perplexity")
+        return measure_perplexity(job, recipe, models, texts, load)
+    except (FeatCalError, RuntimeError, MemoryError) as error:
+        # what was computed is worth more than this figure; of several processes, others do not know of it
+        if job.ranks.size > 1 or not (isinstance(error, FeatCalError) or is_out_of_memory(error)):
+            raise
+        reason = error.what if isinstance(error, FeatCalError) else "there is not enough memory"
+    session.note(f"perplexity was not measured: {reason}")
+    return {}
 
 
 def has_perplexity(job: Job) -> bool:
@@ -50,27 +72,33 @@ def has_perplexity(job: Job) -> bool:
     batches = [batch for of_task in job.drift.batches.values() for batch in of_task]
     are_texts = all(batch.keys() <= TEXT and "input_ids" in batch for batch in batches)
     runners = (job.merged, *job.experts.values())
-    return all(job.ranks.gather(are_texts)) and all(_predicts_text(runner.model) for runner in runners)
+    if not all(job.ranks.gather(are_texts)) or not all(_has_head(runner.model) for runner in runners):
+        return False
+    return not looks_ahead(_copy(job, job.merged), job.architecture)
+
+
+def _copy(job: Job, runner: BlockRunner) -> BlockRunner:
+    """Return a runner of a model that shares the weights of this one."""
+    return BlockRunner(share_model(runner.model), job.architecture, runner.device, runner.dtype, runner.token_ids)
 
 
 def measure_perplexity(
     job: Job,
     recipe: Recipe,
     models: Mapping[str, BlockRunner],
-    texts: str,
+    texts: Mapping[str, str],
     load: Callable[[BlockRunner, int], None] | None = None,
 ) -> dict[str, TaskScores]:
     """Return the scores, by role, of each task's expert and of `models` on the texts on which drift was measured.
 
-    texts: a phrase that says which these are. load: a function that gives the calibrated model's new weights to its
-    runner, block by block (see `measure_losses`). The job must be retired.
+    texts: a phrase for each task that says which these are. load: a function that gives the calibrated model's new
+    weights to its runner, block by block (see `measure_losses`). The job must be retired.
     """
     of_all: dict[str, dict[str, list[Loss]]] = {task: {} for task in job.experts}
 
     def measure(role: str, runner: BlockRunner, tasks: Iterable[str]) -> None:
         """Add one model's losses on some tasks to `of_all`."""
-        copied = share_model(runner.model)
-        copy = BlockRunner(copied, job.architecture, runner.device, runner.dtype, runner.token_ids)
+        copy = _copy(job, runner)
         batches = {task: job.drift.batches.get(task, ()) for task in tasks}
         steps = [partial(load, copy)] if load and role == CALIBRATED else []
         of_ranks = job.ranks.gather(measure_losses(copy, job.architecture, batches, *steps))
@@ -82,20 +110,25 @@ def measure_perplexity(
         measure(EXPERT, expert, [task])
     for role, runner in models.items():
         # a base may have no head, which leaves only its column out
-        if _predicts_text(runner.model):
-            measure(role, runner, job.experts)
+        if _has_head(runner.model):
+            # new weights are read once; for others, the passes of one task take less memory
+            for tasks in [list(job.experts)] if load and role == CALIBRATED else [[task] for task in job.experts]:
+                measure(role, runner, tasks)
     return {
         task: TaskScores(
             "texts",
             PERPLEXITY,
             str(recipe.tasks[task].data),
-            texts,
-            {role: score(METRICS[PERPLEXITY], losses, losses) for role, losses in of_task.items()},
+            texts[task],
+            # in an order that does not depend on ranks, as intervals are drawn from it
+            {role: score(METRICS[PERPLEXITY], sorted(losses), losses) for role, losses in of_task.items()},
         )
         for task, of_task in of_all.items()
     }
 
 
-def _predicts_text(model: Model) -> bool:
-    """Tell whether a model predicts each token of a text from those before, with a head that its files hold."""
-    return not (model.part or model.body or model.missing) and predicts_next_token(model.module)
+def _has_head(model: Model) -> bool:
+    """Tell whether a model writes text by itself, with a head that its files hold."""
+    module = model.module
+    is_whole = not (model.part or model.body or model.missing)
+    return is_whole and not module.config.is_encoder_decoder and bool(module.can_generate())

@@ -66,7 +66,7 @@ def test_divergence_gradient_and_curvature_are_those_of_autograd(
 
 
 def test_curvature_of_a_sample_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CURVATURE_ROWS", 30)
+    monkeypatch.setattr(head, "CURVATURE_ROWS", 40)
     divergence, merged, rows, _ = problem()
     # 65 rows, of which every second one is taken; the value and the gradient are of all rows
     sampled = [(x[::2], q[::2]) for x, q in rows]
