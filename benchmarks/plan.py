@@ -57,7 +57,7 @@ def describe_places() -> str:
 def as_if_on(place: Place) -> Iterator[None]:
     """Inside, a dry run sees that machine, and all the disk that it can ask for."""
     given: dict[str, object] = {
-        "workflows.plan.free_bytes": lambda _: 2**60,
+        "workflows.plan_checks.free_bytes": lambda _: 2**60,
         "workflows.plan.memory_of": place.memory_of,
         "runtime.hardware.memory_of": place.memory_of,
     }

@@ -16,6 +16,7 @@ from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.hardware import is_out_of_memory
+from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan import Plan
 from featcal_cli.workflows.refine import finish
@@ -59,9 +60,10 @@ def measure_if_possible(
         return measure_perplexity(job, recipe, models, texts, load)
     except (FeatCalError, RuntimeError, MemoryError) as error:
         # what was computed is worth more than this figure; of several processes, others do not know of it
-        if job.ranks.size > 1 or not (isinstance(error, FeatCalError) or is_out_of_memory(error)):
+        if job.ranks.size > 1:
             raise
-        reason = error.what if isinstance(error, FeatCalError) else "there is not enough memory"
+        reason = error.what if isinstance(error, FeatCalError) else exception_text(error)
+        reason = "there is not enough memory" if is_out_of_memory(error) else reason
     session.note(f"perplexity was not measured: {reason}")
     return {}
 

@@ -88,7 +88,7 @@ def hub_that_is_down(stage: Stage) -> Arguments:
 
 
 def full_disk(stage: Stage) -> None:
-    stage.patch.setattr("featcal_cli.workflows.plan.free_bytes", lambda _: 1000)
+    stage.patch.setattr("featcal_cli.workflows.plan_checks.free_bytes", lambda _: 1000)
 
 
 def full_memory(stage: Stage) -> Arguments:
