@@ -38,7 +38,7 @@ from featcal_cli.workflows.plan_checks import (
     check_refinable,
     count_transfer,
 )
-from featcal_cli.workflows.resource_estimate import Estimate, estimate
+from featcal_cli.workflows.resource_estimate import Estimate, choose_dtype, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.time_estimate import TimeEstimate, count_seconds, is_measured_kind, measure_speed
@@ -177,7 +177,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         models = merged, architecture, examples, probed
         stages = count_seconds(calibration, *models, measure_speed(device), has_head=head is not None)
         alone = session.ranks.size == 1 and not self_written and not options.evaluate
-        is_known = alone and is_measured_kind(architecture, device)
+        is_known = alone and is_measured_kind(architecture, device, choose_dtype(calibration, merged.module))
         timed = TimeEstimate(time.monotonic() - session.started, stages, is_known)
     return Plan(
         inputs=inputs,

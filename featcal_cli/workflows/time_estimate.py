@@ -147,13 +147,13 @@ def _mean_length(batches: Sequence[Batch]) -> float:
     return sum(lengths) / len(lengths)
 
 
-def is_measured_kind(architecture: Architecture, device: torch.device) -> bool:
-    """Whether runs of such a model were compared with their estimates: on a CPU, of models that call each block, and
-    each of its modules, once in a pass."""
+def is_measured_kind(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether runs of such a model were compared with their estimates: on a CPU and in float32, of models that call
+    each block, and each of its modules, once in a pass."""
     usual = not architecture.functional and all(
         block.calls == 1 and not block.is_mixture for block in architecture.blocks
     )
-    return device.type == "cpu" and usual and bool(architecture.blocks)
+    return device.type == "cpu" and dtype == torch.float32 and usual and bool(architecture.blocks)
 
 
 @cache
