@@ -12,6 +12,7 @@ from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.outputs import ROWS_AT_ONCE, read_output
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
+from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.architecture import Architecture
 
 Loss = tuple[float, int]
@@ -49,17 +50,20 @@ def _run_through(
 ) -> Iterator[tuple[str, PausedForward]]:
     """Run a model's passes over all batches, block by block, and yield each when it has ended, with its task."""
     load(len(architecture.blocks))
-    with runner.on_device():
-        passes = [(task, start_forward(runner, batch, "")) for task, of_task in batches.items() for batch in of_task]
-        for number, block in enumerate(architecture.blocks):
-            load(number)
-            for task, paused in passes:
-                paused.run_through(architecture.blocks[: number + 1])
-                if paused.call is None and paused.output is not None:
-                    yield task, paused
-                    # logits are large
-                    paused.output = None
-            runner.release(block.name)
+    try:
+        with runner.on_device():
+            passes = [(task, start_forward(runner, x, "")) for task, of_task in batches.items() for x in of_task]
+            for number, block in enumerate(architecture.blocks):
+                load(number)
+                for task, paused in passes:
+                    paused.run_through(architecture.blocks[: number + 1])
+                    if paused.call is None and paused.output is not None:
+                        yield task, paused
+                        # logits are large
+                        paused.output = None
+                runner.release(block.name)
+    finally:
+        drop_weights(runner.device)
 
 
 @torch.inference_mode()

@@ -174,10 +174,11 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         session.notes.clear()  # the first one has them all
     timed = None
     if target is not None:
-        models = merged, architecture, examples, probed
-        stages = count_seconds(calibration, *models, measure_speed(device), has_head=head is not None)
         alone = session.ranks.size == 1 and not self_written and not options.evaluate
         is_known = alone and is_measured_kind(architecture, device, choose_dtype(calibration, merged.module))
+        # of what is not told, only the proportions count
+        speed = measure_speed(device) if is_known else 1.0
+        stages = count_seconds(calibration, merged, architecture, examples, probed, speed, has_head=head is not None)
         timed = TimeEstimate(time.monotonic() - session.started, stages, is_known)
     return Plan(
         inputs=inputs,
