@@ -113,8 +113,8 @@ def measure_perplexity(
     for role, runner in models.items():
         # a base may have no head, which leaves only its column out
         if _has_head(runner.model):
-            # new weights are read once; for others, the passes of one task take less memory
-            for tasks in [list(job.experts)] if load and role == CALIBRATED else [[task] for task in job.experts]:
+            # a calibration has few texts, and reads weights once for all; an inspection may have many
+            for tasks in [list(job.experts)] if load else [[task] for task in job.experts]:
                 measure(role, runner, tasks)
     return {
         task: TaskScores(

@@ -29,7 +29,7 @@ CHOSEN = (
 more than once, as convolutions, by states that go from token to token; and two towers."""
 EVERYWHERE = {"bert": 1.0, "mixtral": 2.3}
 """Those whose features lie in every place, and which run in bfloat16; and how many times the bytes of all models may go
-up to the device, features included: those of a language model go up once more for its perplexity, and merged's twice."""
+up to the device, features included: a language model's go up once more for its perplexity, and merged's twice."""
 PLACES = {"device": None, "host": (0, 1 << 30), "files": (0, 0)}
 """Bytes that features may take on the device and on the host."""
 PRECISE = 1e-5
