@@ -27,7 +27,7 @@ CHOSEN = (
 )  # fmt: skip
 """One family of each way in which weights are read: by modules of both layouts, by functions, one of many matrices,
 more than once, as convolutions, by states that go from token to token; and two towers."""
-EVERYWHERE = {"bert": 1.0, "mixtral": 2.3}
+EVERYWHERE = {"bert": 1.0, "mixtral": 2.5}
 """Those whose features lie in every place, and which run in bfloat16; and how many times the bytes of all models may go
 up to the device, features included: a language model's go up once more for its perplexity, and merged's twice."""
 PLACES = {"device": None, "host": (0, 1 << 30), "files": (0, 0)}
