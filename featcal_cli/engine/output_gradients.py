@@ -30,15 +30,7 @@ from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.hooks import intercept_matmuls
-from featcal_cli.engine.outputs import (
-    choose_rows,
-    draw_noise,
-    find_owners,
-    gives_logits,
-    project_randomly,
-    read_output,
-    standardise_noise,
-)
+from featcal_cli.engine.outputs import choose_rows, draw_noise, find_owners, gives_logits, project_randomly, read_output
 from featcal_cli.engine.paused_forward import start_forward
 from featcal_cli.engine.token_weights import padding_masks
 from featcal_cli.engine.weight_uploads import drop_weights, fetch_weights
@@ -252,7 +244,7 @@ class GradientPass:
         for projection in range(self._projections if rows.requires_grad else 0):
             pairs = zip(chosen, generators, strict=True)
             drawn = torch.cat([draw_noise(len(own), rows.shape[1], generator) for own, generator in pairs])
-            direction = project_randomly(rows, standardise_noise(drawn, rows), are_logits=are_logits)
+            direction = project_randomly(rows, drawn, are_logits=are_logits)
             again = projection + 1 < self._projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
         for of_modules in (self.sizes, self.counts):

@@ -45,21 +45,18 @@ def draw_noise(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return words.view(torch.int8)[: rows * columns].view(rows, columns)
 
 
-def standardise_noise(drawn: Tensor, like: Tensor) -> Tensor:
-    """Return the numbers of `draw_noise` on the device and in the dtype of `like`, with mean 0 and variance 1."""
-    return drawn.to(like.device).to(like.dtype).add_(0.5).mul_((12 / (256**2 - 1)) ** 0.5)
-
-
-def project_randomly(z: Tensor, noise: Tensor, *, are_logits: bool) -> Tensor:
-    """Turn noise [rows, c] of mean 0 and variance 1, in place, into random directions u, so that ‖Δz‖² in the norm of
-    the outputs z [rows, c] is the mean of (uᵀΔz)². The mean of uuᵀ is diag(q) − qqᵀ for logits (`logit_norm`), else
-    the identity."""
+def project_randomly(z: Tensor, drawn: Tensor, *, are_logits: bool) -> Tensor:
+    """Turn the numbers of `draw_noise` [rows, c] into random directions u on the device of the outputs z [rows, c], so
+    that ‖Δz‖² in the norm of outputs is the mean of (uᵀΔz)². The mean of uuᵀ is diag(q) − qqᵀ for logits
+    (`logit_norm`), else the identity."""
+    # mean 0 and variance 1
+    noise = drawn.to(z.device).to(z.dtype).add_(0.5).mul_((12 / (256**2 - 1)) ** 0.5)
     if not are_logits:
         return noise
     for some, noise_of_some in zip(z.detach().split(ROWS_AT_ONCE), noise.split(ROWS_AT_ONCE), strict=True):
         q = weigh_logits(some)
-        drawn = q.sqrt() * noise_of_some
-        noise_of_some.copy_(drawn - q * drawn.sum(-1, keepdim=True))
+        weighted = q.sqrt() * noise_of_some
+        noise_of_some.copy_(weighted - q * weighted.sum(-1, keepdim=True))
     return noise
 
 

@@ -22,7 +22,7 @@ from featcal_cli.engine import gradient_sums, output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.output_gradients import measure_output_gradients
-from featcal_cli.engine.outputs import choose_rows, draw_noise, find_owners, read_output, standardise_noise
+from featcal_cli.engine.outputs import choose_rows, draw_noise, find_owners, read_output
 from featcal_cli.models.architecture import Architecture, module_at
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS
@@ -106,7 +106,9 @@ def measure_plainly(
         draws = [(n, torch.Generator().manual_seed(x)) for n, x in zip(counts, seed_examples(batch, SEED), strict=True)]
         for projection in range(PROJECTIONS):
             drawn = torch.cat([draw_noise(n, rows.shape[1], generator) for n, generator in draws])
-            direction = draw_direction(rows.detach(), standardise_noise(drawn, rows), are_logits="logits" in output)
+            direction = draw_direction(
+                rows.detach(), (drawn + 0.5) / (65535 / 12) ** 0.5, are_logits="logits" in output
+            )
             (rows * direction).sum().backward(retain_graph=projection + 1 < PROJECTIONS)
     for handle in handles:
         handle.remove()

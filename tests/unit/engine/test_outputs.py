@@ -15,7 +15,6 @@ from featcal_cli.engine.outputs import (
     gives_logits,
     logit_norm,
     project_randomly,
-    standardise_noise,
     weigh_logits,
 )
 
@@ -32,7 +31,7 @@ def test_the_norm_is_that_of_the_covariance_of_a_choice() -> None:
 @pytest.mark.parametrize("are_logits", [True, False])
 def test_projections_have_that_covariance_on_average(are_logits: bool) -> None:
     draws, generator = 20_000, torch.Generator().manual_seed(2)
-    noise = standardise_noise(draw_noise(4 * draws, 6, generator), Z)
+    noise = draw_noise(4 * draws, 6, generator)
     drawn = project_randomly(Z.repeat(draws, 1), noise, are_logits=are_logits).view(draws, 4, 6)
     mean = torch.einsum("nrc,nrd->rcd", drawn, drawn) / draws
     wanted = choice_covariance(Z) if are_logits else torch.eye(6).expand(4, 6, 6)
