@@ -53,10 +53,22 @@ took away or more than there are rows; with less, conjugate gradients amplify th
 CURVATURE_ROWS = 1 << 14
 """Number of rows of all tasks from which the second derivative is taken; a quarter of it costs a thirtieth of the
 gain."""
-LOGIT_BYTES = 1 << 27
+LOGIT_BYTES = 1 << 28
 """Bytes of the logits that are computed at once."""
 ROWS_SOLVED = 1 << 13
 """Rows of W that are preconditioned at once, as each matrix of its size may take gigabytes."""
+
+
+class Slope(NamedTuple):
+    """The divergence at a weight W [c, d], and what the next step is computed from."""
+
+    value: float
+    gradient: Tensor
+    """[c, d]"""
+    mean: Tensor
+    """Mean probabilities p [c]."""
+    gram: Tensor
+    """E[x xᵀ] [d, d]"""
 
 
 class Divergence:
@@ -90,7 +102,9 @@ class Divergence:
                 if self._bias is not None:
                     self._constant -= float((q @ self._bias).sum())
         self._pull = weight.new_zeros(len(weight), weight.shape[1]) if pull is None else pull
-        self._tasks.append(([each.student for each in inputs], 1 / max(1, count * tasks)))
+        # every step reads them again: a copy from pinned memory overlaps with products
+        rows = [each.student.pin_memory() if self._device.type == "cuda" else each.student for each in inputs]
+        self._tasks.append((rows, 1 / max(1, count * tasks)))
         self._places.append([each.places for each in inputs])
         self.rows += count
 
@@ -101,7 +115,7 @@ class Divergence:
         self._constant = sum(self._ranks.gather(self._constant))
         every = max(1, ceil(self.rows / CURVATURE_ROWS))
         for (parts, share), places in zip(self._tasks, self._places, strict=True):
-            sampled = [x[at % every == 0] for x, at in zip(parts, places, strict=True)]
+            sampled = [x[at % every == 0].to(self._pull) for x, at in zip(parts, places, strict=True)]
             counts = self._ranks.gather((sum(map(len, parts)), sum(map(len, sampled))))
             whole, kept = (sum(of_ranks) for of_ranks in zip(*counts, strict=True))
             self._sampled.append((sampled, share * whole / max(1, kept)))
@@ -112,29 +126,38 @@ class Divergence:
         for parts, share in self._sampled if sampled else self._tasks:
             for part in parts:
                 for x in _split(part, len(weight)):
-                    rows = x.to(weight)
+                    rows = x.to(weight.device, non_blocking=True).to(weight)
                     z = rows @ weight.T
                     yield rows, z if self._bias is None else z.add_(self._bias), share
 
-    def value(self, weight: Tensor) -> float:
-        """Return the divergence."""
-        total = sum(share * float(z.logsumexp(-1).sum()) for _, z, share in self._logits(weight))
+    def values(self, weight: Tensor, step: Tensor, sizes: Sequence[float]) -> list[float]:
+        """Return the divergence at `weight` + size · `step` for each of the sizes."""
         assert self._pull is not None
-        return sum(self._ranks.gather(total)) - float((weight * self._pull).sum()) + self._constant
-
-    def gradient(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient [c, d], the mean probabilities p [c], and E[x xᵀ] [d, d]."""
-        gradient, mean = torch.zeros_like(weight), weight.new_zeros(len(weight))
-        gram = weight.new_zeros(weight.shape[1], weight.shape[1])
+        at, along = (float((x * self._pull).sum()) for x in (weight, step))
+        totals = weight.new_zeros(len(sizes), dtype=torch.float64)
         for x, z, share in self._logits(weight):
-            p = z.softmax(-1).mul_(share)
+            moved = x @ step.T
+            for number, size in enumerate(sizes):
+                totals[number] += share * z.add(moved, alpha=size).logsumexp(-1).sum()
+        sums = (sum(of_ranks) for of_ranks in zip(*self._ranks.gather(totals.tolist()), strict=True))
+        return [total - at - size * along + self._constant for total, size in zip(sums, sizes, strict=True)]
+
+    def slope(self, weight: Tensor) -> Slope:
+        """Return the divergence and its first derivative at a weight."""
+        gradient, mean = torch.zeros_like(weight), weight.new_zeros(len(weight))
+        gram, total = weight.new_zeros(weight.shape[1], weight.shape[1]), weight.new_zeros((), dtype=torch.float64)
+        for x, z, share in self._logits(weight):
+            log_p = z.log_softmax(-1)
+            total += share * (z[:, 0] - log_p[:, 0]).sum()
+            p = log_p.exp_().mul_(share)
             gradient.addmm_(p.T, x)
             mean += p.sum(0)
             gram.addmm_(x.T, x, alpha=share)
-        for total in (gradient, mean, gram):
-            self._ranks.add_up(total)
+        for each in (gradient, mean, gram):
+            self._ranks.add_up(each)
         assert self._pull is not None
-        return gradient.sub_(self._pull), mean, gram
+        value = sum(self._ranks.gather(float(total))) - float((weight * self._pull).sum()) + self._constant
+        return Slope(value, gradient.sub_(self._pull), mean, gram)
 
     def curvature(self, weight: Tensor, direction: Tensor) -> Tensor:
         """Return the product [c, d] of the second derivative with a direction: Σ E[(diag p − p pᵀ) D x xᵀ]."""
@@ -206,34 +229,34 @@ class Scale(Weight):
         return lambda residual: residual / sizes
 
 
-def minimise(divergence: Divergence, unknown: Weight) -> Tensor:
-    """Return the change of what `unknown` describes, from the merged model's, that minimises L. Raises NumericsError if
-    L is not finite."""
-    found, before = unknown.start, divergence.value(unknown.weight(unknown.start))
+def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
+    """Return the change of what `unknown` describes, from the merged model's, that minimises L; None if L is not
+    finite."""
+    found = unknown.start
     weight = unknown.weight(found)
-    gradient, mean, gram = divergence.gradient(weight)
-    ridge = unknown.ridge(gram)
-
-    def loss(at: Tensor) -> float:
-        return divergence.value(unknown.weight(at)) + ridge / 2 * float((at - unknown.start).square_().sum())
+    slope = divergence.slope(weight)
+    before, ridge = slope.value, unknown.ridge(slope.gram)
+    if not isfinite(before):
+        return None
 
     def system_of(direction: Tensor) -> Tensor:
         image = unknown.gather(divergence.curvature(weight, unknown.weight(direction)))
         return image.add_(direction, alpha=ridge)
 
-    for number in range(NEWTON_STEPS):
-        if number:
-            weight = unknown.weight(found)
-            gradient, mean, gram = divergence.gradient(weight)
-        descent = unknown.gather(gradient).neg_().add_(unknown.start - found, alpha=ridge)
-        precondition = unknown.precondition(mean, gram, ridge)
+    for _ in range(NEWTON_STEPS):
+        descent = unknown.gather(slope.gradient).neg_().add_(unknown.start - found, alpha=ridge)
+        precondition = unknown.precondition(slope.mean, slope.gram, ridge)
         if _dot(descent, precondition(descent)) <= NEGLIGIBLE:
             break
         step = approach_by_conjugate_gradients(system_of, descent, precondition, INNER_STEPS)
-        slope = -_dot(descent, step)
+        promised = _dot(descent, step)
+        del slope, descent
         for size in (0.5**halving for halving in range(HALVINGS)):
             further = found.add(step, alpha=size)
-            if (now := loss(further)) <= before + SUFFICIENT * size * slope:
+            weight = unknown.weight(further)
+            slope = divergence.slope(weight)
+            now = slope.value + ridge / 2 * float((further - unknown.start).square_().sum())
+            if now <= before - SUFFICIENT * size * promised:
                 found, before = further, now
                 break
         else:
@@ -285,12 +308,13 @@ def _solve(job: Job, head: Head) -> _Solved:
         own = {name: merged.copy(merged.parameter(f"{head.name}.{name}")).to(torch.float32) for name in names}
         fitted, held_out = (_measure(job, head, own.get("bias"), checked=checked) for checked in (False, True))
         unknown = Scale(own["weight"]) if head.norm else Weight(own["weight"])
-        if not isfinite(fitted.value(own["weight"])):
-            return _Solved([], None)
         update = minimise(fitted, unknown)
+        if update is None:
+            return _Solved([], None)
         share, divergence = None, None
         if held_out.rows:
-            losses = {each: held_out.value(unknown.weight(unknown.start.add(update, alpha=each))) for each in SHARES}
+            along = held_out.values(own["weight"], unknown.weight(update), SHARES)
+            losses = dict(zip(SHARES, along, strict=True))
             share = min(SHARES, key=losses.__getitem__)
             update, divergence = update.mul_(share), (losses[0.0], losses[share])
         size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start))
