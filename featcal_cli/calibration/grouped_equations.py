@@ -121,11 +121,11 @@ class GroupedEquations(LinearEquations):
         asked = (self._bias_pull[name] + ridge * towards).view_as(moved)
         return ((asked - moved) / (self._omega[:, None] + ridge)).flatten()
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         factor, ridge = factorise(self._grams.clone(), self._hyperparameters.ridge)
 
-        def update_of(name: str, towards: Tensor) -> Tensor:
+        def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:
             right = self.pull_of(name).add(towards, alpha=ridge)
-            return torch.cholesky_solve(right.mT, factor).mT
+            return torch.cholesky_solve(right.mT, factor).mT, ridge
 
-        return update_of, ridge
+        return update_of

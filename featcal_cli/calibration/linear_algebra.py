@@ -141,9 +141,19 @@ class Symmetric:
                 squares.append(2 * to_accumulation_dtype(_dot(panel)) - diagonal if start else diagonal)
         return torch.stack(squares).sum().sqrt()
 
-    def full(self, out: Tensor | None = None) -> Tensor:
-        """Return the whole matrix [d, d], written to `out` if it is given."""
-        whole = torch.empty(self._d, self._d, dtype=self._dtype, device=self._device) if out is None else out
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return the product rows · S [n, d] with the whole matrix S."""
+        product = torch.zeros_like(rows)
+        for start, stop, panel in zip(self.starts, self.stops, self.panels, strict=True):
+            if panel is not None:
+                product[:, :stop].addmm_(rows[:, start:stop], panel.to(rows.dtype))
+                if start:
+                    product[:, start:stop].addmm_(rows[:, :start], panel[:, :start].to(rows.dtype).T)
+        return product
+
+    def full(self) -> Tensor:
+        """Return the whole matrix [d, d]."""
+        whole = torch.empty(self._d, self._d, dtype=self._dtype, device=self._device)
         if None in self.panels:
             whole.zero_()
         for start, stop, panel in zip(self.starts, self.stops, self.panels, strict=True):

@@ -83,6 +83,10 @@ class _Task(NamedTuple):
     metrics: Mapping[str, OutputMetric]
     """Metric of each module by name; S = I for a module that does not influence the outputs."""
 
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return the product rows · ω_i G_i [n, d_in]."""
+        return self.gram.multiply(rows).mul_(self.scale)
+
 
 class MetricEquations(LinearEquations):
     """Normal equations of Linear modules that share one input, in which every task has its own output metric."""
@@ -101,26 +105,23 @@ class MetricEquations(LinearEquations):
         self._tasks.append(task)
         self._omega += omega
         self.rows += moments.rows
-        gram = None if moments.pairs else task.gram.full().mul_(task.scale)
         for name, expert in experts.items():
-            pull = self._pull_of_task(moments, name, expert, omega, gram)
+            pull = self._pull_of_task(moments, name, expert, task)
             self._pull[name].add(task.metrics[name](pull))
             self._bias_pull[name] += task.metrics[name](self._bias_pull_of_task(moments, name, expert, omega))
         return omega
 
-    def _pull_of_task(
-        self, moments: LinearMoments, name: str, expert: Affine, omega: Tensor, gram: Tensor | None
-    ) -> Tensor:
-        """Compute the pull ω E[r xᵀ] of a module [d_out, d_in]. gram: ω G if r is not summed, else None."""
+    def _pull_of_task(self, moments: LinearMoments, name: str, expert: Affine, task: _Task) -> Tensor:
+        """Compute the pull ω E[r xᵀ] of a module [d_out, d_in]."""
         total = Sum(self._dtype)
-        if gram is None:
-            moments.add_pull(name, total, omega)
+        if moments.pairs:
+            moments.add_pull(name, total, task.omega)
         else:  # (W_i − W_merged) G + α W_i D
             weight = self._cast(expert.weight)
-            total.add((weight - self._cast(self._merged[name].weight)) @ gram)
-            total.add_product(weight * (omega * moments.alpha), self._cast(moments.drift))
+            total.add(task.multiply(weight - self._cast(self._merged[name].weight)))
+            total.add_product(weight * (task.omega * moments.alpha), self._cast(moments.drift))
         if self._with_bias:
-            total.add(torch.outer(self._cast(self._bias_offset(name, expert)), self._cast(moments.mean)), omega)
+            total.add(torch.outer(self._cast(self._bias_offset(name, expert)), self._cast(moments.mean)), task.omega)
         assert total.value is not None
         return total.value
 
@@ -128,32 +129,31 @@ class MetricEquations(LinearEquations):
         """Return the coefficients of `LinearEquations.objective` for Σ ω_i E‖W x_cal + b − W_i x_tgt − b_i‖², with the
         norm taken in the metric S_i."""
         update, shift = self._cast(update), self._cast(shift)
-        alike = torch.zeros_like(self._mean).diag()  # Σ c_i ω_i G_i: with what S_i is beside F_iᵀF_i, rows are few
-        curvature = shift.new_zeros(())
+        # with what S_i is beside F_iᵀF_i, rows are few
+        curvature = (self._multiples_of_identity(name).multiply(update) * update).sum()
         for task in self._tasks:
-            metric, gram = task.metrics[name], task.gram.full().mul_(task.scale)
-            alike.addcmul_(gram, metric.identity)
+            metric = task.metrics[name]
             rows = metric.factor @ update
-            curvature = curvature + ((rows @ gram) * rows).sum()
+            curvature = curvature + (task.multiply(rows) * rows).sum()
             curvature = curvature + task.omega * metric(shift).dot(2 * (update @ task.mean) + shift)
-        curvature = curvature + ((update @ alike) * update).sum()
         return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._cast(self._bias_pull[name]))
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
-        d_in = len(self._mean)
-        grams = self._mean.new_empty(len(self._tasks), d_in, d_in)
-        for task, gram in zip(self._tasks, grams, strict=True):
-            task.gram.full(gram).mul_(task.scale)
-        _, ridge = factorise(grams.sum(0), self._hyperparameters.ridge)
+    def _multiples_of_identity(self, name: str) -> Symmetric:
+        """Return Σ c_i ω_i G_i [d_in, d_in], the sum of all that the multiples of I in a module's S_i contribute."""
+        total = Symmetric(len(self._mean), self._mean.device, self._dtype)
+        for task in self._tasks:
+            total.add(task.gram, task.scale * task.metrics[name].identity)
+        return total
 
-        def update_of(name: str, towards: Tensor) -> Tensor:
-            right = self.pull_of(name).add(towards, alpha=ridge)
-            return self._approach(name, grams, right, ridge)
+    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
+        def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:
+            lower, ridge = factorise(self._multiples_of_identity(name).full(), self._hyperparameters.ridge)
+            return self._approach(name, lower, self.pull_of(name).add(towards, alpha=ridge)), ridge
 
-        return update_of, ridge
+        return update_of
 
-    def _approach(self, name: str, grams: Tensor, right: Tensor, ridge: float) -> Tensor:
-        """Approximate the update U of a module, given ω_i G_i [tasks, d_in, d_in] and the right-hand side.
+    def _approach(self, name: str, lower: Tensor, right: Tensor) -> Tensor:
+        """Approximate the update U of a module, given the factor L of H below [d_in, d_in] and the right-hand side.
 
         Write S_i = c_i I + F_iᵀ F_i. The multiples of I form one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. For V = U L
         the equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the
@@ -164,11 +164,9 @@ class MetricEquations(LinearEquations):
         that any inputs ask for, and the start. Where Σ F_iᵀ F_i is only rounding, the start is the solution, so it
         makes no difference whether such a direction is found to be in the span.
         """
-        # the one system H of all multiples of I, with the λ that made the sum of the G_i positive
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
         factors = [task.metrics[name].factor for task in self._tasks]
         counts = [len(factor) for factor in factors]
-        lower, _ = factorise(torch.tensordot(identities, grams, 1), ridge)
         # all F_i together span few directions of the outputs: everything below happens in their axes
         sizes, axes = _principal_axes(torch.cat(factors))
         along = torch.cat(factors) @ axes
@@ -177,7 +175,7 @@ class MetricEquations(LinearEquations):
         def system_of(update: Tensor) -> Tensor:
             # V ↦ V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ), each task's rows of F_i V against its own G_i
             moved = divide(lower, along @ update, upper=False).split(counts)
-            bent = torch.cat([rows @ gram for rows, gram in zip(moved, grams, strict=True)])
+            bent = torch.cat([task.multiply(rows) for rows, task in zip(moved, self._tasks, strict=True)])
             return torch.addmm(update, along.T, divide(lower.mT, bent, upper=True))
 
         divide = partial(torch.linalg.solve_triangular, left=False)

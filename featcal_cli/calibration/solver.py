@@ -95,11 +95,11 @@ class LinearEquations:
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         """Return W* and b* of every module, given the base's parameters for the anchor. If `bias` is False, b stays
         unchanged. Raises NumericsError when the equations have no stable solution."""
-        update_of, ridge = self._factorise()
+        update_of = self._factorise()
         solutions = {}
         for name, merged in self._merged.items():
             towards = _anchor_offset(merged.each(self._cast), base[name].each(self._cast), self._hyperparameters.rho)
-            update = update_of(name, towards.weight)
+            update, ridge = update_of(name, towards.weight)
             new_bias = None if merged.bias is None else self._cast(merged.bias)
             if bias and new_bias is not None and towards.bias is not None:
                 new_bias = new_bias + self._bias_of(name, update, towards.bias, ridge)
@@ -159,15 +159,15 @@ class LinearEquations:
         drift = merged @ self._cast(self._drift.value)
         return drift if pull is None else drift.add_(self._cast(pull))
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         """Return a function that computes a module's update from the anchor's offset (anchor − merged), and the λ that
         was used. It is larger than requested if the equations have no stable solution otherwise."""
         factor, ridge = factorise(self._gram.full(), self._hyperparameters.ridge)
 
-        def update_of(name: str, towards: Tensor) -> Tensor:
-            return solve_rows(self.pull_of(name).add(towards, alpha=ridge), factor)
+        def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:
+            return solve_rows(self.pull_of(name).add(towards, alpha=ridge), factor), ridge
 
-        return update_of, ridge
+        return update_of
 
     def _zeros_of(self, name: str) -> Tensor:
         return torch.zeros_like(self._cast(self._merged[name].weight))
@@ -294,16 +294,16 @@ class DualEquations(LinearEquations):
                 lacking = lacking + self._bias_offset(name, expert).to(lacking)
             self._residuals[name].append(lacking * scale)
 
-    def _factorise(self) -> tuple[Callable[[str, Tensor], Tensor], float]:
+    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         x, ridge = self._cast(torch.cat(self._x)), self._hyperparameters.ridge
         factor, ridge = factorise(x @ x.T, ridge)
 
-        def update_of(name: str, towards: Tensor) -> Tensor:
+        def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:
             share = ridge / (ridge + EPSILON)
             lacking = self._lacking_rows(name) - (x @ towards.T).mul_(share)
-            return (solve_rows(lacking.T, factor) @ x).add_(towards, alpha=share)
+            return (solve_rows(lacking.T, factor) @ x).add_(towards, alpha=share), ridge
 
-        return update_of, ridge
+        return update_of
 
     def _quadratic_form(self, name: str, update: Tensor) -> tuple[Tensor, Tensor]:
         moved = self._cast(torch.cat(self._x)) @ update.T

@@ -27,7 +27,7 @@ LARGE = 1 << 20
 """Smallest size in bytes at which tensors that are unlikely to be needed again are worth moving."""
 OUTPUT_BYTES = 1 << 31
 """Most bytes of files in which a CPU keeps modules' outputs."""
-TRIM_EVERY = 16 << 20
+TRIM_EVERY = 64 << 20
 """Number of bytes that leave a CPU's memory between two trims of the heap, which return the freed gaps to the
 system."""
 
