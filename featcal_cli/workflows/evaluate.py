@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from featcal_cli import __version__
 from featcal_cli.evaluation.results import BASE, EXPERT, MERGED, Evaluation, Score, ScoreCache, TaskScores, stamp
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.recipe.schema import Evaluate, Merge
+from featcal_cli.recipe.schema import Evaluate, Merge, Recipe
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 
 BATCH = {"cpu": 16, "cuda": 128}
 """Examples in a batch by kind of device, if the user does not set it."""
+TEXTS = 256
+"""Texts of a task on which language models are measured if the recipe does not say how, and the user not how many."""
 
 
 def evaluate(
@@ -44,8 +47,9 @@ def evaluate(
     """Measure how well models do the tasks of a recipe: each expert on its own task; merged and every one of `models`
     on all tasks.
 
-    recipe: as for `calibrate`; only tasks whose recipe has an `evaluate` key are measured.
-    limit: examples per task, drawn at random and the same for all models; None for all examples.
+    recipe: as for `calibrate`; only tasks whose recipe has an `evaluate` key are measured. If none has one, the
+    perplexity of language models is, and of base too, on texts that are drawn anew from each task's data.
+    limit: examples per task, drawn at random and the same for all models; None for all examples, or TEXTS texts.
     allow_code: let lm-eval tasks run code that a model wrote.
     Results of an earlier run with these models, data and limit are reused.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
@@ -54,7 +58,45 @@ def evaluate(
     others = dict(zip(name_roles(models), models, strict=True))
     inputs = find_inputs(session)
     session.load_libraries()
+    if all(spec.evaluate is None for spec in inputs.recipe.tasks.values()):
+        return _evaluate_texts(session, inputs, others, limit or TEXTS)
     return evaluate_models(session, inputs, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
+
+
+def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str], count: int) -> Evaluation:
+    """Measure the perplexity of experts, merged, `others` (by role) and base on texts of the tasks' own data. Raises
+    FeatCalError, also if they are no language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from featcal_cli.models.alignment import load_fitting
+    from featcal_cli.workflows.load import fetch_models, load_models
+    from featcal_cli.workflows.perplexity import measure_if_possible
+    from featcal_cli.workflows.plan import make_plan
+    from featcal_cli.workflows.setup import set_up
+
+    started, seed = time.monotonic(), inputs.recipe.calibration.seed + 1  # a calibration was fitted to those of its own
+    calibration = inputs.recipe.calibration.model_copy(update={"examples": count, "seed": seed})
+    recipe = inputs.recipe.model_copy(update={"calibration": calibration})
+    origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
+    plan = make_plan(session, replace(inputs, recipe=recipe, origins=origins))
+    if plan.model_class not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        check_evaluable(session, recipe, allow_code=False)
+    for task, rows in plan.examples.items():
+        if rows.is_whole:
+            session.note(f"{task}: the source has few rows, and a calibration with it was fitted to most of them")
+    with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
+        merge = recipe.merged if isinstance(recipe.merged, Merge) else None
+        snapshots = fetch_models(session, plan)
+        session.stage("loading models")
+        models = load_models(snapshots, merge, Path(scratch) / MERGED, str(recipe.merged))
+        measured = {MERGED: models.merged}
+        measured |= {role: load_fitting(role, snapshots[role], models.merged) for role in others}
+        job = set_up(session, plan, models).make_job({}, {**measured, BASE: models.base})
+        job.retire()
+        scores = measure_if_possible(session, job, recipe, job.drift.runners, dict.fromkeys(job.experts, "texts"))
+    if not scores:
+        check_evaluable(session, recipe, allow_code=False)
+    return _describe(session, recipe, {role: origin.pinned for role, origin in origins.items()}, scores, count, started)
 
 
 def evaluate_models(
@@ -67,8 +109,6 @@ def evaluate_models(
     allow_code: bool = False,
 ) -> Evaluation:
     """Measure the experts, merged and `others` (by role) on the tasks of a job. Raises FeatCalError."""
-    from featcal_cli.runtime.hardware import describe_environment
-
     recipe = inputs.recipe
     check_evaluable(session, recipe, allow_code=allow_code)
     started, scores = time.monotonic(), {}
@@ -83,10 +123,26 @@ def evaluate_models(
     if reused := models.cache.reused:
         figures = len(scores) * len(models.roles)
         session.note(f"{reused} of {figures} figures were taken over from an earlier evaluation")
+    names = {role: models.name(role) for role in models.roles if role != EXPERT}
+    return _describe(session, recipe, names, scores, limit, started)
+
+
+def _describe(
+    session: Session,
+    recipe: Recipe,
+    names: Mapping[str, str],
+    scores: Mapping[str, TaskScores],
+    limit: int | None,
+    started: float,
+) -> Evaluation:
+    """Return the evaluation, given the names of models by role."""
+    from featcal_cli.runtime.hardware import describe_environment
+
+    roles = next(iter(scores.values())).scores
     experts = ", ".join(spec.expert for spec in recipe.tasks.values())
     return Evaluation(
         featcal_version=__version__,
-        names={role: experts if role == EXPERT else models.name(role) for role in models.roles},
+        names={role: experts if role == EXPERT else names.get(role, str(recipe.merged)) for role in roles},
         tasks=scores,
         notes=session.notes,
         recipe=recipe.model_dump(mode="json", exclude_none=True),
