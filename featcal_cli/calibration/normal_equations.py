@@ -64,11 +64,12 @@ def collect_equations(
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                checks = [_add_task(visit, task, hyperparameters, equations)]
+                factors = visit.gradients(task, "factors") if hyperparameters.metric == "output" else {}
+                checks = [_add_task(visit, task, hyperparameters, factors, equations)]
                 if equations.held_out is not None:
                     equations.held_out.skipped = dict(equations.skipped)
-                    omegas = equations.omegas
-                    checks.append(_add_task(visit, task, hyperparameters, equations.held_out, omegas))
+                    held_out, omegas = equations.held_out, equations.omegas
+                    checks.append(_add_task(visit, task, hyperparameters, factors, held_out, omegas))
                 _check_features(visit, task, checks)
     if not visit.tasks:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
@@ -229,11 +230,12 @@ def _add_task(
     visit: BlockVisit,
     task: str,
     hyperparameters: Hyperparameters,
+    factors: Mapping[str, Tensor],
     equations: BlockEquations,
     omegas: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> list[Tensor]:
-    """Add one task's sums and its expert's parameters to the equations. `omegas` is given for held-out rows only.
-    Returns numbers that are finite if all rows were finite."""
+    """Add one task's sums, its expert's parameters and the factors of its output metric to the equations. `omegas` is
+    given for held-out rows only. Returns numbers that are finite if all rows were finite."""
 
     def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
         return next((group for group in equations.linear if set(names) <= set(group)), None)
@@ -249,9 +251,8 @@ def _add_task(
     def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
         return {name: parameters_of(runner, visit.block, name) for name in names}
 
-    expert, by_outputs, checked = visit.expert(task), hyperparameters.metric == "output", omegas is not None
-    gradients = visit.gradients(task, "factors") if by_outputs else {}
-    sizes = visit.gradients(task, "checked" if checked else "fitted") if by_outputs else {}
+    expert, checked = visit.expert(task), omegas is not None
+    sizes = visit.gradients(task, "sizes") if hyperparameters.metric == "output" and not checked else {}
     sums = TaskMoments({}, {}, dict(equations.skipped))
     for seen in visit.features(task, checked=checked):
         _add_batch(visit, seen, sums, choose, sizes)
@@ -272,7 +273,7 @@ def _add_task(
             form, of_merged = _choose_equations(moments, hyperparameters), parameters(visit.merged, group)
             equations.linear[group] = form(of_merged, hyperparameters, with_bias=checked)
         omega = omegas.get((task, names[0])) if omegas else None
-        moments.gradients = gradients
+        moments.gradients = factors
         omega = equations.linear[group].add_task(moments, parameters(expert, names), omega)
         equations.omegas |= {(task, name): omega for name in names}
     for name, norm_moments in sums.norms.items():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -235,19 +234,21 @@ def approach_by_conjugate_gradients(
         x, residual = torch.zeros_like(right), right.clone()
     else:
         x, residual, steps = start, right - system_of(start), steps - 1
-    enough = TOLERANCE * float(torch.linalg.vector_norm(right))
-    if not isfinite(enough):
+    enough = TOLERANCE * torch.linalg.vector_norm(right)
+    if not enough.isfinite():
         raise NumericsError(NOT_FINITE, fix="use --method paper")
     direction: Tensor | None = None
-    product = right.new_zeros(())
+    product = right.new_ones(())
     for _ in range(steps):
-        if float(torch.linalg.vector_norm(residual)) <= enough:
+        goes_on = torch.linalg.vector_norm(residual) > enough
+        # a device would have to be waited for
+        if right.device.type == "cpu" and not goes_on:
             break
         step = precondition(residual)
         previous, product = product, (residual * step).sum()
-        direction = step if direction is None else step.add_(direction, alpha=float(product / previous))
+        direction = step if direction is None else step.addcmul_(direction, torch.where(goes_on, product / previous, 0))
         image = system_of(direction)
-        length = float(product / (direction * image).sum())
-        x.add_(direction, alpha=length)
-        residual.add_(image, alpha=-length)
+        length = torch.where(goes_on, product / (direction * image).sum(), 0)
+        x.addcmul_(direction, length)
+        residual.addcmul_(image, -length)
     return x

@@ -17,11 +17,17 @@ WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 thousands."""
 PANEL_WIDTH = 128
 """Width of the panels in which a CPU computes symmetric products, to skip most of the entries above the diagonal."""
-DIRECTIONS, SPARE_DIRECTIONS = 64, 64
-"""Number of output directions that are kept (those that move the outputs most), and number of extra directions that are
-used in the search for them."""
+MOST_DIRECTIONS, FEWEST_DIRECTIONS, ALL_DIRECTIONS, SPARE_DIRECTIONS = 64, 16, 256, 32
+"""Largest and smallest number of a task's output directions that are kept (those that move the outputs most), their
+number over all tasks between these two, since systems are solved for all of them together, and the number of extra
+directions that are used in the search for them."""
 FLOAT32_ROUNDING = 1e-6
 """Relative rounding error of float32 sums."""
+
+
+def count_directions(tasks: int) -> int:
+    """Return the number of output directions that are kept of each of so many tasks."""
+    return min(MOST_DIRECTIONS, max(FEWEST_DIRECTIONS, ALL_DIRECTIONS // tasks))
 
 
 def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
@@ -77,9 +83,9 @@ class GradientSums:
             if rows != d:
                 ranks.add_up(self._traces[name])
 
-    def factors(self) -> dict[str, Tensor]:
+    def factors(self, directions: int) -> dict[str, Tensor]:
         """Compute, for each module, R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the
-        directions of its r ≤ DIRECTIONS largest eigenvalues. If M has values that are not finite, R is NaN. If
+        directions of its r ≤ `directions` largest eigenvalues. If M has values that are not finite, R is NaN. If
         gradients are so much smaller than other modules' that they are only rounding, r is 0."""
         traces = [
             total.trace() if len(total) == total.shape[1] else self._traces[name] for name, total in self.sums.items()
@@ -100,27 +106,28 @@ class GradientSums:
             if not is_finite:
                 factors[name] = torch.full_like(total[:1], torch.nan)
             elif rows != d:
-                sketched = factor_of_sketch(total, self._draw_directions(d, rows, total))
+                sketched = factor_of_sketch(total, self._draw_directions(d, rows, total), directions)
                 factors[name] = scales[name] * sketched
             else:
                 whole = total.tril() + total.tril(-1).T
-                bases[name] = self._find_basis(whole)
+                bases[name] = self._find_basis(whole, directions + SPARE_DIRECTIONS)
                 small = bases[name].T @ whole @ bases[name]
                 projected.setdefault(len(small), {})[name] = small
         # a device takes as long for one small matrix as for many of the same width
         for of_width in projected.values():
             pairs = zip(*find_eigenvectors(torch.stack(list(of_width.values()))), strict=True)
             for name, (values, vectors) in zip(of_width, pairs, strict=True):
-                largest = bases[name] @ vectors[:, -DIRECTIONS:] * values[-DIRECTIONS:].clamp_min(0).sqrt()
+                largest = bases[name] @ vectors[:, -directions:] * values[-directions:].clamp_min(0).sqrt()
                 factors[name] = scales[name] * largest.T
         return factors
 
-    def _find_basis(self, total: Tensor) -> Tensor:
-        """Compute an orthonormal basis [d, r] of a space that holds the largest eigenvectors of M [d, d]."""
+    def _find_basis(self, total: Tensor, width: int) -> Tensor:
+        """Compute an orthonormal basis [d, r] of a space that holds the largest eigenvectors of M [d, d], with r at
+        most `width`."""
         d = len(total)
-        if d <= DIRECTIONS + SPARE_DIRECTIONS:
+        if d <= width:
             return torch.eye(d).to(total)
-        basis = self._draw_directions(d, DIRECTIONS + SPARE_DIRECTIONS, total)
+        basis = self._draw_directions(d, width, total)
         # two steps of subspace iteration turn random directions towards the largest eigenvectors
         for _ in range(2):
             basis, _ = torch.linalg.qr(total @ basis)
@@ -135,21 +142,21 @@ class GradientSums:
         return self._directions[d, count]
 
 
-def factor_of_sketch(sketch: Tensor, directions: Tensor) -> Tensor:
-    """Compute R [r, d] with RᵀR ≈ M, restricted to the directions of its r ≤ DIRECTIONS largest eigenvalues, from the
-    sketch Ωᵀ M [k, d] and orthonormal directions Ω [d, k]. It uses M ≈ (MΩ) (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ (Nyström; Tropp and others
-    2017, algorithm 3)."""
-    omega = directions.double()
+def factor_of_sketch(sketch: Tensor, drawn: Tensor, directions: int) -> Tensor:
+    """Compute R [r, d] with RᵀR ≈ M, restricted to the directions of its r ≤ `directions` largest eigenvalues, from the
+    sketch Ωᵀ M [k, d] and the orthonormal Ω [d, k] that was drawn. It uses M ≈ (MΩ) (Ωᵀ M Ω)⁻¹ (MΩ)ᵀ (Nyström; Tropp
+    and others 2017, algorithm 3)."""
+    omega = drawn.double()
     # a small multiple of Ω keeps the core positive definite where M has fewer directions than the sketch
     shift = FLOAT32_ROUNDING * sketch.double().norm()
     if not shift:
-        return torch.zeros_like(sketch[:DIRECTIONS])
+        return torch.zeros_like(sketch[:directions])
     y = sketch.double().T + shift * omega
     core = omega.T @ y
     values, vectors = torch.linalg.eigh((core + core.T) / 2)
     b = (vectors / values.clamp_min(shift).sqrt()).T @ y.T  # [k, d], with bᵀb about M + shift
     values, vectors = torch.linalg.eigh(b @ b.T)
-    values, vectors = values[-DIRECTIONS:], vectors[:, -DIRECTIONS:]
+    values, vectors = values[-directions:], vectors[:, -directions:]
     kept = ((values - shift).clamp_min(0) / values.clamp_min(shift)).sqrt()
     factor: Tensor = (kept[:, None] * (vectors.T @ b)).to(sketch)
     return factor

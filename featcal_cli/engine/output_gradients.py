@@ -42,9 +42,9 @@ from featcal_cli.models.tracing import BlockCall
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import is_out_of_memory
 
-ENOUGH_GRADIENTS, MOST_PROJECTIONS = 64, 3
-"""Number of random projections of outputs that is enough for a task (benchmarks/NOTES.md), and largest number of
-projections per example."""
+ENOUGH_GRADIENTS, MOST_PROJECTIONS = 64, 2
+"""Number of random projections of outputs that is enough for a task, and so the most examples that are used if they are
+not text; and largest number of projections per example (benchmarks/NOTES.md)."""
 MOST_TOKENS = 1 << 14
 """Largest number of text tokens that are used of a task, as examples of language models are long."""
 PREDICTIONS = 64
@@ -66,11 +66,9 @@ class OutputGradients(NamedTuple):
     """R [r, d_out], where RᵀR is the mean of g gᵀ divided by its mean diagonal, in its largest directions
     (`GradientSums.factors`). g [d_out] is the gradient of a random projection of the outputs with respect to the
     module's output."""
-    fitted: dict[str, Tensor]
-    """‖g‖² at the tokens of each calibration example [n, longest], divided by its mean over all tokens except padding.
-    It is 1 for examples that were not used. Modules whose rows are not single tokens are left out."""
-    checked: dict[str, Tensor]
-    """‖g‖² at the tokens of the examples on which updates are checked, in the same form as `fitted`."""
+    sizes: dict[str, Tensor]
+    """‖g‖² at the tokens of each example [n, longest], divided by its mean over all tokens except padding. It is 1 for
+    examples that were not used. Modules whose rows are not single tokens are left out."""
 
 
 @dataclass
@@ -104,7 +102,7 @@ class GradientPass:
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
         """Inputs of blocks at which the backward pass ends, by id, each with the leaf tensor that replaces it."""
         self.sums: GradientSums | None = None
-        """The sums to which gradients at modules are added; None if only their sizes are wanted."""
+        """The sums to which gradients at modules are added."""
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections for each token [B, length], by the module's path; 0 for padding."""
         self.counts: dict[str, Tensor] = {}
@@ -263,36 +261,35 @@ def measure_output_gradients(
     expert: BlockRunner,
     architecture: Architecture,
     entry: str,
-    fitted: Sequence[Batch],
-    checked: Sequence[Batch],
+    batches: Sequence[Batch],
+    directions: int,
     seed: int,
     ranks: Ranks,
 ) -> OutputGradients:
-    """Measure the gradients of random projections of an expert's outputs at its Linear modules. Every rank measures its
-    part of the examples and returns the whole result. Raises RuntimeError on all ranks if a pass fails on one.
+    """Measure the gradients of random projections of an expert's outputs at its Linear modules, on the first of its
+    calibration examples, and keep so many directions of each module's output. Every rank measures its part of the
+    examples and returns the whole result. Raises RuntimeError on all ranks if a pass fails on one.
 
-    `fitted` holds the calibration examples. On `checked`, the examples on which updates are checked, only the sizes of
-    gradients are measured. Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each
-    block runs forward on all batches of a group in turn, so its weights are moved to the device once per group, and
-    stay there if all blocks have room. In the backward pass of each batch, blocks run once more with gradients, except
-    the first ones, whose graphs take GRAPH_BYTES; on a CPU batches are split, so that these are all.
+    Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each block runs forward on all
+    batches of a group in turn, so its weights are moved to the device once per group, and stay there if all blocks have
+    room. In the backward pass of each batch, blocks run once more with gradients, except the first ones, whose graphs
+    take GRAPH_BYTES; on a CPU batches are split, so that these are all.
     """
     sums, hooks = GradientSums(seed), ExitStack()
     for module in expert.model.module.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
             hooks.callback(module.register_forward_hook(keep_layout).remove)
     try:
-        of_fitted = _measure_batches(expert, architecture, entry, fitted, seed, ranks, sums)
+        sizes = _measure_batches(expert, architecture, entry, batches, seed, ranks, sums)
         sums.sum_over_ranks(ranks, expert.device)
-        factors = {name: factor.cpu() for name, factor in sums.factors().items() if len(factor)}
-        of_checked = _measure_batches(expert, architecture, entry, checked, seed, ranks)
+        found = {name: factor for name, factor in sums.factors(directions).items() if len(factor)}
+        factors = {name: x.clone() for name, x in zip(found, fetch_weights(list(found.values())), strict=True)}
     finally:
         hooks.close()
         expert.give_back()
         drop_weights(expert.device)
     # sizes of gradients that are only rounding would differ from batch to batch
-    of_all = ({name: of for name, of in sizes.items() if name in factors} for sizes in (of_fitted, of_checked))
-    return OutputGradients(factors, *of_all)
+    return OutputGradients(factors, {name: of for name, of in sizes.items() if name in factors})
 
 
 def _measure_batches(
@@ -302,13 +299,13 @@ def _measure_batches(
     batches: Sequence[Batch],
     seed: int,
     ranks: Ranks,
-    sums: GradientSums | None = None,
+    sums: GradientSums,
 ) -> dict[str, Tensor]:
-    """Measure the gradients of this rank's parts of some batches: add them to `sums`, if given, and return the sizes
-    at each token of all ranks' examples."""
-    used = take_range(batches, 0, count_chosen(batches))
+    """Measure the gradients of this rank's parts of the first examples: add them to `sums`, and return the sizes at
+    each token of all ranks' examples."""
+    used = take_range(batches, 0, count_measured(batches))
     examples = sum(map(count_examples, used))
-    projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, examples)))) if sums is not None else 1
+    projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, examples))))
     done, problem = list[tuple[range, GradientPass]](), ""
     try:
         done = _run_in_groups(expert, architecture, entry, share_batches(used, ranks), projections, seed, sums)
@@ -330,7 +327,7 @@ def _run_in_groups(
     parts: list[Part],
     projections: int,
     seed: int,
-    sums: GradientSums | None,
+    sums: GradientSums,
 ) -> list[tuple[range, GradientPass]]:
     """Run all passes in groups, and return them with the numbers of their examples; `parts` is emptied. Where a CPU
     uses weights where they lie, each pass has as many examples as there is room for graphs: no block runs twice."""
@@ -377,6 +374,13 @@ def _relative_sizes(
     return relative
 
 
+def count_measured(batches: Sequence[Batch]) -> int:
+    """Count the leading examples whose gradients are measured: as `count_chosen` does; at most ENOUGH_GRADIENTS if they
+    are not text."""
+    is_text = any(count_tokens(batch) for batch in batches)
+    return count_chosen(batches) if is_text else min(sum(map(count_examples, batches)), ENOUGH_GRADIENTS)
+
+
 def count_chosen(batches: Sequence[Batch]) -> int:
     """Count the leading examples to use: as many as have at most MOST_TOKENS text tokens together, but at least one;
     all examples if they are not text."""
@@ -384,7 +388,7 @@ def count_chosen(batches: Sequence[Batch]) -> int:
     return max(1, sum(total <= MOST_TOKENS for total in accumulate(lengths)))
 
 
-def _run_passes(blocks: Sequence[Block], passes: Sequence[GradientPass], sums: GradientSums | None) -> None:
+def _run_passes(blocks: Sequence[Block], passes: Sequence[GradientPass], sums: GradientSums) -> None:
     """Run forward passes to their ends, block by block for all passes, and then the backward pass of each."""
     while not all(each.is_through for each in passes):
         for block in blocks:

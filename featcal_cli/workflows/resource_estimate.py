@@ -19,7 +19,7 @@ from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.batches import count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
-from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
+from featcal_cli.engine.gradient_sums import MOST_DIRECTIONS, count_sum_rows
 from featcal_cli.engine.head import find_head
 from featcal_cli.engine.offload import LARGE, OUTPUT_BYTES
 from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, PIECE_BYTES, SAVED_TENSORS
@@ -297,5 +297,5 @@ def _count_gradients(model: nn.Module, architecture: Architecture) -> tuple[int,
         for _, d_out, widest in find_inputs(model, replace(block, modules=modules)):
             rows = count_sum_rows(widest, of_experts=of_experts)
             summed += d_out * rows
-            kept += d_out * min(rows, DIRECTIONS)
+            kept += d_out * min(rows, MOST_DIRECTIONS)
     return summed * COMPUTE, kept * COMPUTE

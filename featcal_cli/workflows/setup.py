@@ -16,6 +16,7 @@ from featcal_cli.data.batches import Batch, Part, count_examples, share_batches,
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
+from featcal_cli.engine.gradient_sums import count_directions
 from featcal_cli.engine.head import Head
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
@@ -116,17 +117,16 @@ class Setup:
             watch(Progress("", number, len(self.examples), task))
             expert = self._make_runner(share_model(model), dtype)
             try:
-                by_token = self.calibration.token_weights == "auto"
-                checked = examples.selection if by_token and self.calibration.must_not_get_worse else []
-                fitted, checked = (limit_batches({task: of}, [expert])[task] for of in (examples.fitted, checked))
-                seed = self.calibration.seed
-                measured = measure_output_gradients(expert, self.architecture, entry, fitted, checked, seed, self.ranks)
+                batches = limit_batches({task: examples.fitted}, [expert])[task]
+                how = count_directions(len(self.examples)), self.calibration.seed, self.ranks
+                measured = measure_output_gradients(expert, self.architecture, entry, batches, *how)
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
                     check_no_huge_weight(self.architecture.blocks, expert)
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
             finally:
                 expert.retire()
             files[task] = folder / f"{number}.safetensors"
+            by_token = self.calibration.token_weights == "auto"
             kept = measured._asdict() if by_token else {"factors": measured.factors}
             tensors = ((f"{field}/{name}", x) for field, of in kept.items() for name, x in of.items())
             if read_launch().local_rank == 0:  # all ranks have measured the same

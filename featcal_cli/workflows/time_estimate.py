@@ -14,7 +14,7 @@ from featcal_cli.calibration.distillation import LARGE, STEPS, TEXTS
 from featcal_cli.calibration.head import CURVATURE_ROWS, INNER_STEPS, NEWTON_STEPS
 from featcal_cli.data.batches import Batch, count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
-from featcal_cli.engine.gradient_sums import DIRECTIONS, count_sum_rows
+from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
 from featcal_cli.engine.output_gradients import ENOUGH_GRADIENTS, MOST_PROJECTIONS, MOST_TOKENS
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
@@ -84,8 +84,8 @@ def count_seconds(
     2. Calibrating: for the p parts of a block, expert and student run p times, in which they compute all of it once.
        Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in² numbers, and
        each module is solved.
-    3. Head: all rows are multiplied twice to begin a step of Newton's method, and a sample of them three times in each
-       step inside it.
+    3. Head: all rows are multiplied twice before and after a step of Newton's method, and a sample of them three times
+       in each step inside it.
     4. Refining: each text runs forwards and back, and in large models once more.
     5. Perplexity: held-out texts run through four models.
     """
@@ -99,7 +99,7 @@ def count_seconds(
         sum_rows = count_sum_rows(widest, of_experts=False)
         gradients += d_out * (sum_rows / 2 if sum_rows == widest else 2 * sum_rows)  # half of a square, or a sketch
     call, sides, depth = CALL * torch.get_num_threads() / speed, 1 + guarded, len(parts) / max(1, len(blocks))
-    directions = 10 * tasks * DIRECTIONS * by_outputs
+    directions = 10 * tasks * count_directions(tasks) * by_outputs
     solves = sum(d_in**2 * (d_in * 2 / 3 + d_out * (2 * tasks * sides + 4) + directions) for d_in, d_out, _ in inputs)
     weights = sum(x.numel() for block in blocks for x in model.get_submodule(block.name).parameters())
     head = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).numel()
@@ -119,9 +119,9 @@ def count_seconds(
         sums = SUMS * longer * need.rows / speed
         passes = _Passes(PRODUCTS * longer * need.products / speed, logits, call * len(blocks), rows.batch_size)
         if by_outputs:
-            back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / chosen)))
-            measuring += passes.run(chosen, 1 + back, heads=1 + back) + passes.run(checked, 2, heads=2)
-            measuring += sums * chosen * back * gradients
+            run = chosen if length else min(chosen, ENOUGH_GRADIENTS)
+            back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / run)))
+            measuring += passes.run(run, 1 + back, heads=1 + back) + sums * run * back * gradients
         for number in (fitted, checked):
             calibrating += passes.run(number, 2, calls=2 * depth + 1) + sums * number * squares
         calibrating += passes.run(held, 4, heads=4 * by_outputs) + passes.run(checked, 3, heads=3 * by_outputs)
@@ -129,7 +129,8 @@ def count_seconds(
         times = 4 if weights >= LARGE else 3
         # without hooks, which the other passes have
         refining += calibration.refine * STEPS * passes.run(TEXTS, times, heads=times, calls=2)
-    multiplied = NEWTON_STEPS * (2 * predictions + 3 * INNER_STEPS * min(predictions, CURVATURE_ROWS))
+    sampled = min(predictions, CURVATURE_ROWS)
+    multiplied = 2 * (NEWTON_STEPS + 1) * predictions + NEWTON_STEPS * 3 * INNER_STEPS * sampled
     return {
         "measuring the experts' outputs": measuring,
         "calibrating": calibrating,

@@ -68,18 +68,20 @@ def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", few_of(["bert", "gpt2"], ("bert",)))
 def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) -> None:
-    """E[x xᵀ] of modules with one input is that of the model's own features, weighted by the mean of their sizes,
-    over the examples to fit and over those that updates are checked on, whatever the size of batches."""
+    """E[x xᵀ] of modules with one input is that of the model's own features, weighted by the mean of their sizes over
+    the examples to fit, and evenly over those that updates are checked on, whatever the size of batches."""
     prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=3, examples=8, method="featcal")
     job = prepared.to_calibrate(tmp_path)
     visits = forward_order(job)  # which ends when nothing refers to it
     visit = next(visits)
     equations = collect_equations(visit, Hyperparameters(1e-4, 1.0, 0.5, "output", "block"))
     assert equations.held_out is not None
-    halves = (("fitted", job.fitted, equations), ("checked", job.checked, equations.held_out))
-    for (field, parts, system), (number, task) in product(halves, enumerate(job.experts)):
+    halves = ((job.fitted, equations), (job.checked, equations.held_out))
+    for (parts, system), (number, task) in product(halves, enumerate(job.experts)):
         batches = [part.batch for part in parts[task]]
-        sizes = visit.gradients(task, field)
+        sizes = visit.gradients(task, "sizes")
+        if system is not equations:
+            sizes = {name: torch.ones_like(of) for name, of in sizes.items()}
         inputs = [record(prepared.models.merged.module, visit.block.name, batch) for batch in batches]
         for names, linear in system.linear.items():
             gram, start = torch.zeros(()), 0

@@ -55,14 +55,12 @@ def test_formula_by_hand(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 4
     product, call = PRODUCTS * forward / speed, 2 * CALL * torch.get_num_threads() / speed
 
-    back = min(3, round(64 / FITTED))
+    back = min(2, round(64 / FITTED))
     gradient = 2 * sum(d_out * widest / 2 for d_out, widest in ((64, 32), (32, 32), (96, 48), (32, 32)))
     measuring = (
         FITTED * (1 + back) * product
-        + 2 * CHECKED * product
         + (1 + back) * batches[FITTED] * call
-        + 2 * batches[CHECKED] * call
-        + LOGITS * head / speed * (FITTED * (1 + back) + 2 * CHECKED)
+        + LOGITS * head / speed * FITTED * (1 + back)
         + SUMS * rows_of_batch * FITTED * back * gradient / speed
     )
     stages = stages_of(plan)
@@ -77,7 +75,7 @@ def test_formula_by_hand(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     systems = 2 * 7 * call
     assert stages["calibrating"] == pytest.approx(of_task + SOLVES * solves / speed + systems, rel=1e-6)
-    assert stages["head"] == pytest.approx(LOGITS * head * FITTED * 3 * 26 / speed, rel=1e-6)
+    assert stages["head"] == pytest.approx(LOGITS * head * FITTED * (2 * 4 + 3 * 24) / speed, rel=1e-6)
     assert stages["refining the result"] == 0 and stages["writing"] == WRITING
 
 
