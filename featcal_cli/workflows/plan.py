@@ -160,8 +160,6 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
             if options.strict:
                 check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
     with look():
-        check_refinable(session, recipe, examples)
-    with look():
         check_disk(needs, transfers, target if session.ranks.is_first else None)
 
     if self_written and not options.dry_run:
@@ -169,6 +167,9 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         written = write_examples(session, recipe, origins, merged.module, folders, text_models)
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
+    with look():
+        if calibration.refine:
+            check_refinable(session, outlines, examples, token_ids)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from huggingface_hub import constants
 from torch import nn
+from transformers import PreTrainedModel
 
 from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.examples import TaskExamples
+from featcal_cli.engine.outputs import NO_PROBABILITIES
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import Entry
@@ -18,7 +20,6 @@ from featcal_cli.models.alignment import check_alignment, compare_configs
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.loading import Model
-from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import tell_bytes
@@ -26,7 +27,8 @@ from featcal_cli.runtime.hardware import disk_of, free_bytes
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
 from featcal_cli.workflows.resource_estimate import Estimate
-from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.token_ids import TokenIds
 from featcal_cli.workflows.workspace import Workspace
 
 Headers = Mapping[str, Entry] | None
@@ -71,14 +73,43 @@ def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], targ
             raise OutputError(what, where=str(place), fix=fix)
 
 
-def check_refinable(session: Session, recipe: Recipe, examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError if the result is to be refined, but by several processes, or without held-out examples."""
+def check_refinable(
+    session: Session, models: Mapping[str, Model], examples: Mapping[str, TaskExamples], token_ids: TokenIds
+) -> None:
+    """Raise RecipeError if a result cannot be refined: by several processes, without held-out examples, or from such
+    experts (`models`, by role)."""
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
-    if recipe.calibration.refine and session.ranks.size > 1:
+    if session.ranks.size > 1:
         raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
-    if recipe.calibration.refine and unchecked:
+    if unchecked:
         what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
         raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
+    for task in examples:
+        check_teacher(models[f"{EXPERT}{task}"], models["merged"].module, token_ids)
+
+
+def check_teacher(expert: Model, merged: PreTrainedModel, token_ids: TokenIds) -> None:
+    """Raise RecipeError if an expert has no probabilities under its own head that the merged model could learn."""
+    module = expert.module
+    if expert.missing:
+        lacks = "has no head in its files"
+    elif expert.role in token_ids.tables:
+        lacks = "has other token ids than merged"
+    elif getattr(module.config, "problem_type", None) in NO_PROBABILITIES:
+        lacks = f"gives no probabilities of one choice (problem_type: {module.config.problem_type})"
+    elif merged.get_output_embeddings() is None and (  # else all tasks share merged's head
+        type(module.base_model) is not type(merged.base_model) or module.base_model is module
+    ):
+        lacks = "has no head on merged's body"
+    else:
+        return
+    raise refuse_refining(expert, lacks)
+
+
+def refuse_refining(expert: Model, lacks: str) -> RecipeError:
+    """Return the error for an expert that cannot be learnt from."""
+    what = f"refining needs experts' probabilities, and {expert.role} {lacks}"
+    return RecipeError(what, where=expert.snapshot.name, fix="leave out --refine")
 
 
 def check_adapter(

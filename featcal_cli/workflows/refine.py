@@ -28,9 +28,9 @@ from featcal_cli.data.batches import (
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware
-from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Progress
 from featcal_cli.workflows.build_report import Outcome
+from featcal_cli.workflows.plan_checks import check_teacher, refuse_refining
 from featcal_cli.workflows.resource_estimate import choose_dtype
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup
@@ -73,13 +73,10 @@ class Refiner:
     def _put_under_head(self, expert: Model) -> PreTrainedModel:
         """Return the student itself if all tasks share its head; else the expert's model with the student in place of
         all that is below the head."""
-        if expert.role in self._setup.token_ids.tables or expert.missing:
-            raise _refuse(expert, "has no head in its files" if expert.missing else "has other token ids than merged")
+        check_teacher(expert, self._student, self._setup.token_ids)
         if self._choices is not None:
             return self._student
         headed = share_model(expert).module
-        if type(headed.base_model) is not type(self._student.base_model) or headed.base_model is headed:
-            raise _refuse(expert, "has no head on merged's body")
         setattr(headed, headed.base_model_prefix, self._student.base_model)
         return headed
 
@@ -99,7 +96,7 @@ class Refiner:
         with hardware.drawing_alike(self._setup.architecture.draws, device):
             output = module(**placed)
         if expert is not None and not gives_logits(module, output):
-            raise _refuse(expert, f"gives no probabilities of one choice ({type(module).__name__})")
+            raise refuse_refining(expert, f"gives no probabilities of one choice ({type(module).__name__})")
         z = read_output(output)
         return choose_rows(z, placed)[:, : self._choices if expert else None], find_owners(z, placed)
 
@@ -138,11 +135,6 @@ def _run_with_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Run a block, and compute each updated parameter once, as a mixture reads them for each of its experts."""
     with parametrize.cached():
         return forward(*args, **kwargs)
-
-
-def _refuse(expert: Model, lacks: str) -> RecipeError:
-    what = f"refining needs experts' probabilities, and {expert.role} {lacks}"
-    return RecipeError(what, where=expert.snapshot.name, fix="leave out --refine")
 
 
 def read_groups(journal: Journal, merged: nn.Module, outcome: Outcome) -> Iterator[dict[str, Tensor]]:
