@@ -23,11 +23,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from featcal_cli.recipe.schema import Recipe as Recipe
     from featcal_cli.workflows.evaluate import evaluate as evaluate
+    from featcal_cli.workflows.inspect_drift import inspect_drift as inspect_drift
     from featcal_cli.workflows.verbs import calibrate as calibrate
+    from featcal_cli.workflows.verbs import calibrate_modules as calibrate_modules
     from featcal_cli.workflows.verbs import dry_run as dry_run
 
     __version__: str
-__all__ = ["Recipe", "__version__", "calibrate", "dry_run", "evaluate"]
+__all__ = ["Recipe", "__version__", "calibrate", "calibrate_modules", "dry_run", "evaluate", "inspect_drift"]
+PLACES = {
+    "calibrate": "workflows.verbs",
+    "calibrate_modules": "workflows.verbs",
+    "dry_run": "workflows.verbs",
+    "evaluate": "workflows.evaluate",
+    "inspect_drift": "workflows.inspect_drift",
+    "Recipe": "recipe.schema",
+}
+"""The module that holds each public name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -36,16 +47,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("featcal-cli")
-    if name in ("calibrate", "dry_run"):
-        from featcal_cli.workflows import verbs
+    if name in PLACES:
+        from importlib import import_module
 
-        return getattr(verbs, name)
-    if name == "evaluate":
-        from featcal_cli.workflows.evaluate import evaluate
-
-        return evaluate
-    if name == "Recipe":
-        from featcal_cli.recipe.schema import Recipe
-
-        return Recipe
+        return getattr(import_module(f"featcal_cli.{PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

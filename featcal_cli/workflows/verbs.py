@@ -7,11 +7,12 @@ The steps of a job are: find its models and data (`inputs`), plan (`plan`), load
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli.evaluation.results import CALIBRATED
@@ -33,6 +34,9 @@ from featcal_cli.workflows.workspace import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
     from featcal_cli.models.loading import Model
     from featcal_cli.workflows.load import Models
     from featcal_cli.workflows.plan import Plan
@@ -112,6 +116,45 @@ def calibrate(
     )  # fmt: skip
     session = Session(recipe, options, listener)
     return run(session, *find(session))
+
+
+def calibrate_modules(
+    merged: PreTrainedModel,
+    base: PreTrainedModel,
+    experts: Mapping[str, PreTrainedModel],
+    inputs: Mapping[str, Mapping[str, Tensor]],
+    *,
+    calibration: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, Report]:
+    """Calibrate a merged model that is already loaded, and return a calibrated copy of it with the report.
+
+    experts: models by task. inputs: by task, the examples as one tensor [examples, ...] for each argument of the model;
+    texts of different lengths are padded, with an attention_mask.
+    calibration: keys of a recipe's `calibration`; all examples are used if it does not say how many.
+    folder: where models and examples are written for as long as it takes; by default the system's temporary folder.
+    options: those of `calibrate` that say how to run (device, batch_size, listener).
+    The copy is what `calibrate` makes of the same models in files: they are read a block at a time, so that memory does
+    not grow with their number. Raises FeatCalError as `calibrate` does.
+    """
+    from safetensors.torch import save_file
+
+    with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:
+        here, tasks, counts = Path(room), {}, []
+        merged.save_pretrained(here / "merged")
+        base.save_pretrained(here / "base")
+        for number, (task, expert) in enumerate(experts.items()):
+            place, data = here / f"expert{number}", here / f"inputs{number}.safetensors"
+            expert.save_pretrained(place)
+            save_file({name: x.detach().cpu().contiguous() for name, x in inputs[task].items()}, data)
+            tasks[task] = {"expert": str(place), "data": {"path": str(data)}}
+            counts += [len(x) for x in inputs[task].values()]
+        settings = {"examples": max(counts), **(calibration or {})}
+        models = {"merged": str(here / "merged"), "base": str(here / "base")}
+        result = calibrate({**models, "tasks": tasks, "calibration": settings}, output=here / "result", **options)
+        made = type(merged).from_pretrained(here / "result", dtype="auto")
+        return made.to(merged.device).train(merged.training), result.report
 
 
 def dry_run(

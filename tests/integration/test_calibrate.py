@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import BY_NAME, Saved, save_family
 from hub_server import HubServer
 from jobs import Stopper
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.workflows.verbs import calibrate
+from featcal_cli.workflows.verbs import calibrate, calibrate_modules
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,24 @@ def calibrated(saved: Saved, output: Path, recipe: dict[str, Any] | None = None,
 def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-12)) for name in ours)
+
+
+def test_loaded_modules_are_calibrated_as_their_files_are(family: Saved, plain: dict[str, Tensor]) -> None:
+    recipe: dict[str, Any] = family.recipe()
+
+    def load(place: str) -> Any:
+        return getattr(transformers, family.family.model).from_pretrained(place)
+
+    experts = {task: load(spec["expert"]) for task, spec in recipe["tasks"].items()}
+    inputs = {task: load_file(spec["data"]) for task, spec in recipe["tasks"].items()}
+    merged = load(recipe["merged"])
+    before = {name: x.clone() for name, x in merged.state_dict().items()}
+    options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
+    made, report = calibrate_modules(merged, load(recipe["base"]), experts, inputs, **options)
+    found, left = made.state_dict(), merged.state_dict()
+    assert all(found[name].equal(x) for name, x in plain.items()) and found.keys() >= plain.keys()
+    assert all(left[name].equal(x) for name, x in before.items()) and not all(found[n].equal(left[n]) for n in plain)
+    assert report.drift.keys() == experts.keys()
 
 
 def test_the_order_of_tasks_does_not_change_the_result(saved: Saved, plain: dict[str, Tensor], tmp_path: Path) -> None:
