@@ -306,12 +306,15 @@ def _solve(job: Job, head: Head) -> _Solved:
         # as in the files: passes may run in a coarser dtype
         names = [name for name, _ in merged.module(head.name).named_parameters(recurse=False)]
         own = {name: merged.copy(merged.parameter(f"{head.name}.{name}")).to(torch.float32) for name in names}
-        fitted, held_out = (_measure(job, head, own.get("bias"), checked=checked) for checked in (False, True))
         unknown = Scale(own["weight"]) if head.norm else Weight(own["weight"])
-        update = minimise(fitted, unknown)
+        fitted = _measure(job, head, own.get("bias"), checked=False)
+        update, rows = minimise(fitted, unknown), fitted.rows
+        # what it holds is as large as the head
+        del fitted
         if update is None:
             return _Solved([], None)
         share, divergence = None, None
+        held_out = _measure(job, head, own.get("bias"), checked=True)
         if held_out.rows:
             along = held_out.values(own["weight"], unknown.weight(update), SHARES)
             losses = dict(zip(SHARES, along, strict=True))
@@ -328,7 +331,7 @@ def _solve(job: Job, head: Head) -> _Solved:
             elif name == "weight" and size:
                 student.replace(parameter, found)
         kind = kind_of(merged.module(head.changed)) or "linear"
-    return _Solved([ModuleReport("", kind, fitted.rows, size, share)], divergence)
+    return _Solved([ModuleReport("", kind, rows, size, share)], divergence)
 
 
 def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Divergence:

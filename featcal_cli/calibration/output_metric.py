@@ -45,6 +45,9 @@ TOLERANCE, MOST_STEPS = 1e-2, 5
 first steps find the directions that the examples determine best; more steps do not improve outputs
 (benchmarks/NOTES.md)."""
 
+ROWS_AT_ONCE = 1 << 13
+"""Rows of two tensors that are multiplied with each other at a time."""
+
 
 def weigh_tokens(sizes: Sequence[Tensor], mask: Tensor | None) -> Tensor:
     """Compute token weights [B, length] from `sizes`: for each module that reads the tokens, the sizes ‖g‖² of the
@@ -245,10 +248,16 @@ def approach_by_conjugate_gradients(
         if right.device.type == "cpu" and not goes_on:
             break
         step = precondition(residual)
-        previous, product = product, (residual * step).sum()
+        previous, product = product, _inner_product(residual, step)
         direction = step if direction is None else step.addcmul_(direction, torch.where(goes_on, product / previous, 0))
         image = system_of(direction)
-        length = torch.where(goes_on, product / (direction * image).sum(), 0)
+        length = torch.where(goes_on, product / _inner_product(direction, image), 0)
         x.addcmul_(direction, length)
         residual.addcmul_(image, -length)
     return x
+
+
+def _inner_product(one: Tensor, other: Tensor) -> Tensor:
+    """Return Σ x y [] of two tensors, which may take gigabytes, of some rows at a time."""
+    parts = zip(one.split(ROWS_AT_ONCE), other.split(ROWS_AT_ONCE), strict=True)
+    return torch.stack([(x * y).sum() for x, y in parts]).sum()
