@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ TINY_BART: dict[str, Any] = {
 }  # fmt: skip
 TURNS = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 SHARED = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
-Models = Mapping[str, PreTrainedModel]
 
 
 def build(name: str, **settings: Any) -> PreTrainedModel:
@@ -43,41 +43,27 @@ def build(name: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module")
-def models() -> Models:
-    labels = {"label2id": {"bad": 0, "good": 1}, "id2label": {0: "bad", 1: "good"}}
-    series = {"num_input_channels": 1, "context_length": 8, "patch_length": 2, "patch_stride": 2, "d_model": 8,
-              "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 8}  # fmt: skip
-    t5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    return {
-        "vit": build("ViTForImageClassification", **{**TINY, "vocab_size": None}, image_size=8, patch_size=4),
-        "bert": build("BertForSequenceClassification", **TINY, max_position_embeddings=16, **labels),
-        "roberta": build("RobertaModel", **TINY, max_position_embeddings=16, pad_token_id=1),
-        "llama": build("LlamaForCausalLM", **TINY, num_key_value_heads=2),
-        "llama body": build("LlamaModel", **TINY, num_key_value_heads=2),
-        "t5": build("T5ForConditionalGeneration", **t5, decoder_start_token_id=0),
-        "series": build("PatchTSTModel", **series),
-    }
-
-
-@pytest.fixture
-def vit(models: Models) -> PreTrainedModel:
-    return models["vit"]
-
-
-@pytest.fixture
-def bert(models: Models) -> PreTrainedModel:
-    return models["bert"]
-
-
-@pytest.fixture
-def llama(models: Models) -> PreTrainedModel:
-    return models["llama"]
-
-
-@pytest.fixture
-def t5(models: Models) -> PreTrainedModel:
-    return models["t5"]
+@cache
+def tiny(name: str) -> Any:
+    """One of the models that most tests read for."""
+    match name:
+        case "vit":
+            return build("ViTForImageClassification", **{**TINY, "vocab_size": None}, image_size=8, patch_size=4)
+        case "bert":
+            labels = {"label2id": {"bad": 0, "good": 1}, "id2label": {0: "bad", 1: "good"}}
+            return build("BertForSequenceClassification", **TINY, max_position_embeddings=16, **labels)
+        case "roberta":
+            return build("RobertaModel", **TINY, max_position_embeddings=16, pad_token_id=1)
+        case "llama":
+            return build("LlamaForCausalLM", **TINY, num_key_value_heads=2)
+        case "series":
+            sizes = {"context_length": 8, "patch_length": 2, "patch_stride": 2, "d_model": 8, "num_hidden_layers": 1}
+            return build("PatchTSTModel", **sizes, num_input_channels=1, num_attention_heads=2, ffn_dim=8)
+        case "llama body":
+            return build("LlamaModel", **TINY, num_key_value_heads=2)
+        case "t5":
+            sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+            return build("T5ForConditionalGeneration", **sizes, decoder_start_token_id=0)
 
 
 @pytest.fixture
@@ -116,13 +102,13 @@ def sides_of(found: TaskExamples, name: str) -> list[set[tuple[Any, ...]]]:
 # --- which rows ---
 
 
-def test_exactly_n_are_fitted_and_the_held_out_rows_are_others(at: Folder, vit: Any) -> None:
+def test_exactly_n_are_fitted_and_the_held_out_rows_are_others(at: Folder) -> None:
     data = at.file("a.parquet", image_rows(200))
-    found = at.load(vit, data, count=40)
+    found = at.load(tiny("vit"), data, count=40)
     assert [len(side) for side in sides_of(found, "pixel_values")] == [40, 5, 5]
     assert (found.fitted_count, found.held_out_count) == (40, 5)
     assert len({colour // 20 for colour in colours(found.fitted)}) >= 8  # of rows that are sorted by label
-    first, second, other = (colours(at.load(vit, data, seed=seed).fitted) for seed in (1, 1, 2))
+    first, second, other = (colours(at.load(tiny("vit"), data, seed=seed).fitted) for seed in (1, 1, 2))
     assert first == second != other
 
 
@@ -137,12 +123,12 @@ def test_exactly_n_are_fitted_and_the_held_out_rows_are_others(at: Folder, vit: 
     ],
 )  # fmt: skip
 def test_held_out_rows_are_what_is_left_in_two_halves_or_a_fifth_where_that_is_asked_for(
-    at: Folder, bert: Any, rows: int, count: int, parts: tuple[int, int, int], held_out: tuple[int, int, int]
+    at: Folder, rows: int, count: int, parts: tuple[int, int, int], held_out: tuple[int, int, int]
 ) -> None:
     """A fifth is taken of ten rows or more; what is held out is not fitted, and nothing is lost."""
     data = at.rows(*text_rows(rows))
     for hold_out, expected in ((False, parts), (True, held_out)):
-        found = at.load(bert, data, count=count, seed=3, hold_out=hold_out)
+        found = at.load(tiny("bert"), data, count=count, seed=3, hold_out=hold_out)
         assert (found.fitted_count, found.selection_count, found.held_out_count) == expected
         assert sum(map(len, sides_of(found, "input_ids"))) == sum(expected)
         few = f"{expected[0]} are fitted ({count} req" if expected[1] else f"({count} requested): nothing is held"
@@ -152,31 +138,31 @@ def test_held_out_rows_are_what_is_left_in_two_halves_or_a_fifth_where_that_is_a
 
 @pytest.mark.parametrize("hold_out", [True, False])
 @pytest.mark.parametrize(("different", "copies"), [(1, 40), (5, 8), (10, 4), (20, 2), (200, 2)])
-def test_equal_rows_are_never_on_both_sides(at: Folder, bert: Any, different: int, copies: int, hold_out: bool) -> None:
+def test_equal_rows_are_never_on_both_sides(at: Folder, different: int, copies: int, hold_out: bool) -> None:
     """Whether they are the same row or only become the same tokens."""
     rows = [{"text": row["text"] + " " * copy} for copy in range(copies) for row in text_rows(different)]
-    found = at.load(bert, at.rows(*rows), count=30, batch_size=8, hold_out=hold_out)
+    found = at.load(tiny("bert"), at.rows(*rows), count=30, batch_size=8, hold_out=hold_out)
     sides = sides_of(found, "input_ids")
     assert (found.selection_count, found.held_out_count) == (len(sides[1]), len(sides[2]))
     if hold_out or different == 200:
         assert bool(sides[2]) == (different >= 10)
 
 
-def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder, vit: Any) -> None:
+def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder) -> None:
     """Also where the same picture is stored in another format."""
     pixels = torch.randn(12, 3, 8, 8)
     pictures = {f"{number}.{ending}": Image.new("RGB", (8, 8), (20 * number, 0, 0))
                 for number in range(12) for ending in ("png", "bmp")}  # fmt: skip
     for data in (at.tensors(pixel_values=torch.cat([pixels, pixels, pixels])), at.images(pictures)):
-        found = at.load(vit, data, count=24, hold_out=True)
+        found = at.load(tiny("vit"), data, count=24, hold_out=True)
         assert [len(side) for side in sides_of(found, "pixel_values")] == [8, 2, 2]
 
 
-def test_bad_rows_are_replaced_by_good_ones_and_counted(at: Folder, vit: Any) -> None:
+def test_bad_rows_are_replaced_by_good_ones_and_counted(at: Folder) -> None:
     rows = image_rows(60)
     for number in range(0, 60, 4):
         rows[number]["image"] = {"bytes": b"no image", "path": None} if number % 8 else None
-    found = at.load(vit, at.file("a.parquet", rows), count=30)
+    found = at.load(tiny("vit"), at.file("a.parquet", rows), count=30)
     assert found.fitted_count == 30
     assert all(colour % 4 for colour in colours(found.fitted + found.held_out))
     assert any(re.match(r"task: [1-9]\d* rows cannot be used and were left out", note) for note in found.notes)
@@ -188,17 +174,17 @@ IDS = torch.ones(4, 6).long()
 HALF_MASK = torch.ones(4, 6).long().index_fill(0, torch.tensor([2]), 0)
 
 
-def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vit: Any, bert: Any) -> None:
+def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder) -> None:
     values = torch.arange(20.0).reshape(20, 1, 1, 1).expand(20, 3, 8, 8).contiguous()
-    drawn = draw_examples("task", at.tensors(pixel_values=values.half()), vit, [], count=6, seed=0)
+    drawn = draw_examples("task", at.tensors(pixel_values=values.half()), tiny("vit"), [], count=6, seed=0)
     found = drawn.cut(4)
     batches = [*found.fitted, *found.selection, *found.held_out]
     assert [row[0] for row in rows_of(batches, "pixel_values")] == list(range(14))
     assert [len(batch["pixel_values"]) for batch in found.fitted] == [4, 2]
     assert found.fitted[0]["pixel_values"].dtype == torch.float32
     labelled = at.tensors(input_ids=torch.ones(3, 5).long(), labels=torch.tensor([0, 2, 1]))
-    assert set(at.load(bert, labelled).fitted[0]) == {"input_ids"}
-    batches, labels = at.labelled(bert, labelled)
+    assert set(at.load(tiny("bert"), labelled).fitted[0]) == {"input_ids"}
+    batches, labels = at.labelled(tiny("bert"), labelled)
     assert labels == [0, 2, 1] and len(batches) == 2
 
 
@@ -225,28 +211,28 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder, vi
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_tensors_that_the_model_cannot_take_are_refused_with_numbers(
-    at: Folder, models: Models, model: str, tensors: dict[str, Tensor], message: str
+    at: Folder, model: str, tensors: dict[str, Tensor], message: str
 ) -> None:
-    at.refuse(models[model], at.tensors(**tensors), message)
+    at.refuse(tiny(model), at.tensors(**tensors), message)
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32])
-def test_ids_of_fewer_bits_are_ids(at: Folder, bert: Any, kind: torch.dtype) -> None:
-    [batch] = at.load(bert, at.tensors(input_ids=IDS.to(kind), attention_mask=torch.ones(4, 6).bool())).fitted
+def test_ids_of_fewer_bits_are_ids(at: Folder, kind: torch.dtype) -> None:
+    [batch] = at.load(tiny("bert"), at.tensors(input_ids=IDS.to(kind), attention_mask=torch.ones(4, 6).bool())).fitted
     assert batch["input_ids"].dtype == torch.int64
-    assert bert(**batch).logits.shape == (4, 2)
+    assert tiny("bert")(**batch).logits.shape == (4, 2)
 
 
-def test_positions_are_counted_behind_paddings_and_those_that_turn_are_no_limit(at: Folder, models: Models) -> None:
-    assert count_positions(models["roberta"]) == (14, True)
-    models["roberta"](input_ids=torch.full((1, 14), 5))
-    assert count_positions(models["llama"]) == (2048, False)
-    assert at.load(models["llama"], at.tensors(input_ids=torch.ones(4, 2050).long())).fitted
+def test_positions_are_counted_behind_paddings_and_those_that_turn_are_no_limit(at: Folder) -> None:
+    assert count_positions(tiny("roberta")) == (14, True)
+    tiny("roberta")(input_ids=torch.full((1, 14), 5))
+    assert count_positions(tiny("llama")) == (2048, False)
+    assert at.load(tiny("llama"), at.tensors(input_ids=torch.ones(4, 2050).long())).fitted
 
 
-def test_padding_of_model_ready_inputs_moves_behind_the_text_with_all_that_is_per_token(at: Folder, llama: Any) -> None:
+def test_padding_of_model_ready_inputs_moves_behind_the_text_with_all_that_is_per_token(at: Folder) -> None:
     ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    [batch] = at.load(llama, at.tensors(input_ids=ids, attention_mask=mask, position_ids=ids + 1)).fitted
+    [batch] = at.load(tiny("llama"), at.tensors(input_ids=ids, attention_mask=mask, position_ids=ids + 1)).fitted
     assert batch["input_ids"].tolist() == [[5, 6, 0, 0], [7, 8, 9, 4]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[6, 7, 0, 0], [8, 9, 10, 5]]
@@ -255,7 +241,7 @@ def test_padding_of_model_ready_inputs_moves_behind_the_text_with_all_that_is_pe
 # --- images ---
 
 
-def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(at: Folder, vit: Any) -> None:
+def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(at: Folder) -> None:
     at.images({"a.png": encode_image(7)}, "pictures")
     image = {"bytes": encode_image(7), "path": None}
     frames = [Image.new("RGB", (8, 8), (value,) * 3) for value in (7, 200)]
@@ -265,60 +251,58 @@ def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(a
         at.file("list.parquet", [{"images": [image], "label": 1}]),
         at.images({"a.gif": frames[0]}, "frames", save_all=True, append_images=frames[1:]),
     ):
-        found = at.load(vit, data)
+        found = at.load(tiny("vit"), data)
         assert found.fitted[0]["pixel_values"].dtype == torch.float32
         assert colours(found.fitted) == [7]
-        assert vit(**found.fitted[0]).logits.shape[0] == 1
+        assert tiny("vit")(**found.fitted[0]).logits.shape[0] == 1
 
 
-def test_images_that_cannot_be_used_are_refused_with_the_reason(
-    at: Folder, vit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_that_cannot_be_used_are_refused_with_the_reason(at: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = Image.fromarray(numpy.full((8, 8), 40_000, dtype=numpy.uint16))
-    at.refuse(vit, at.images({"0.png": deep}, "deep"), "not 8-bit colours, but of mode I;16")
+    at.refuse(tiny("vit"), at.images({"0.png": deep}, "deep"), "not 8-bit colours, but of mode I;16")
     images = [{"bytes": encode_image(7), "path": None}] * 2
-    at.refuse(vit, at.file("two.parquet", [{"image": images}]), "has 2 images")
-    at.refuse(vit, at.file("numbers.parquet", [{"image": list(range(784))}]), "no column holds images")
+    at.refuse(tiny("vit"), at.file("two.parquet", [{"image": images}]), "has 2 images")
+    at.refuse(tiny("vit"), at.file("numbers.parquet", [{"image": list(range(784))}]), "no column holds images")
     monkeypatch.setattr("featcal_cli.data.tables.LARGEST_FILE", 20)
-    at.refuse(vit, at.file("large.parquet", image_rows(3)), r"cannot be decoded \(it has more than 20 bytes\)")
-    at.refuse(vit, at.images({"a.png": encode_image(1)}), r"bytes \(at most 20 are read\)")
+    at.refuse(tiny("vit"), at.file("large.parquet", image_rows(3)), r"cannot be decoded \(it has more than 20 bytes\)")
+    at.refuse(tiny("vit"), at.images({"a.png": encode_image(1)}), r"bytes \(at most 20 are read\)")
 
 
-def test_images_of_other_sizes_are_in_other_batches_and_none_is_padded(at: Folder, vit: Any) -> None:
+def test_images_of_other_sizes_are_in_other_batches_and_none_is_padded(at: Folder) -> None:
     DetrImageProcessorPil(do_resize=False, do_normalize=False).save_pretrained(at.expert)
     data = at.images({f"{number}.png": Image.new("L", (8 + 4 * (number == 19), 6), 255) for number in range(20)})
-    images = [batch["pixel_values"] for batch in at.load(vit, data, count=20, batch_size=20).fitted]
+    images = [batch["pixel_values"] for batch in at.load(tiny("vit"), data, count=20, batch_size=20).fitted]
     assert [tuple(batch.shape) for batch in images] == [(4, 3, 6, 8), (15, 3, 6, 8), (1, 3, 6, 12)]
 
 
-def test_a_photograph_is_turned_as_its_exif_says(at: Folder, vit: Any) -> None:
+def test_a_photograph_is_turned_as_its_exif_says(at: Folder) -> None:
     pixels = numpy.zeros((8, 8, 3), dtype=numpy.uint8)
     pixels[:4] = 255
     exif = Image.Exif()
     exif[0x0112] = 3
-    [batch] = at.load(vit, at.images({"a.png": Image.fromarray(pixels)}, exif=exif)).fitted
+    [batch] = at.load(tiny("vit"), at.images({"a.png": Image.fromarray(pixels)}, exif=exif)).fitted
     assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
 
 
-def test_the_first_folder_with_a_processor_gives_it(at: Folder, vit: Any, bert: Any) -> None:
+def test_the_first_folder_with_a_processor_gives_it(at: Folder) -> None:
     snapshot = at.path / "models--openai--clip" / "snapshots" / "abc"
     for side, folder in ((4, snapshot), (8, at.expert)):
         ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
     images = at.file("a.parquet", image_rows(3))
     (at.path / "bare").mkdir()
-    drawn = draw_examples("task", images, vit, [at.path / "bare", snapshot, at.expert], count=3, seed=0)
+    drawn = draw_examples("task", images, tiny("vit"), [at.path / "bare", snapshot, at.expert], count=3, seed=0)
     assert drawn.cut(3).fitted[0]["pixel_values"].shape[-1] == 4
     assert "task: column image (of image, label), image processor from openai/clip" in drawn.notes
-    for model, data, file in ((vit, images, "preprocessor"), (bert, at.rows(*text_rows(3)), "tokenizer")):
+    for model, data, file in (("vit", images, "preprocessor"), ("bert", at.rows(*text_rows(3)), "tokenizer")):
         with pytest.raises(DataError, match=f"copy {file}_config.json"):
-            draw_examples("task", data, model, [at.path / "bare"], count=3, seed=0)
+            draw_examples("task", data, tiny(model), [at.path / "bare"], count=3, seed=0)
 
 
-def test_code_that_comes_with_a_processor_is_never_run(at: Folder, vit: Any) -> None:
+def test_code_that_comes_with_a_processor_is_never_run(at: Folder) -> None:
     config = {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}
     at.file("expert/preprocessor_config.json", json.dumps(config))
     at.file("expert/evil.py", f"open({str(at.path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    at.refuse(vit, at.file("a.parquet", image_rows(3)), "no image processor can be loaded")
+    at.refuse(tiny("vit"), at.file("a.parquet", image_rows(3)), "no image processor can be loaded")
     assert not (at.path / "ran").exists()
 
 
@@ -342,11 +326,11 @@ def test_code_that_comes_with_a_processor_is_never_run(at: Folder, vit: Any) -> 
     ],
 )
 def test_an_encoder_reads_the_columns_that_hold_text_or_that_the_recipe_names(
-    at: Folder, bert: Any, row: Row, settings: dict[str, Any], expected: str
+    at: Folder, row: Row, settings: dict[str, Any], expected: str
 ) -> None:
-    [batch] = at.load(bert, at.rows(row, **settings)).fitted
+    [batch] = at.load(tiny("bert"), at.rows(row, **settings)).fitted
     assert words_of([batch]) == [f"[CLS] {expected} [SEP]"]
-    assert bert(**batch).logits.shape == (1, 2)
+    assert tiny("bert")(**batch).logits.shape == (1, 2)
 
 
 NUMBERS = {"n": 1, "kind": "a"}
@@ -374,11 +358,11 @@ REFUSED: list[tuple[str, list[Row], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model", "rows", "settings", "message"), REFUSED)
 def test_columns_templates_and_rows_that_cannot_be_used_are_refused(
-    at: Folder, models: Models, model: str, rows: list[Row], settings: dict[str, Any], message: str
+    at: Folder, model: str, rows: list[Row], settings: dict[str, Any], message: str
 ) -> None:
     if model != "vit":
         at.tokenizer(chat=model == "llama")
-    at.refuse(models[model], at.rows(*rows, **settings), message, count=20)
+    at.refuse(tiny(model), at.rows(*rows, **settings), message, count=20)
 
 
 @pytest.mark.parametrize(
@@ -417,10 +401,10 @@ def test_columns_templates_and_rows_that_cannot_be_used_are_refused(
     ids=lambda row: "-".join(row),
 )
 def test_conversations_of_all_names_go_through_the_chat_template_without_further_special_tokens(
-    at: Folder, llama: Any, row: Row
+    at: Folder, row: Row
 ) -> None:
     at.tokenizer(chat=True)
-    [batch] = at.load(llama, at.rows(row)).fitted
+    [batch] = at.load(tiny("llama"), at.rows(row)).fitted
     assert words_of([batch]) == ["user w1 assistant w2"]
     assert "token_type_ids" not in batch
 
@@ -442,22 +426,22 @@ CALL = {"function": {"name": "w8", "arguments": "{}"}}
     ],
 )
 def test_empty_messages_and_calls_without_words_are_part_of_a_conversation(
-    at: Folder, llama: Any, messages: Any, text: str, joined: str
+    at: Folder, messages: Any, text: str, joined: str
 ) -> None:
     """Its turns are joined where there is no chat template."""
     row = {"messages": messages}
     at.tokenizer(chat=True)
-    assert words_of(at.load(llama, at.rows(row)).fitted) == [text]
+    assert words_of(at.load(tiny("llama"), at.rows(row)).fitted) == [text]
     (at.expert / "chat_template.jinja").unlink()
-    assert words_of(at.load(llama, at.rows(row)).fitted) == [f"[CLS] {joined} [SEP]"]
+    assert words_of(at.load(tiny("llama"), at.rows(row)).fitted) == [f"[CLS] {joined} [SEP]"]
 
 
-def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder, llama: Any) -> None:
+def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     at.tokenizer(chat=True)
     (at.expert / "chat_template.jinja").write_text(refusing + CHAT_TEMPLATE)
     row = {"messages": [{"role": "system", "content": "w3"}, *TURNS]}
-    error = at.refuse(llama, at.rows(row), "System role")
+    error = at.refuse(tiny("llama"), at.rows(row), "System role")
     assert "the chat template refuses the messages: System role not supported" in error.what
 
 
@@ -475,18 +459,18 @@ def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder, llama: Any
     ],
 )
 def test_a_question_what_it_is_about_and_its_answer_are_read_in_this_order(
-    at: Folder, models: Models, row: Row, settings: dict[str, Any], source: str, target: str
+    at: Folder, row: Row, settings: dict[str, Any], source: str, target: str
 ) -> None:
     data = at.rows(row, **settings)
-    batches = at.load(models["t5"], data).fitted
+    batches = at.load(tiny("t5"), data).fitted
     assert words_of(batches) == [f"[CLS] {source} [SEP]"]
     assert words_of(batches, "decoder_input_ids") == [f"[PAD] [CLS] {target}"]
     for causal in ("llama", "llama body"):
-        assert words_of(at.load(models[causal], data).fitted) == [f"[CLS] {source} {target} [SEP]"]
+        assert words_of(at.load(tiny(causal), data).fitted) == [f"[CLS] {source} {target} [SEP]"]
 
 
-def test_an_encoder_decoder_gets_the_target_shifted_right_or_its_start_token(at: Folder, t5: Any) -> None:
-    found = at.load(t5, at.rows({"inputs": "w1 w2", "targets": "w3"}, {"inputs": "w4", "targets": "w5 w6"}))
+def test_an_encoder_decoder_gets_the_target_shifted_right_or_its_start_token(at: Folder) -> None:
+    found = at.load(tiny("t5"), at.rows({"inputs": "w1 w2", "targets": "w3"}, {"inputs": "w4", "targets": "w5 w6"}))
     by_source = dict(zip(words_of(found.fitted), words_of(found.fitted, "decoder_input_ids"), strict=True))
     assert by_source == {
         "[CLS] w1 w2 [SEP]": "[PAD] [CLS] w3 [PAD]",
@@ -494,21 +478,21 @@ def test_an_encoder_decoder_gets_the_target_shifted_right_or_its_start_token(at:
     }
     [batch] = found.fitted
     assert sorted(batch["decoder_attention_mask"].sum(1).tolist()) == [3, 4]
-    assert t5(**batch).logits.shape[:2] == (2, 4)
-    [batch] = at.load(t5, at.rows({"sentence": "w1", "label": 0})).fitted
+    assert tiny("t5")(**batch).logits.shape[:2] == (2, 4)
+    [batch] = at.load(tiny("t5"), at.rows({"sentence": "w1", "label": 0})).fitted
     assert batch["decoder_input_ids"].tolist() == [[0]]
-    assert t5(**batch).logits.shape[:2] == (1, 1)
+    assert tiny("t5")(**batch).logits.shape[:2] == (1, 1)
     templated = at.rows({"a": "w1", "b": "w2", "c": "w3"}, template="w8 {a} {b}", columns={"response": "c"})
-    [batch] = at.load(t5, templated).fitted
+    [batch] = at.load(tiny("t5"), templated).fitted
     assert words_of([batch], "decoder_input_ids") == ["[PAD] [CLS] w3"]
 
 
-def test_the_longest_example_is_as_long_as_any_batch(at: Folder, t5: Any) -> None:
+def test_the_longest_example_is_as_long_as_any_batch(at: Folder) -> None:
     """In its text and in its target, which may be of two rows, fitted or held out."""
     rows = [{"inputs": f"w{number % 5 + 1}", "targets": f"w{number // 5 + 1}"} for number in range(20)]
     rows[3]["inputs"], rows[7]["targets"] = "w1 w2 w3 w4", "w1 w2 w3"
     at.tokenizer()
-    drawn = draw_examples("task", at.rows(*rows), t5, [at.expert], count=8, seed=0)
+    drawn = draw_examples("task", at.rows(*rows), tiny("t5"), [at.expert], count=8, seed=0)
     found, longest = drawn.cut(3), drawn.longest()
     for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"):
         lengths = [batch[name].shape[1] for batch in (*found.fitted, *found.selection, *found.held_out)]
@@ -537,10 +521,10 @@ def test_the_first_token_attends_globally_where_a_model_leaves_that_to_its_user(
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", ["[PAD]", None])
 def test_padding_is_on_the_right_whatever_the_tokenizer_does_and_masked_even_without_a_pad_token(
-    at: Folder, llama: Any, side: str, pad: str | None
+    at: Folder, side: str, pad: str | None
 ) -> None:
     at.tokenizer(pad_token=pad, padding_side=side)
-    [batch] = at.load(llama, at.rows({"text": "w1"}, {"text": "w1 w2 w3"})).fitted
+    [batch] = at.load(tiny("llama"), at.rows({"text": "w1"}, {"text": "w1 w2 w3"})).fitted
     mask = batch["attention_mask"][batch["attention_mask"].sum(1).argmin()].tolist()
     assert mask == [1, 1, 1, 0, 0]
 
@@ -557,33 +541,33 @@ def test_texts_are_not_padded_for_models_that_would_read_the_padding(at: Folder,
 
 
 @pytest.mark.parametrize(("model", "limit", "length"), [("bert", 10**30, 16), ("bert", 7, 7), ("roberta", 10**30, 14)])
-def test_texts_are_cut_at_the_shortest_limit(at: Folder, models: Models, model: str, limit: int, length: int) -> None:
+def test_texts_are_cut_at_the_shortest_limit(at: Folder, model: str, limit: int, length: int) -> None:
     at.tokenizer(model_max_length=limit)
-    [batch] = at.load(models[model], at.rows({"text": "w1 " * 600})).fitted
+    [batch] = at.load(tiny(model), at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, length)
 
 
 @pytest.mark.parametrize("row", [{"text": "w1 x9"}, {"inputs": "w1", "targets": "w1 x9"}])
-def test_tokens_that_the_model_has_no_embeddings_for_are_refused(at: Folder, t5: Any, row: Row) -> None:
+def test_tokens_that_the_model_has_no_embeddings_for_are_refused(at: Folder, row: Row) -> None:
     at.tokenizer(words=[*WORDS, *(f"x{number}" for number in range(10))])
-    at.refuse(t5, at.rows(row), r"the tokenizer has token 68, but the model only 64 tokens[^$]*own tokenizer")
+    at.refuse(tiny("t5"), at.rows(row), r"the tokenizer has token 68, but the model only 64 tokens[^$]*own tokenizer")
     with pytest.raises(DataError, match="token 68"):
-        at.labelled(t5, at.rows({**row, "label": 0}))
+        at.labelled(tiny("t5"), at.rows({**row, "label": 0}))
 
 
 # --- labels ---
 
 
-def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(at: Folder, bert: Any) -> None:
+def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(at: Folder) -> None:
     rows = [{"text": f"w{number}", "label": 0, "answer": number % 2} for number in range(25)]
-    batches, labels = at.labelled(bert, at.file("a.parquet", rows, columns={"label": "answer"}), batch_size=10)
+    batches, labels = at.labelled(tiny("bert"), at.file("a.parquet", rows, columns={"label": "answer"}), batch_size=10)
     assert labels == [number % 2 for number in range(25)]
     assert words_of(batches) == [f"[CLS] w{number} [SEP]" for number in range(25)]
 
 
 @pytest.mark.parametrize(("label", "number"), [("good", 1), (1, 1), ("1", 1)])
-def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, bert: Any, label: object, number: int) -> None:
-    assert at.labelled(bert, at.rows({"text": "w1", "label": label}))[1] == [number]
+def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, label: object, number: int) -> None:
+    assert at.labelled(tiny("bert"), at.rows({"text": "w1", "label": label}))[1] == [number]
 
 
 @pytest.mark.parametrize(
@@ -597,7 +581,7 @@ def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, bert: Any,
     ],
 )
 def test_labels_that_mean_no_class_and_rows_that_cannot_be_read_are_refused(
-    at: Folder, bert: Any, rows: list[Row], split: str, message: str
+    at: Folder, rows: list[Row], split: str, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        at.labelled(bert, at.rows(*rows), split)
+        at.labelled(tiny("bert"), at.rows(*rows), split)

@@ -24,6 +24,7 @@ from featcal_cli.hub.adapter import split_adapter
 from featcal_cli.hub.snapshot import Snapshot, find_origin, resolve
 from featcal_cli.runtime.errors import HubError
 
+WEIGHTS = "model.safetensors"
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
@@ -172,26 +173,21 @@ def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Pa
     assert_equal(found, by_peft(again, adapter))
 
 
-def test_a_head_that_the_adapter_did_not_train_stays_the_bases(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_head_that_the_adapter_did_not_train_stays_the_bases_and_is_not_made_up(
+    tmp_path: Path, base: Path, trained: bool
+) -> None:
     torch.manual_seed(0)
     model = tf.BertForSequenceClassification(tf.BertConfig(**SIZES, num_labels=3))
-    model.save_pretrained(tmp_path / "base")
-    head = model.classifier.weight.detach().clone()
-    config = lora("bert", task_type="SEQ_CLS")
-    adapter = save_adapter(tmp_path / "headless", tmp_path / "base", model, config)
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    save_file({k: v for k, v in tensors.items() if "classifier" not in k}, adapter / "adapter_model.safetensors")
-    assert torch.equal(loaded(resolve(str(adapter)), tf.BertForSequenceClassification)["classifier.weight"], head)
-
-
-def test_what_neither_holds_is_left_out_instead_of_made_up(tmp_path: Path, base: Path) -> None:
-    model = tf.BertForSequenceClassification.from_pretrained(base)
+    if trained:
+        model.save_pretrained(base)
     adapter = save_adapter(tmp_path / "headless", base, model, lora("bert", task_type="SEQ_CLS"))
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({k: v for k, v in tensors.items() if "classifier" not in k}, adapter / "adapter_model.safetensors")
-    names = {key for file in resolve(str(adapter)).weights() for key in load_file(file)}
-    assert "bert.encoder.layer.1.attention.self.query.weight" in names
-    assert not any("classifier" in name for name in names)
+    found = {name: value for file in resolve(str(adapter)).weights() for name, value in load_file(file).items()}
+    assert "bert.encoder.layer.1.attention.self.query.weight" in found
+    assert ("classifier.weight" in found) is trained
+    assert not trained or torch.equal(found["classifier.weight"], load_file(base / WEIGHTS)["classifier.weight"])
 
 
 def test_a_grown_vocabulary_comes_with_the_adapter(tmp_path: Path) -> None:
@@ -284,24 +280,21 @@ def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(ba
 # The copy in the cache
 
 
-def test_the_copy_is_made_once_and_without_the_hub(
-    hub: HubServer, adapter: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_copy_is_made_once_without_the_hub_and_anew_of_a_changed_adapter_or_base(
+    hub: HubServer, base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = resolve(str(adapter))
     assert not hub.requests
     stamp = first.weights()[0].stat().st_mtime_ns
-    monkeypatch.setattr("featcal_cli.hub.adapter._fold", None)
-    assert resolve(str(adapter)) == first
+    with monkeypatch.context() as patch:
+        patch.setattr("featcal_cli.hub.adapter._fold", None)
+        assert resolve(str(adapter)) == first
     assert first.weights()[0].stat().st_mtime_ns == stamp
-
-
-def test_a_changed_adapter_or_base_makes_another_copy(base: Path, adapter: Path) -> None:
-    first = resolve(str(adapter)).folder
-    for folder in (adapter, base):
+    found = {first.folder}
+    for number, folder in enumerate((adapter, base), 2):
         os.utime(next(folder.glob("*.safetensors")), (1, 1))
-        second = resolve(str(adapter)).folder
-        assert second != first
-        first = second
+        found.add(resolve(str(adapter)).folder)
+        assert len(found) == number
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, OSError])
@@ -407,41 +400,33 @@ def test_a_full_model_with_an_adapter_beside_it_is_a_full_model(base: Path, adap
 # Refusals
 
 
-def test_a_kind_that_cannot_be_merged_is_refused_before_the_base_is_looked_for(hub: HubServer, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "llama", "llama")
-    model = tf.LlamaForCausalLM.from_pretrained(base)
-    config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    adapter = save_adapter(tmp_path / "prompt", base, model, config, named="user/nowhere")
-    hub.requests.clear()
-    message = refusal(adapter)
-    assert "PROMPT_TUNING, which cannot be folded" in message
-    assert not hub.requests
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "another base": ({"base_model_name_or_path": "user/not-there"}, "there is no model user/not-there"),
     "no base": ({"base_model_name_or_path": None}, "does not say which base"),
     "a path that is not there": ({"base_model_name_or_path": "/nowhere/bert"}, "there is no folder /nowhere/bert"),
     "a newer setting": ({"use_something_new": True}, "settings that peft"),
     "a newer kind": ({"peft_type": "NEWLORA"}, "does not know: NEWLORA"),
+    "a kind that cannot be merged": (
+        {"peft_type": "PROMPT_TUNING", "base_model_name_or_path": "user/nowhere"},
+        "PROMPT_TUNING, which cannot be folded",
+    ),
+    **{content: (content, "is an adapter, but its adapter_config.json") for content in ("{}", "[]", "{")},
 }
 
 
-@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=REFUSED)
-def test_a_config_of_no_use_is_refused(adapter: Path, changes: dict[str, Any], told: str) -> None:
-    edit(adapter, use_nothing_yet=False, also_null=None)
-    assert resolve(str(adapter))
-    edit(adapter, **changes)
+def test_a_config_of_no_use_is_refused(hub: HubServer, adapter: Path, changes: dict[str, Any] | str, told: str) -> None:
+    """A kind that cannot be merged before the base is looked for."""
+    if isinstance(changes, str):
+        (adapter / "adapter_config.json").write_text(changes)
+    else:
+        edit(adapter, use_nothing_yet=False, also_null=None)
+        assert resolve(str(adapter))
+        edit(adapter, **changes)
     message = refusal(adapter)
     assert told in message
-    assert "BASE+" in message or "peft" in told or "NEW" in told
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"peft_type": null}'])
-def test_a_config_that_says_nothing_is_refused(adapter: Path, content: str) -> None:
-    (adapter / "adapter_config.json").write_text(content)
-    assert "is an adapter, but its adapter_config.json" in refusal(adapter)
+    assert ("BASE+" in message) is ("base" in told or "there is no" in told)
+    assert bool(hub.requests) is ("user/not-there" in told)
 
 
 def test_the_token_is_in_no_message(hub: HubServer, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,43 +437,23 @@ def test_the_token_is_in_no_message(hub: HubServer, adapter: Path, monkeypatch: 
     assert secret not in refusal("user/orphan")
 
 
-def test_a_full_model_is_no_adapter(base: Path) -> None:
-    assert "is a full model, not an adapter" in refusal(f"{base}+{save_base(base.parent / 'two')}")
+def test_an_adapter_that_does_not_fit_its_base_is_refused(tmp_path: Path, base: Path, adapter: Path) -> None:
+    assert "is a full model, not an adapter" in refusal(f"{base}+{save_base(tmp_path / 'two')}")
+    save_base(tmp_path / "t5", "t5")
+    tf.BertModel(tf.BertConfig(**{**SIZES, "num_hidden_layers": 1})).save_pretrained(tmp_path / "shallow")
+    for other in (tmp_path / "t5", tmp_path / "shallow"):
+        message = refusal(f"{other}+{adapter}")
+        assert f"the adapter {adapter} does not fit its base {other}: " in message and "BASE+ADAPTER" in message
+    custom = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (base / "config.json").write_text(json.dumps(custom))
+    assert "cannot be used" in refusal(adapter)
 
 
-@pytest.mark.parametrize("other", ["t5", "shallow"])
-def test_an_adapter_of_another_base_is_refused(tmp_path: Path, adapter: Path, other: str) -> None:
-    sizes = {"shallow": {"num_hidden_layers": 1}}
-    if other == "t5":
-        save_base(tmp_path / other, "t5")
-    else:
-        tf.BertModel(tf.BertConfig(**{**SIZES, **sizes[other]})).save_pretrained(tmp_path / other)
-    message = refusal(f"{tmp_path / other}+{adapter}")
-    assert f"the adapter {adapter} does not fit its base {tmp_path / other}: " in message
-    assert "BASE+ADAPTER" in message
-
-
-def test_an_adapter_file_that_is_cut_short_is_refused(adapter: Path) -> None:
+def test_an_adapter_file_that_is_broken_cut_short_or_not_there_is_refused(adapter: Path) -> None:
     file = adapter / "adapter_model.safetensors"
+    save_file({name: value / 0 for name, value in load_file(file).items()}, file)
+    assert "cannot be folded" in refusal(adapter)
     file.write_bytes(file.read_bytes()[:-5])
     assert "cannot be read" in refusal(adapter)
     file.unlink()
     assert "has no adapter_model.safetensors" in refusal(adapter)
-
-
-def test_an_adapter_with_values_that_are_no_numbers_is_refused(adapter: Path) -> None:
-    file = adapter / "adapter_model.safetensors"
-    save_file({name: value / 0 for name, value in load_file(file).items()}, file)
-    assert "cannot be folded" in refusal(adapter)
-
-
-def test_a_base_that_is_quantized_or_needs_code_is_refused(base: Path, adapter: Path) -> None:
-    config = json.loads((base / "config.json").read_text())
-    quantized = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (base / "config.json").write_text(json.dumps(quantized))
-    message = refusal(adapter)
-    assert "is quantised" in message
-    assert "in full precision" in message
-    custom = {**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
-    (base / "config.json").write_text(json.dumps(custom))
-    assert "cannot be used" in refusal(adapter)
