@@ -65,7 +65,7 @@ def texts_of(data: Data) -> list[str]:
         (["data/train-00000-of-00001.jsonl", "data/train_extra-00000-of-00001.jsonl"], None, [0], ""),
     ],
 )  # fmt: skip
-def test_the_files_of_a_split_are_known_by_their_names(
+def test_files_of_a_split_are_known_by_names(
     at: Folder, names: Sequence[str], split: str | None, expected: list[int], note: str
 ) -> None:
     """Or those of the nearest one, of which a note tells."""
@@ -86,7 +86,7 @@ def test_the_files_of_a_split_are_known_by_their_names(
         (["de", "en"], None, "several splits, and none is called train", "--split TASK=de "),
     ],
 )  # fmt: skip
-def test_a_split_that_is_not_there_or_not_known_is_asked_for(
+def test_a_split_that_is_not_known_is_asked_for(
     at: Folder, names: list[str], split: str | None, what: str, fix: str
 ) -> None:
     for name in names:
@@ -192,9 +192,7 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
         ("a.json", '[{"text": "w1"},\n{"text": "w2"},\n]', r"is not JSON: [^$]*a.json, line 3|line 2"),
     ],
 )
-def test_files_that_would_be_misread_are_refused_with_the_place(
-    at: Folder, name: str, content: str | bytes, message: str
-) -> None:
+def test_files_that_would_be_misread_are_refused(at: Folder, name: str, content: str | bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(read_rows(at.file(name, content), None))
 
@@ -227,9 +225,7 @@ def test_what_is_no_file_is_refused(at: Folder, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
-def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_cut_is_said_to_be_changed(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_file_that_grows_is_read_as_it_was_and_one_that_is_cut_is_changed(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     content = OBJECTS if name == "a.jsonl" else TABLE
     file.write_text(content)

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from featcal_cli.cli.results import _describe_scores
-from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
 from featcal_cli.evaluation.protocols import _predict_tokens
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
@@ -40,6 +39,7 @@ from featcal_cli.runtime.progress import tell_change
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 
 parquet: Any = pyarrow.parquet  # has no types
+Capsys = pytest.CaptureFixture[str]
 library: Any = transformers
 ROWS = 40
 PROMPTS = ["a photo of a {}.", 'the "{}"!', "{} {x}"]
@@ -129,12 +129,6 @@ def test_classes_of_the_recipe_replace_those_of_the_dataset(clip: Path) -> None:
         evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": CLASSES[:2]}))
 
 
-def test_base_needs_a_text_tower_for_prompts(clip: Path) -> None:
-    draft = draft_of(clip, {"prompts": PROMPTS})
-    with pytest.raises(CheckpointError, match="base has no text tower"):
-        evaluate(draft.model_copy(update={"base": str(clip / "merged")}))
-
-
 # --- heads ---
 
 
@@ -173,13 +167,6 @@ def test_a_head_on_another_body_is_that_body_with_the_head(bert: Path) -> None:
     draft = draft_of(bert, {"split": "test"})
     assert values(evaluate(draft, [str(bert / "body")], batch_size=7)) == pytest.approx(slow)
     assert len(set(slow.values())) > 1
-
-
-def test_a_body_alone_answers_nothing(bert: Path) -> None:
-    draft = draft_of(bert, {"split": "test"})
-    task = draft.tasks["it"].model_copy(update={"expert": str(bert / "body")})
-    with pytest.raises(CheckpointError, match="has no head"):
-        evaluate(draft.model_copy(update={"tasks": {"it": task}}))
 
 
 # --- generation ---
@@ -265,16 +252,6 @@ def test_ranks_of_numbers_in_answers_are_compared_with_those_of_labels(t5: Path,
         assert found[name] == pytest.approx(spearmanr(written, [round(label, 1) for label in labels])[0])
 
 
-def test_a_language_model_is_sent_to_lm_eval(tmp_path: Path, t5: Path) -> None:
-    save(build("llama"), tmp_path / "llama")
-    save_tokenizer(tmp_path / "llama", chat=True)
-    write_table(tmp_path / "data.parquet", [{"text": "a", "label": 0}], {})
-    draft = draft_of(t5, {"split": "train", "answers": ["a"]}, {"path": str(tmp_path / "data.parquet")})
-    with pytest.raises(CheckpointError, match="does not read a text and write another") as caught:
-        evaluate(draft.model_copy(update={"merged": str(tmp_path / "llama")}))
-    assert "lm_eval" in caught.value.fix
-
-
 # --- lm-eval ---
 
 
@@ -331,7 +308,7 @@ def test_lm_eval_is_asked_for_what_it_knows_alone(tmp_path: Path, t5: Path) -> N
         ({"acc,none": 0.75}, "exact_match", "lm-eval has no exact_match of sciq", 0.0),
     ],
 )
-def test_a_figure_of_lm_evals_is_read_with_its_error(
+def test_a_figure_of_lm_evals_has_its_error(
     results: dict[str, Any], metric: str, value: float | str, error: float
 ) -> None:
     answer = {"results": {"sciq": results}, "n-samples": {"sciq": {"effective": 9}}}
@@ -369,13 +346,6 @@ def score_right(right: list[bool]) -> Score:
     return score(METRICS["accuracy"], right, [True] * len(right))
 
 
-def test_spearman_is_scipys_with_ties() -> None:
-    random = Random(5)
-    one, other = ([float(random.randrange(6)) for _ in range(50)] for _ in range(2))
-    assert score(METRICS["spearman"], one, other).value == pytest.approx(spearmanr(one, other)[0])
-    assert score(METRICS["spearman"], [1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]).value == 0
-
-
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_an_interval_is_as_wide_as_theory_says(share: float) -> None:
     count = 2000
@@ -388,29 +358,38 @@ def test_an_interval_is_as_wide_as_theory_says(share: float) -> None:
     assert found == score_right(right)
 
 
-def test_the_mean_of_tasks_is_surer_than_each() -> None:
+def test_the_mean_of_tasks_is_surer_than_each_and_spearman_is_scipys_with_ties() -> None:
     scores = [score_right([True, False] * 100), score_right([True, True, False] * 100)]
     mean = combine(scores)
     assert mean.value == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert mean.error == pytest.approx(numpy.hypot(scores[0].error, scores[1].error) / 2)
     assert mean.examples == 500
+    random = Random(5)
+    one, other = ([float(random.randrange(6)) for _ in range(50)] for _ in range(2))
+    assert score(METRICS["spearman"], one, other).value == pytest.approx(spearmanr(one, other)[0])
+    assert score(METRICS["spearman"], [1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]).value == 0
 
 
 # --- going on, and choosing rows ---
 
 
 def test_figures_that_are_known_are_not_measured_again(bert: Path, tmp_path: Path) -> None:
+    """Those of a task that is through are known although a later one fails."""
     data = tmp_path / "test.jsonl"
-    data.write_text((bert / "data" / "test.jsonl").read_text())
+    lines = (bert / "data" / "test.jsonl").read_text()
+    data.write_text(lines)
     draft = draft_of(bert, {"split": "train"}, {"path": str(data)})
-    first = evaluate(draft)
+    later = draft.tasks["it"].model_copy(update={"data": Data(path=str(tmp_path / "later.jsonl"))})
+    with pytest.raises(DataError):
+        evaluate(draft.model_copy(update={"tasks": {**draft.tasks, "later": later}}))
     again = evaluate(draft, [str(bert / "body")])
     assert "2 of 3 figures were taken over from an earlier evaluation" in again.notes
-    assert {role: again.tasks["it"].scores[role] for role in ("expert", "merged")} == first.tasks["it"].scores
-    data.write_text("".join((bert / "data" / "test.jsonl").read_text().splitlines(keepends=True)[:9]))
+    data.write_text("".join(lines.splitlines(keepends=True)[:9]))
     changed = evaluate(draft)
     assert changed.tasks["it"].scores["expert"].examples == 9
     assert not [note for note in changed.notes if "taken over" in note]
+    data.write_text(lines)
+    assert {role: again.tasks["it"].scores[role] for role in ("expert", "merged")} == evaluate(draft).tasks["it"].scores
 
 
 def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path) -> None:
@@ -420,16 +399,6 @@ def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path
     found = evaluate(draft, limit=20)
     assert {score.examples for score in found.tasks["it"].scores.values()} == {20}
     assert evaluate(draft, limit=200).tasks["it"].scores["expert"].examples == 50
-
-
-# --- names of classes ---
-
-
-def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
-    for name in ("cat", "bus"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(draw(Random(0)))
-    assert read_classes(Data(path=str(tmp_path)), None, "label") == ["bus", "cat"]
 
 
 # --- what the user says and sees ---
@@ -445,6 +414,7 @@ def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
         ({"answers": [True, False]}, "answers.0 must be a valid string"),
         ({"metric": "spearman", "answers": ["a", "b"]}, "say how they are written"),
         ({"metric": "spearman"}, "say how they are written"),
+        ({"metric": "perplexity", "answers": "{}"}, "leave out answers"),
         ({"answers": "{label}"}, "a format with one {}"),
         ({"answers": "{"}, "a list, or a format with one {}"),
         ({"chat": True}, "chat belongs to lm_eval"),
@@ -453,9 +423,9 @@ def test_classes_of_image_folders_are_their_names(tmp_path: Path) -> None:
         ({"answers": 5}, r"tasks\.it\.evaluate\.answers must be a list"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(t5: Path, how: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, how: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        draft_of(t5, how, {"path": str(t5)})
+        draft_of(tmp_path, how, {"path": str(tmp_path)})
 
 
 def test_models_are_called_by_as_much_of_their_names_as_tells_them_apart() -> None:
@@ -464,24 +434,16 @@ def test_models_are_called_by_as_much_of_their_names_as_tells_them_apart() -> No
         name_roles(["one", "one"])
 
 
-@pytest.fixture
-def recipe(bert: Path, tmp_path: Path) -> Path:
+def test_the_table_fits_and_the_json_holds_every_figure(bert: Path, tmp_path: Path, capsys: Capsys) -> None:
     file = tmp_path / "recipe.yaml"
-    draft = draft_of(bert, {"split": "test"})
-    file.write_text(yaml.safe_dump(draft.model_dump(exclude_none=True)))
-    return file
-
-
-def test_the_table_fits_and_the_json_holds_every_figure(
-    recipe: Path, bert: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = featcal_inside(capsys, "evaluate", {"": bert / "body", "-r": recipe, "--device": "cpu"})
+    file.write_text(yaml.safe_dump(draft_of(bert, {"split": "test"}).model_dump(exclude_none=True)))
+    arguments = {"": bert / "body", "-r": file, "--device": "cpu"}
+    shown = featcal_inside(capsys, "evaluate", arguments)
     assert shown.code == 0, shown.stderr
     heads = next(line.split() for line in shown.stdout.splitlines() if line.startswith("task"))
     assert heads == ["task", "expert", "merged", "body", "gain"]
     assert max(map(len, shown.stdout.splitlines())) <= 80
-    printed = featcal_inside(capsys, "evaluate", {"": bert / "body", "-r": recipe, "--json": "", "--device": "cpu"})
-    told = json.loads(printed.stdout)
+    told = json.loads(featcal_inside(capsys, "evaluate", {**arguments, "--json": ""}).stdout)
     score = told["tasks"]["it"]["scores"]["body"]
     assert f"{100 * score['value']:.1f} ±{50 * (score['high'] - score['low']):.1f}" in shown.stdout
     assert told["means"]["body"]["value"] == score["value"]
@@ -494,29 +456,9 @@ def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
     assert tell_change(0.0014, 0.0011) == "0 %" and tell_change(0.0004, 0.0011) == "new"
 
 
-def test_a_recipe_that_says_nothing_of_evaluation_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = yaml.safe_load(recipe.read_text())
-    del content["tasks"]["it"]["evaluate"]
-    recipe.write_text(yaml.safe_dump(content))
-    run = featcal_inside(capsys, "evaluate", {"-r": recipe, "--device": "cpu"})
-    assert run.code == 2
-    assert "no task says how it is evaluated" in run.stderr
-
-
-def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = featcal_inside(capsys, "recipes", {})
-    assert "clip-vit-b32-8" in listed.stdout
-    printed = featcal_inside(capsys, "recipes", {"": "demo"})
-    base = Path(yaml.safe_load(printed.stdout)["base"])
-    assert base.is_absolute() and base.parts[-2:] == ("demo", "base") and base.is_dir()
-    wrong = featcal_inside(capsys, "recipes", {"": "demmo"})
-    assert wrong.code == 2
-    assert "did you mean demo?" in wrong.stderr
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_an_evaluation_that_fails_after_calibration_goes_on_with_the_same_command(
-    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
+    bert: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -541,17 +483,6 @@ def test_an_evaluation_that_fails_after_calibration_goes_on_with_the_same_comman
     assert not (tmp_path / ".out.featcal").exists()
     own = evaluate(read_draft(tmp_path / "out" / "featcal.yaml", {}), [str(tmp_path / "out")])
     assert own.tasks["it"].scores["out"].value == scores["calibrated"]["value"]
-
-
-def test_tasks_that_are_through_stay_known_when_a_later_one_fails(bert: Path, tmp_path: Path) -> None:
-    shutil.copy(bert / "data" / "test.jsonl", tmp_path / "test.jsonl")
-    draft = draft_of(bert, {"split": "train"}, {"path": str(tmp_path / "test.jsonl")})
-    other = draft.tasks["it"].model_copy(update={"data": Data(path=str(tmp_path / "later.jsonl"))})
-    both = draft.model_copy(update={"tasks": {**draft.tasks, "later": other}})
-    with pytest.raises(DataError):
-        evaluate(both)
-    shutil.copy(bert / "data" / "test.jsonl", tmp_path / "later.jsonl")
-    assert "2 of 4 figures were taken over from an earlier evaluation" in evaluate(both).notes
 
 
 # --- perplexity ---
@@ -611,7 +542,7 @@ def test_padding_before_a_text_changes_no_loss() -> None:
 
 
 def test_perplexity_is_shown_as_it_is_and_less_is_better(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.chdir(llama)
     run = featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "MODEL": "", "./calibrated": "./calibrated"})
@@ -637,13 +568,30 @@ def test_what_is_won_back_is_counted_in_nats() -> None:
     assert list(_describe_scores(right)) == ["accuracy rose by 20.0 points (50 % of what merging lost)"]
 
 
-def test_perplexity_is_of_language_models_and_has_no_mean_with_other_figures(t5: Path, llama: Path) -> None:
+def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t5: Path, llama: Path) -> None:
     data = {"path": str(llama / "data"), "columns": {"text": "text"}}
-    with pytest.raises(CheckpointError, match="does not predict the next token"):
-        evaluate(draft_of(t5, {"metric": "perplexity"}, data))
-    draft = draft_of(llama, {"metric": "perplexity"}, data)
-    mixed = {**draft.tasks, "other": draft.tasks["it"].model_copy(update={"evaluate": Evaluate()})}
-    with pytest.raises(RecipeError, match="no common mean"):
-        evaluate(draft.model_copy(update={"tasks": mixed}))
-    with pytest.raises(ValueError, match="leave out answers"):
-        Evaluate(metric="perplexity", answers="{}")
+    prompts = draft_of(clip, {"prompts": PROMPTS}).model_copy(update={"base": str(clip / "merged")})
+    heads = draft_of(bert, {"split": "test"})
+    body = heads.tasks["it"].model_copy(update={"expert": str(bert / "body")})
+    silent = heads.tasks["it"].model_copy(update={"evaluate": None})
+    written = draft_of(t5, {"split": "test", "answers": ["a"]}, data | {"columns": {"text": "text", "label": "text"}})
+    perplexity = draft_of(llama, {"metric": "perplexity"}, data)
+    mixed = perplexity.tasks["it"].model_copy(update={"evaluate": Evaluate()})
+    for draft, error, message in (
+        (prompts, CheckpointError, "base has no text tower"),
+        (heads.model_copy(update={"tasks": {"it": body}}), CheckpointError, "has no head"),
+        (heads.model_copy(update={"tasks": {"it": silent}}), RecipeError, "no task says how it is evaluated"),
+        (
+            written.model_copy(update={"merged": str(llama / "merged")}),
+            CheckpointError,
+            "does not read a text and write another[^$]*lm_eval",
+        ),
+        (draft_of(t5, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
+        (
+            perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}),
+            RecipeError,
+            "no common mean",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            evaluate(draft)

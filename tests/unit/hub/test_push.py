@@ -27,11 +27,12 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 CARD = "---\nlicense: mit\nbase_model: [user/base]\ntags: [merge]\n---\n# A model\n"
 SLOW = 1.2
 """Seconds that a slow answer takes; less than half of it is waited for."""
+Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.usefixtures("hurried", "alice")
 
 
 @pytest.fixture
-def alice(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def alice(hub: HubServer, monkeypatch: Patch) -> str:
     """The token in use, which may write to what is alice's."""
     token = hub.add_token("alice")
     monkeypatch.setenv("HF_TOKEN", token)
@@ -117,7 +118,7 @@ def test_one_commit_holds_everything_that_is_not_hidden(hub: HubServer, folder: 
 
 
 def test_a_private_repo_is_seen_by_its_owner_only_and_a_public_one_is_not_promised_to_be(
-    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     pushed = send(folder, "alice/hidden", private=True)
     assert resolve("alice/hidden").commit == pushed.commit
@@ -133,9 +134,7 @@ def test_a_private_repo_is_seen_by_its_owner_only_and_a_public_one_is_not_promis
     assert "or it is private" in refusal(lambda: resolve("alice/hidden"))
 
 
-def test_a_repo_that_holds_a_model_is_committed_to_on_request_only(
-    hub: HubServer, folder: Path, tmp_path: Path
-) -> None:
+def test_a_repo_with_a_model_is_committed_to_on_request_only(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     hub.add_repo("alice/taken", model(tmp_path / "old"))
     message = refusal(lambda: aim("alice/taken"))
     assert "--create-pr" in message
@@ -226,8 +225,8 @@ def test_metadata_that_the_hub_refuses_is_named(hub: HubServer, folder: Path) ->
 # Who may push where
 
 
-def test_a_token_that_may_only_read_or_was_revoked_writes_nothing(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_token_that_only_reads_or_was_revoked_writes_nothing(
+    hub: HubServer, folder: Path, monkeypatch: Patch
 ) -> None:
     """Missing and unknown ones: tests/unit/lineage/test_one_argument.py."""
     monkeypatch.setenv("HF_TOKEN", hub.add_token("alice", role="read"))
@@ -276,9 +275,7 @@ def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, fold
 
 
 @pytest.mark.parametrize("place", ["new", "old", "pull request"])
-def test_a_commit_that_may_have_arrived_is_told_and_found_by_the_next_push(
-    hub: HubServer, folder: Path, place: str
-) -> None:
+def test_a_commit_that_may_have_arrived_is_found_by_the_next_push(hub: HubServer, folder: Path, place: str) -> None:
     name = f"alice/lost-{place.replace(' ', '-')}"
     if place != "new":
         hub.add_repo(name, folder / "extra")
@@ -297,9 +294,7 @@ def test_a_commit_that_may_have_arrived_is_told_and_found_by_the_next_push(
 
 
 @pytest.mark.parametrize(("kind", "status"), [("upload", 401), ("upload part", 403)])
-def test_an_upload_that_comes_too_late_for_its_address_gets_another_one(
-    hub: HubServer, folder: Path, kind: str, status: int
-) -> None:
+def test_an_upload_that_is_too_late_gets_another_address(hub: HubServer, folder: Path, kind: str, status: int) -> None:
     hub.uploads.part_size = 30_000 if kind == "upload part" else hub.uploads.part_size
     hub.fail(kind, Fault(status=status, carried_out=False))
     send(folder, f"alice/late-{status}")
@@ -348,16 +343,14 @@ def test_bytes_that_are_sent_are_told(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_hub_that_takes_nothing_over_xet_is_told_with_the_setting_that_helps(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_takes_nothing_over_xet_is_told_with_what_helps(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     message = refusal(lambda: send(folder, "alice/plain"))
     assert "an upload to 127.0.0.1" in message and "HF_HUB_DISABLE_XET=1" in message
 
 
 @pytest.mark.parametrize("fault", ["lost reply", "reset midway", "truncated", "lost behind a gateway"])
-def test_a_pull_request_whose_answer_is_lost_is_not_made_twice(
+def test_a_pull_request_with_a_lost_answer_is_not_made_twice(
     hub: HubServer, folder: Path, tmp_path: Path, fault: str
 ) -> None:
     hub.add_repo("alice/lost", model(tmp_path / "old"))

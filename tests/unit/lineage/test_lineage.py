@@ -62,50 +62,25 @@ EXPERTS = {"expert math": "ORG/bert-math", "expert code": "ORG/bert-code", **ROW
 
 
 @dataclass(frozen=True)
-class Told:
-    """A Hub on which a lineage can be told."""
+class Case:
+    """A Hub on which a lineage can be told, or words of the message why not."""
 
     name: str
     merged: Files | None
     """The text files of ORG/merged."""
+    draft: Mapping[str, Any]
     values: Mapping[str, str] = field(default_factory=lambda: {"base": "ORG/base", **EXPERTS})
     """Role → value of the findings that are looked at."""
     repos: Mapping[str, Files] = field(default_factory=lambda: SILENT)
     """Repo id (datasets after "data ") → its text files."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Role → source, in part."""
-    draft: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     """A part of one of the notes."""
+    refused: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A Hub on which it cannot, and words of the message."""
-
-    name: str
-    merged: Files | None
-    words: tuple[str, ...]
-    repos: Mapping[str, Files] = field(default_factory=lambda: SILENT)
-    draft: Mapping[str, Any] = field(default_factory=dict)
-
-
-TOLD = [
-    Told(
-        "mergekit-models",
-        mergekit(TIES),
-        {"merged": "ORG/merged", "base": "ORG/base", **EXPERTS},
-        sources={
-            "merged": SAID,
-            "base": CONFIG,
-            "expert math": CONFIG,
-            "data math": "the card of ORG/bert-math (datasets)",
-        },
-    ),
-    Told(
-        "featcal-yaml",
-        {
-            "featcal.yaml": """
+FEATCAL_YAML = """
 merged: other/merged@0123456789012345678901234567890123456789
 base: ORG/base@v1
 tasks:
@@ -113,161 +88,114 @@ tasks:
   code: {expert: ORG/bert-code, data: {path: code.jsonl}}
 calibration: {examples: 7}
 """
-        },
+SUMS = "{merged: ORG/merged, base: ORG/base, tasks: {sums: {expert: ORG/bert-math, data: 'ORG/math-rows:hard'}}}"
+TOLD = [
+    Case(
+        "featcal-yaml", {"featcal.yaml": FEATCAL_YAML}, {},
         {
-            "merged": "ORG/merged",
-            "base": "ORG/base@v1",
-            "expert sums": "ORG/bert-math@v1",
-            "data sums": "ORG/math-rows@v1:hard:train",
-            "data code": "ORG/code-rows",
+            "merged": "ORG/merged", "base": "ORG/base@v1", "expert sums": "ORG/bert-math@v1",
+            "data sums": "ORG/math-rows@v1:hard:train", "data code": "ORG/code-rows",
         },
-        repos={"ORG/bert-math@v1": {}, "ORG/bert-code": expert("code"), **ROWS},
-        sources={"data sums": "featcal.yaml of ORG/merged", "data code": "the card of ORG/bert-code"},
+        {"ORG/bert-math@v1": {}, "ORG/bert-code": expert("code"), **ROWS},
+        {"data sums": "featcal.yaml of ORG/merged", "data code": "the card of ORG/bert-code"},
         note="a path on its author's machine",
     ),
-    Told(
-        "mergekit-before-featcal-yaml",
-        {
-            **mergekit(LINEAR),
-            "featcal.yaml": "{merged: ORG/merged, base: ORG/base, tasks: {sums: {expert: ORG/bert-math, "
-            "data: 'ORG/math-rows:hard'}}}",
-        },
+    Case(
+        "mergekit-before-featcal-yaml", {**mergekit(LINEAR), "featcal.yaml": SUMS}, {},
         {"base": "ORG/base", **EXPERTS, "data math": "ORG/math-rows:hard"},
-        sources={
-            "base": "featcal.yaml",
-            "expert math": CONFIG,
-            "data math": "featcal.yaml",
-            "data code": "the card of",
-        },
+        sources={"base": "featcal.yaml", "expert math": CONFIG, "data math": "featcal.yaml", "data code": "card of"},
     ),
-    Told("unordered-list-with-the-base-said", ONLY_CARD, sources={"base": SAID}, draft={"base": "ORG/base"}),
-    Told(
-        "built-from-experts",
-        None,
-        {"merged": "task_arithmetic:0.3", "base": "ORG/base", "data one": "ORG/math-rows"},
-        repos=TWO,
-        sources={"expert one": SAID, "base": "base_model of"},
-        draft={
+    Case("unordered-list-with-the-base-said", ONLY_CARD, {"base": "ORG/base"}, sources={"base": SAID}),
+    Case(
+        "built-from-experts", None,
+        {
             "merged": {"method": "task_arithmetic", "scale": 0.3},
             "tasks": {"one": {"expert": "ORG/bert-math"}, "two": {"expert": "ORG/bert-code"}},
         },
+        {"merged": "task_arithmetic:0.3", "base": "ORG/base", "data one": "ORG/math-rows"}, TWO,
+        {"expert one": SAID, "base": "base_model of"},
     ),
-    Told(
-        "data-said-for-a-found-expert",
-        mergekit(TIES),
+    Case(
+        "data-said-for-a-found-expert", mergekit(TIES), {"tasks": {"Math": {"data": "mine/rows:small"}}},
         {"expert Math": "ORG/bert-math", "data Math": "mine/rows:small", "data code": "ORG/code-rows"},
         sources={"data Math": SAID, "expert Math": CONFIG},
-        draft={"tasks": {"Math": {"data": "mine/rows:small"}}},
     ),
-    Told(
-        "experts-said-are-all-there-are",
-        mergekit(TIES),
+    Case(
+        "experts-said-are-all-there-are", mergekit(TIES),
+        {"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}},
         {"base": "ORG/base", "expert sums": "mine/math", "expert code": "ORG/bert-code", "data code": "mine/rows"},
-        repos={**SILENT, "mine/math": card(datasets="ORG/math-rows")},
-        sources={"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
-        draft={"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}},
+        {**SILENT, "mine/math": card(datasets="ORG/math-rows")},
+        {"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
         note="further experts, which are left out: ORG/bert-math",
     ),
-    Told(
+    Case(
         "dataset-and-config-of-the-task",
-        mergekit(listing("ties", "ORG/t5_glue-cola_lora", "ORG/t5_glue-sst2_lora", base="ORG/t5")),
+        mergekit(listing("ties", "ORG/t5_glue-cola_lora", "ORG/t5_glue-sst2_lora", base="ORG/t5")), {},
         {"data cola": "ORG/cola-rows", "data sst2": "ORG/glue:SST2"},
-        repos={
+        {
             "ORG/t5_glue-cola_lora": card(datasets=["ORG/web", "ORG/cola-rows"]),
             "ORG/t5_glue-sst2_lora": card(datasets=["ORG/glue"]),
             "data ORG/cola-rows": card(configs=[{"config_name": "only", "data_files": "*"}]),
-            "data ORG/glue": card(
-                dataset_info=[{"config_name": "cola"}, {"config_name": "SST2"}, {"config_name": "ax"}]
-            ),
+            "data ORG/glue": card(dataset_info=[{"config_name": name} for name in ("cola", "SST2", "ax")]),
         },
         note="ORG/glue has 3 configs; SST2",
     ),
-    Told(
-        "default-config",
-        mergekit(TIES),
+    Case(
+        "default-config", mergekit(TIES), {},
         {"data math": "ORG/math-rows:b", "data code": "ORG/code-rows:default"},
-        repos={
-            "ORG/bert-math": expert("math"),
-            "ORG/bert-code": expert("code"),
+        {
+            **TWO,
             "data ORG/math-rows": card(configs=[{"config_name": "a"}, {"config_name": "b", "default": True}]),
             "data ORG/code-rows": card(configs=[{"config_name": "js"}, {"config_name": "default"}]),
         },
     ),
-    Told(
-        "an-expert-given-as-the-base",
-        mergekit(TIES),
-        {"base": "ORG/bert-code", "expert math": "ORG/bert-math"},
-        repos=TWO,
-        sources={"base": SAID},
-        draft={"base": "ORG/bert-code"},
+    Case(
+        "an-expert-given-as-the-base", mergekit(TIES), {"base": "ORG/bert-code"},
+        {"base": "ORG/bert-code", "expert math": "ORG/bert-math"}, TWO, {"base": SAID},
     ),
-    Told(
-        "another-base-than-the-configs",
-        mergekit(TIES),
-        {"base": "mine/base", **EXPERTS},
-        repos=TWO,
-        sources={"base": SAID},
-        draft={"base": "mine/base"},
-    ),
-    Told(
+    Case(
         "a-base-that-a-linear-merge-lists",
-        mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")),
-        {"base": "ORG/base", "expert bert-math": "ORG/bert-math", "data bert-code": "ORG/code-rows"},
-        repos=TWO,
-        sources={"base": SAID},
-        draft={"base": "ORG/base"},
+        mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")), {"base": "ORG/base"},
+        {"base": "ORG/base", "expert bert-math": "ORG/bert-math", "data bert-code": "ORG/code-rows"}, TWO,
+        {"base": SAID},
     ),
-]
-
+]  # fmt: skip
 REFUSED = [
-    Refused(
-        "an-expert-not-said-is-not-the-base",
-        card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
-        (
-            "nothing says what the base",
-            "featcal calibrate ORG/merged --base REPO",
-        ),
-        draft={"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
+    Case(
+        "an-expert-not-said-is-not-the-base", card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
+        {"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
+        refused=("nothing says what the base", "featcal calibrate ORG/merged --base REPO"),
     ),
-    Refused(
-        "data-for-no-expert",
-        mergekit(TIES),
-        ("the task sums", "math and code", "--expert sums=REPO"),
-        repos=TWO,
-        draft={"tasks": {"sums": {"data": "mine/rows"}}},
+    Case(
+        "data-for-no-expert", mergekit(TIES), {"tasks": {"sums": {"data": "mine/rows"}}}, repos=TWO,
+        refused=("the task sums", "math and code", "--expert sums=REPO"),
     ),
-    Refused(
-        "nobody-to-leave-out",
-        {},
-        ("there is no expert lost that could be left out: the experts are not known",),
-        repos={},
-        draft={"skip_experts": ["lost"]},
+    Case(
+        "nobody-to-leave-out", {}, {"skip_experts": ["lost"]}, repos={},
+        refused=("there is no expert lost that could be left out: the experts are not known",),
     ),
-    Refused(
-        "built-from-nothing",
-        None,
-        ("which experts the merged model was merged from", "--merge average --base REPO --expert TASK=REPO"),
-        repos={},
-        draft={"merged": {"method": "average"}},
+    Case(
+        "nobody-of-this-name-to-leave-out", mergekit(TIES), {"skip_experts": ["mth"]}, repos=TWO,
+        refused=("there is no expert mth", "math"),
     ),
-    Refused(
-        "the-only-expert-given-as-the-base",
-        mergekit(listing("ties", "ORG/bert-math", base="ORG/base")),
-        ("which experts ORG/merged was merged from", "--expert TASK=REPO"),
-        repos=TWO,
-        draft={"base": "ORG/bert-math"},
+    Case(
+        "built-from-nothing", None, {"merged": {"method": "average"}}, repos={},
+        refused=("which experts the merged model was merged", "--merge average --base REPO --expert TASK=REPO"),
     ),
-    Refused(
-        "data-for-an-expert-that-is-given-as-the-base",
-        mergekit(TIES),
-        ("for the task code", "experts without a task are math", "fill in REPO and type: featcal"),
-        repos=TWO,
-        draft={"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}},
+    Case(
+        "the-only-expert-given-as-the-base", mergekit(listing("ties", "ORG/bert-math", base="ORG/base")),
+        {"base": "ORG/bert-math"}, repos=TWO,
+        refused=("which experts ORG/merged was merged from", "--expert TASK=REPO"),
     ),
-]
+    Case(
+        "data-for-an-expert-that-is-given-as-the-base", mergekit(TIES),
+        {"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}}, repos=TWO,
+        refused=("for the task code", "experts without a task are math", "fill in REPO and type: featcal"),
+    ),
+]  # fmt: skip
 
 
-def seek(case: Told | Refused) -> Lineage:
+def seek(case: Case) -> Lineage:
     """The lineage; no repo is opened twice for it."""
     opened: list[tuple[str, Kind]] = []
     open_one = open_texts({**({"ORG/merged": case.merged} if case.merged is not None else {}), **case.repos})
@@ -290,7 +218,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", TOLD, ids=lambda case: case.name)
-def test_lineage_is_told(case: Told) -> None:
+def test_lineage_is_told(case: Case) -> None:
     lineage = seek(case)
     values = {finding.role: finding.value for finding in lineage.findings}
     sources = {finding.role: finding.source for finding in lineage.findings}
@@ -310,11 +238,11 @@ def test_lineage_is_told(case: Told) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_lineage_is_asked_for_or_refused(case: Refused) -> None:
+def test_lineage_is_asked_for_or_refused(case: Case) -> None:
     with pytest.raises(FeatCalError) as caught:
         seek(case)
     message = str(caught.value)
-    for words in case.words:
+    for words in case.refused:
         assert words in message
     assert isinstance(caught.value, LineageError | HubError | RecipeError)
     assert caught.value.where
@@ -407,9 +335,8 @@ def test_unreadable_metadata_is_left_out_and_said(metadata: str, tmp_path: Path)
         (tmp_path / file).unlink()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_config_that_is_none_is_malformed() -> None:
+    for config in (
         "[]",
         "models: []",
         "{merge_method: [ties], models: []}",
@@ -419,11 +346,9 @@ def test_unreadable_metadata_is_left_out_and_said(metadata: str, tmp_path: Path)
         "{merge_method: ties, models: [{model: x/y}], base_model: 7}",
         "{merge_method: ties, slices: [{sources: 7}]}",
         "{merge_method: ties, modules: {vision: 7}}",
-    ],
-)
-def test_a_config_that_is_none_is_malformed(config: str) -> None:
-    with pytest.raises(MalformedError):
-        read_mergekit(load_documents(config), "mergekit_config.yml")
+    ):
+        with pytest.raises(MalformedError):
+            read_mergekit(load_documents(config), "mergekit_config.yml")
 
 
 def test_foreign_text_reaches_a_message_escaped_and_short(tmp_path: Path) -> None:

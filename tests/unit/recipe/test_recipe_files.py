@@ -10,7 +10,7 @@ import yaml
 from command_line import complete_draft, featcal, featcal_inside
 
 from featcal_cli.recipe.reading import print_shipped, read_draft, shipped_recipes
-from featcal_cli.recipe.schema import Draft, Merge, Recipe
+from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.structured_text import split_front_matter
 from featcal_cli.workflows.recipe_files import dump_recipe
 
@@ -120,14 +120,3 @@ def test_a_printed_recipe_is_the_shipped_one_from_any_folder(name: str, tmp_path
     assert mine.model_dump() == theirs.model_dump()
     assert len(set(mine.local_paths)) == len(set(theirs.local_paths)) == (11 if name == "demo" else 0)
     assert all(task.expert and Path(task.expert).is_absolute() for task in mine.tasks.values() if name == "demo")
-
-
-def test_a_merge_is_written_as_it_is_typed() -> None:
-    for text, keys in {
-        "average": {"method": "average"},
-        "ties:0.5:0.4": {"method": "ties", "scale": 0.5, "density": 0.4},
-        "task_arithmetic:0.123456789": {"method": "task_arithmetic", "scale": 0.123456789},
-        "dare_ties:1:0.2:7": {"method": "dare_ties", "scale": 1, "seed": 7},
-    }.items():
-        merge = Draft.model_validate({"merged": keys}).merged
-        assert isinstance(merge, Merge) and merge.option == text

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from featcal_cli.recipe.reading import as_draft, collect_overrides
+from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime.errors import RecipeError
 
 
@@ -42,22 +43,21 @@ def test_what_is_said_is_what_the_recipe_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "keys", "name"),
+    ("typed", "keys", "name", "option"),
     [
-        ("average", {"method": "average"}, "average"),
-        ("task_arithmetic:0.4", {"method": "task_arithmetic", "scale": 0.4}, "task_arithmetic-0.4"),
-        ("ties", {"method": "ties", "scale": 0.3, "density": 0.2}, "ties-0.3-0.2"),
-        ("ties:0.4:0.1", {"method": "ties", "scale": 0.4, "density": 0.1}, "ties-0.4-0.1"),
-        (
-            "dare_ties:1::7",
-            {"method": "dare_ties", "scale": 1.0, "density": 0.2, "seed": 7},
-            "dare_ties-1-0.2-7",
-        ),
+        ("average", {"method": "average"}, "average", "average"),
+        ("task_arithmetic:0.123456789", {"method": "task_arithmetic", "scale": 0.123456789},
+         "task_arithmetic-0.123457", "task_arithmetic:0.123456789"),
+        ("ties", {"method": "ties", "scale": 0.3, "density": 0.2}, "ties-0.3-0.2", "ties:0.3:0.2"),
+        ("ties:0.4:0.1", {"method": "ties", "scale": 0.4, "density": 0.1}, "ties-0.4-0.1", "ties:0.4:0.1"),
+        ("dare_ties:1::7", {"method": "dare_ties", "scale": 1.0, "density": 0.2, "seed": 7}, "dare_ties-1-0.2-7",
+         "dare_ties:1:0.2:7"),
     ],
-)
-def test_a_merge_is_typed_in_one_word_and_holds_what_its_method_reads(
-    typed: str, keys: dict[str, Any], name: str
+)  # fmt: skip
+def test_a_merge_in_one_word_holds_what_its_method_reads(
+    typed: str, keys: dict[str, Any], name: str, option: str
 ) -> None:
     draft = as_draft({key: value for key, value in collect_overrides(merge=typed).items() if value})
     assert draft.model_dump()["merged"] == keys and draft.name == name
     assert as_draft({"merged": keys}).merged == draft.merged
+    assert isinstance(draft.merged, Merge) and draft.merged.option == option

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import featcal, featcal_inside
+from command_line import Run, featcal_inside
 from hub_server import HubServer
 
 from featcal_cli.workflows import doctor
 
-
-def read(stdout: str, *, is_well: bool) -> dict[str, dict[str, str]]:
-    """The findings of `--json`, by name."""
-    result = json.loads(stdout)
-    assert result["ok"] == is_well, stdout
-    return {finding["name"]: finding for finding in result["findings"]}
+pytestmark = pytest.mark.usefixtures("hurried")
+Findings = dict[str, dict[str, str]]
+Examine = Callable[[str], tuple[Run, Findings]]
 
 
-def test_a_good_machine(hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def examine(hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """The command and its findings by name, with a token that is mona's if it has a role, and else as it is given."""
+
+    def run(token: str) -> tuple[Run, Findings]:
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token if token.startswith("hf_") else hub.add_token("mona", token))
+        done = featcal_inside(capsys, "doctor", {"--json": ""})
+        result = json.loads(done.stdout)
+        assert result["ok"] == (done.code == 0), done.stdout
+        return done, {finding["name"]: finding for finding in result["findings"]}
+
+    return run
+
+
+def test_a_good_machine(hub: HubServer, examine: Examine) -> None:
     hub.add_org("lab", "mona")
-    monkeypatch.setenv("HF_TOKEN", token := hub.add_token("mona"))
-    run = featcal_inside(capsys, "doctor", {"--json": ""})
-    findings = read(run.stdout, is_well=run.code == 0)
+    run, findings = examine("write")
     assert {finding["state"] for finding in findings.values()} == {"ok"}
     assert findings["token"]["text"] == "of mona, who may write to lab, mona"
     assert findings["endpoint"]["text"] == f"127.0.0.1:{hub.port} answers"
     assert "torch 2" in findings["packages"]["text"]
-    assert token not in run.stdout
+    assert hub.add_token("mona") not in run.stdout
 
 
 @pytest.mark.parametrize(
@@ -39,23 +50,13 @@ def test_a_good_machine(hub: HubServer, capsys: pytest.CaptureFixture[str], monk
         ("", "none: public models and data only, and no push"),
     ],
 )
-def test_tokens(
-    role: str, text: str, hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if role:
-        monkeypatch.setenv("HF_TOKEN", hub.add_token("mona", role))
-    run = featcal_inside(capsys, "doctor", {"--json": ""})
-    assert run.code == 0, run.stdout
-    assert json.loads(run.stdout)["findings"][-1]["text"] == text
+def test_tokens(examine: Examine, role: str, text: str) -> None:
+    run, findings = examine(role)
+    assert run.code == 0 and findings["token"]["text"] == text
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_refused_token_is_a_problem_shown_in_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
-    run = featcal_inside(capsys, "doctor", {"--json": ""})
-    findings = read(run.stdout, is_well=run.code == 0)
+def test_a_refused_token_is_a_problem_shown_in_80_columns(examine: Examine, capsys: pytest.CaptureFixture[str]) -> None:
+    run, findings = examine("hf_" + "x" * 34)
     assert run.code == 1
     assert findings["endpoint"]["state"] == "ok"
     assert (findings["token"]["state"], findings["token"]["command"]) == ("problem", "hf auth login")
@@ -66,30 +67,26 @@ def test_a_refused_token_is_a_problem_shown_in_80_columns(
     assert "xxxx" not in run.stdout
 
 
-def test_offline_asks_nobody(hub: HubServer) -> None:
-    done = featcal("doctor", "--json", HF_HUB_OFFLINE="1", HF_TOKEN=hub.add_token("mona"))
-    findings = read(done.stdout, is_well=True)
-    assert done.returncode == 0
+def test_offline_asks_nobody(hub: HubServer, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    run, findings = examine("write")
+    assert run.code == 0
     assert "HF_HUB_OFFLINE is set" in findings["endpoint"]["text"]
     assert findings["token"]["text"] == "there is one, and it was not checked"
     assert not hub.requests
 
 
-def test_a_hub_that_nobody_reaches() -> None:
-    done = featcal("doctor", "--json", HF_ENDPOINT="http://127.0.0.1:9")
-    findings = read(done.stdout, is_well=False)
-    assert done.returncode == 1
+def test_a_hub_that_nobody_reaches_or_whose_place_another_page_has(
+    hub: HubServer, examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.fail("GET", "500", times=None)
+    run, findings = examine("")
+    assert (run.code, findings["endpoint"]["state"]) == (1, "problem")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    run, findings = examine("")
+    assert run.code == 1
     assert "127.0.0.1:9 cannot be reached" in findings["endpoint"]["text"]
     assert "HF_HUB_OFFLINE=1" in findings["endpoint"]["fix"]
-
-
-@pytest.mark.usefixtures("hurried")
-def test_a_page_in_the_hub_s_place(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.fail("GET", "500", times=None)
-    run = featcal_inside(capsys, "doctor", {"--json": ""})
-    endpoint = next(found for found in json.loads(run.stdout)["findings"] if found["name"] == "endpoint")
-    assert run.code == 1
-    assert endpoint["state"] == "problem"
 
 
 def test_packages_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
