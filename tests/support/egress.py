@@ -18,8 +18,6 @@ class Egress:
         self.url = url
         self.hosts: list[str] = []
         """Host of every attempt, in order; empty where nothing left."""
-        self.tokens: list[str] = []
-        """The hosts that a token would have gone to in the open."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -41,8 +39,6 @@ def watch_egress() -> Iterator[Egress]:
             # CONNECT names HOST:PORT, every other method a whole URL
             host = self.path.rpartition(":")[0] if self.command == "CONNECT" else urlsplit(self.path).hostname
             egress.hosts.append(str(host))
-            if "Authorization" in self.headers:
-                egress.tokens.append(str(host))
             self.send_response(403)
             self.send_header("Content-Length", "0")
             self.send_header("Connection", "close")

@@ -288,17 +288,6 @@ def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path
         assert found.tasks["it"].scores[name].value == pytest.approx(right / 8)
 
 
-@pytest.mark.matrix
-def test_lm_eval_is_asked_for_what_it_knows_alone(tmp_path: Path, t5: Path) -> None:
-    pytest.importorskip("lm_eval")
-    with pytest.raises(RecipeError, match=r"refuses: .*no_such_task_at_all"):
-        save(build("llama"), tmp_path / "expert")
-        save_tokenizer(tmp_path / "expert", chat=True)
-        for name in ("base", "merged"):
-            (tmp_path / name).symlink_to(tmp_path / "expert")
-        evaluate(draft_of(tmp_path, {"lm_eval": {"no_such_task_at_all": "acc"}}, {"path": str(t5)}))
-
-
 @pytest.mark.parametrize(
     ("results", "metric", "value", "error"),
     [

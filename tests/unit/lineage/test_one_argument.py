@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import yaml
 from command_line import Run, featcal, featcal_inside
 from egress import watch_egress
 from families import TASKS, VOCABULARY, save_tokenizer
-from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import ModelCard, constants
 from outcome import refusal_of
@@ -281,18 +279,6 @@ def test_an_output_that_is_good_enough_is_pushed_later_unless_the_merged_repo_ha
     assert run.code == 2 and "merged was gate/merged@" in run.stderr and "--overwrite" in run.stderr
     assert ("model", "gate/later") not in user.hub.repos
     assert (user.here / "merged-featcal" / "model.safetensors").is_file()
-
-
-def test_a_push_that_was_not_read_back_is_finished_by_the_next_command(user: User) -> None:
-    user.begin("unread")
-    user.patch.setattr("featcal_cli.hub.client.PAUSE", 0.01)
-    user.patch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    mute = Fault(status=503, carried_out=False)
-    hush = partial(user.hub.fail, "GET", mute, path="^/api/models/unread/out", times=None)
-    user.hub.fail("commit", Fault(action=hush))
-    assert user.calibrate("unread/merged", push_to="unread/out").code == 2
-    user.hub.faults.clear()
-    user.finish_push("unread/merged", "unread/out")
 
 
 PAGES = {

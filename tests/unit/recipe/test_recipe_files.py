@@ -4,13 +4,14 @@ what is wrong with a recipe is said at once, with lines."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from command_line import complete_draft, featcal, featcal_inside
+from command_line import complete_draft, featcal_inside
 
-from featcal_cli.recipe.reading import print_shipped, read_draft, shipped_recipes
-from featcal_cli.recipe.schema import Recipe
+from featcal_cli.recipe.reading import as_draft, collect_overrides, print_shipped, read_draft, shipped_recipes
+from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.structured_text import split_front_matter
 from featcal_cli.workflows.recipe_files import dump_recipe
 
@@ -101,11 +102,12 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
     assert f"in: {file}" in run.stderr.replace("\n    ", "")
 
 
-def test_all_tasks_that_are_mistyped_are_named_at_once(tmp_path: Path) -> None:
+def test_all_tasks_that_are_mistyped_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     experts = "--merge ties:0.5:0.4 --base a/a --expert mnist=a/b --expert svhn=a/c --expert dtd=a/d"
     typed = "--data mnst=x/y --data svhn=x/y --columns svnh=text:t --split ddt=test --skip-expert mnis"
-    run = featcal("calibrate", *experts.split(), *typed.split(), "-o", "my out", "--dry-run", folder=tmp_path)
-    assert run.returncode == 2
+    line = [*experts.split(), *typed.split(), "-o", "my out", "--dry-run"]
+    run = featcal_inside(capsys, "calibrate", {str(number): word for number, word in enumerate(line)})
+    assert run.code == 2
     for wrong, right in (("mnst", "mnist"), ("svnh", "svhn"), ("ddt", "dtd"), ("mnis", "mnist")):
         assert wrong in run.stderr and f"did you mean {right}?" in run.stderr
     # what to type instead has all that was typed
@@ -120,3 +122,24 @@ def test_a_printed_recipe_is_the_shipped_one_from_any_folder(name: str, tmp_path
     assert mine.model_dump() == theirs.model_dump()
     assert len(set(mine.local_paths)) == len(set(theirs.local_paths)) == (11 if name == "demo" else 0)
     assert all(task.expert and Path(task.expert).is_absolute() for task in mine.tasks.values() if name == "demo")
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys", "name", "option"),
+    [
+        ("average", {"method": "average"}, "average", "average"),
+        ("task_arithmetic:0.123456789", {"method": "task_arithmetic", "scale": 0.123456789},
+         "task_arithmetic-0.123457", "task_arithmetic:0.123456789"),
+        ("ties", {"method": "ties", "scale": 0.3, "density": 0.2}, "ties-0.3-0.2", "ties:0.3:0.2"),
+        ("ties:0.4:0.1", {"method": "ties", "scale": 0.4, "density": 0.1}, "ties-0.4-0.1", "ties:0.4:0.1"),
+        ("dare_ties:1::7", {"method": "dare_ties", "scale": 1.0, "density": 0.2, "seed": 7}, "dare_ties-1-0.2-7",
+         "dare_ties:1:0.2:7"),
+    ],
+)  # fmt: skip
+def test_a_merge_in_one_word_holds_what_its_method_reads(
+    typed: str, keys: dict[str, Any], name: str, option: str
+) -> None:
+    draft = as_draft({key: value for key, value in collect_overrides(merge=typed).items() if value})
+    assert draft.model_dump()["merged"] == keys and draft.name == name
+    assert as_draft({"merged": keys}).merged == draft.merged
+    assert isinstance(draft.merged, Merge) and draft.merged.option == option
