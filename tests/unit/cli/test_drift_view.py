@@ -85,8 +85,10 @@ def test_where_merging_did_worse_than_no_merging_it_says_so_and_what_helps() -> 
     assert "fine (" not in text
 
 
-def test_two_models_are_compared_in_words_both_ways() -> None:
+def test_two_models_are_compared_in_words_both_ways_after_a_verdict() -> None:
     inspection = make_inspection([f"t{number}" for number in range(9)], compare=True)
+    verdict = "Outputs of user/other are 40 % nearer to the expert's than those of user/model"
+    assert show(make_inspection(["a"], compare=True), 200).startswith(verdict)
     inspection = set_last(inspection, "t3", "other", 1.53)
     text = show(inspection, 200)
     assert "user/other is farther from the expert than user/model on t3 (by 0.500)." in text
@@ -109,11 +111,6 @@ def test_names_are_inert_and_tokens_are_not_shown() -> None:
     text = show(make_inspection(["\x1b[31mx\n:smile: [bold]b[/bold]"]), 200)
     assert "\x1b" not in text
     assert ":smile: [bold]b[/bold]" in text
-
-
-def test_the_verdict_comes_first() -> None:
-    text = show(make_inspection(["a"], compare=True), 200)
-    assert text.startswith("Outputs of user/other are 40 % nearer to the expert's than those of user/model")
 
 
 def test_colour_is_only_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_files_that_would_be_misread_are_refused(at: Folder, name: str, content:
 
 
 def test_tables_that_no_row_can_hold_are_refused(at: Folder) -> None:
-    """Those with two columns of one name, or with values that Python has no type for."""
+    """They have two columns of one name, or values that Python has no type for."""
     twice = arrow.table([arrow.array(["w1"]), arrow.array(["w2"])], names=["text", "text"])
     arrow.parquet.write_table(twice, at.path / "twice.parquet")
     with arrow.ipc.new_file(at.path / "twice.arrow", twice.schema) as writer:

@@ -175,10 +175,9 @@ def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, fold
     assert stored(hub, "alice/same").items() >= visible(folder).items()
 
 
-@pytest.mark.parametrize("create_pr", [False, True])
-def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path, create_pr: bool) -> None:
+def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path) -> None:
     hub.add_repo("alice/twice", model(tmp_path / "old"))
-    target = aim("alice/twice", create_pr=create_pr, overwrite_repo=not create_pr)
+    target = aim("alice/twice", overwrite_repo=True)
     first = push(folder, target, message="m")
     hub.requests.clear()
     assert push(folder, target, message="m") == first

@@ -233,9 +233,9 @@ def test_a_token_is_checked_before_the_work(user: User) -> None:
 # Pushes
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(user: User) -> None:
     user.begin("again")
-    user.patch.setattr("featcal_cli.hub.client.PAUSE", 0.01)
     user.hub.fail("commit", "500", times=None)
     run = user.calibrate("again/merged", push_to="again/out")
     assert run.code == 2

@@ -129,7 +129,7 @@ def test_a_printed_recipe_is_the_shipped_one_from_any_folder(name: str, tmp_path
     [
         ("average", {"method": "average"}, "average", "average"),
         ("task_arithmetic:0.123456789", {"method": "task_arithmetic", "scale": 0.123456789},
-         "task_arithmetic-0.123457", "task_arithmetic:0.123456789"),
+         "task_arithmetic-0.123456789", "task_arithmetic:0.123456789"),
         ("ties", {"method": "ties", "scale": 0.3, "density": 0.2}, "ties-0.3-0.2", "ties:0.3:0.2"),
         ("ties:0.4:0.1", {"method": "ties", "scale": 0.4, "density": 0.1}, "ties-0.4-0.1", "ties:0.4:0.1"),
         ("dare_ties:1::7", {"method": "dare_ties", "scale": 1.0, "density": 0.2, "seed": 7}, "dare_ties-1-0.2-7",

@@ -35,8 +35,16 @@ def make_compared(tasks: list[str], blocks: int) -> Any:
     return make_inspection(tasks, blocks, compare=True)
 
 
-@pytest.mark.parametrize(("plot", "make"), [(plot_drift, make_measured), (plot_inspection, make_compared)])
-@pytest.mark.parametrize(("tasks", "blocks"), [(["one"], 1), (NAMES, 12), ([f"t{n}" for n in range(30)], 80)])
+@pytest.mark.parametrize(
+    ("plot", "make", "tasks", "blocks"),
+    [
+        (plot_drift, make_measured, ["one"], 1),
+        (plot_drift, make_measured, NAMES, 12),
+        (plot_inspection, make_compared, NAMES, 12),
+        (plot_inspection, make_compared, [f"t{number}" for number in range(30)], 80),
+    ],
+    ids=["one task", "drift of four", "inspection of four", "many"],
+)
 def test_the_picture_is_a_small_png_on_an_opaque_ground(
     plot: Callable[[Any], bytes], make: Callable[[list[str], int], Any], tasks: list[str], blocks: int
 ) -> None:
