@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 
-from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES, BadRowError
+from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
@@ -17,6 +17,17 @@ SPEAKERS = {
     "chatgpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
 """The speaker's name in chat templates for each name that datasets use."""
+
+OTHER_COLUMNS = "name the right columns with --columns, fix these rows, or give other data"
+
+
+class BadRowError(Exception):
+    """Raised for a row that cannot become an example; says why, and how to fix rows with this fault."""
+
+    def __init__(self, reason: str, fix: str = OTHER_COLUMNS) -> None:
+        super().__init__(reason)
+        self.fix = fix
+
 
 Message = dict[str, Any]
 """One message: its role, its content, and further keys from the dataset."""

@@ -19,13 +19,13 @@ from featcal_cli.data.batches import (
     remove_padding,
     take_range,
 )
-from featcal_cli.data.columns import check_columns, find_column, find_media, has_caption
+from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
 from featcal_cli.data.preprocessing import Folders, Reader, Target, TextModels
 from featcal_cli.data.rows import draw_rows, name_task, read_rows
-from featcal_cli.data.tables import BadRowError, Row
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
+from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 

@@ -11,19 +11,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from featcal_cli.data.tables import (
-    TABLE_FILES,
-    Note,
-    choose_split,
-    ending_of,
-    group_by_name,
-    holds_rows,
-    ignore,
-    is_hidden,
-    is_table,
-)
+from featcal_cli.data.files import Note, choose_split, group_by_name, holds_rows, ignore, is_hidden, is_table
 from featcal_cli.hub.client import explained, root_of, with_retries
 from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
+from featcal_cli.recipe.data_formats import TABLE_FILES, ending_of
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain

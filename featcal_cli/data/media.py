@@ -15,8 +15,17 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from featcal_cli.data.batches import Example, decoder_inputs
-from featcal_cli.data.columns import NAMES, Message, Samples, choose_text_roles, find_about, find_column, is_text
-from featcal_cli.data.local_files import folder_of
+from featcal_cli.data.columns import (
+    NAMES,
+    BadRowError,
+    Message,
+    Samples,
+    choose_text_roles,
+    find_about,
+    find_column,
+    is_text,
+)
+from featcal_cli.data.files import folder_of
 from featcal_cli.data.preprocessing import (
     Reader,
     Target,
@@ -26,8 +35,9 @@ from featcal_cli.data.preprocessing import (
     open_tokens,
     renumber,
 )
-from featcal_cli.data.tables import BadRowError, Row, decode_cell
+from featcal_cli.data.rows import decode_cell
 from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_text
+from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain

@@ -23,7 +23,7 @@ from featcal_cli.data.batches import (
     forward_names,
     padding_id,
 )
-from featcal_cli.data.tables import BadRowError
+from featcal_cli.data.columns import BadRowError
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json

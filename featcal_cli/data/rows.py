@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from itertools import accumulate, groupby, islice
 from math import ceil
+from pathlib import Path
 from random import Random
+from stat import S_ISREG
 from typing import Any, TypeVar
 
+from featcal_cli.data.columns import BadRowError
+from featcal_cli.data.files import Note, ignore, list_files, open_local
 from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split, naming_task
-from featcal_cli.data.local_files import explaining, list_files, open_local
-from featcal_cli.data.tables import Note, Row, Table, classes_in_footer, ignore, open_parquet, read_group, shorten_row
+from featcal_cli.recipe.data_formats import Row, Table, ending_of, explaining, open_parquet, read_group
 from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,6 +43,14 @@ PAGE_ROWS = 1024
 """Minimum number of rows that writers put into a page. A row group without more rows cannot be read in part."""
 PIECE_BYTES = 2**20
 """Number of bytes that are read at a time from a row group that is not read whole."""
+KEPT_CHARACTERS = 2**16
+"""Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
+LARGEST_FILE = 2**26
+"""Largest encoded image or recording that is read, in bytes."""
+TOO_LARGE = b"(larger than is read)"
+"""A placeholder in rows for bytes that are more than LARGEST_FILE."""
+MOST_LEVELS = 6
+"""How many levels of nested lists and mappings are searched for long values in a row."""
 
 
 def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
@@ -72,7 +86,7 @@ def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
     none. Raises like `stream_hub_rows`."""
     if split.format == "parquet":
         with split.open(next(iter(split.sizes))) as stream:
-            return classes_in_footer(open_parquet(stream), column)
+            return _read_footer_classes(open_parquet(stream), column)
     return getattr((_open_stream(split).features or {}).get(column), "names", None)
 
 
@@ -207,10 +221,10 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
         with explaining_hub(data):
             return read_hub_classes(find_split(data, split), column)
     files, folders = list_files(data, split)
-    if folders or files[0].suffix.lower() != ".parquet":
+    if folders or ending_of(files[0].name) != ".parquet":
         return folders or None
     with explaining(files[0]):
-        return classes_in_footer(open_parquet(files[0]), column)
+        return _read_footer_classes(open_parquet(files[0]), column)
 
 
 def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
@@ -232,3 +246,63 @@ def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Seq
     row_at = {position: row for found in in_parallel(read, parts) for position, row in found}
     for position in positions:
         yield row_at[position]
+
+
+def _read_footer_classes(opened: Any, column: str) -> list[str] | None:
+    """Return the class names of a column that `datasets` has noted in the footer of an open parquet file, or None."""
+    metadata = opened.schema_arrow.metadata or {}
+    try:
+        names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
+    except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes
+        return None
+    return list(map(str, names)) if isinstance(names, list) else None
+
+
+# Cells
+
+
+def shorten_row(row: Row) -> Row:
+    """Return the row without the middle of very long texts and without bytes too large for an image. Hundreds of rows
+    are in memory at once, and a tokenizer would take minutes for a book."""
+    return {name: _shorten(value, MOST_LEVELS) for name, value in row.items()}
+
+
+def _shorten(value: Any, levels: int) -> Any:
+    match value:
+        case str():
+            return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
+        case bytes():
+            return value if len(value) <= LARGEST_FILE else TOO_LARGE
+        case dict() if levels:
+            return {name: _shorten(inner, levels - 1) for name, inner in value.items()}
+        case list() if levels:
+            return [_shorten(inner, levels - 1) for inner in value]
+    return value
+
+
+def decode_cell(
+    value: Any, column: str, folder: Path | None, kind: str, decode: Callable[[BytesIO | Path], Result]
+) -> Result:
+    """Decode the image or recording (`kind`) of a cell: its bytes, or the file that it names in `folder` (None: no
+    files may be named). Raises BadRowError."""
+    name = value.get("path") if isinstance(value, dict) else value
+    content = (value.get("bytes") or name) if isinstance(value, dict) else value
+    which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"
+    try:
+        if content == TOO_LARGE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        if isinstance(content, bytes):
+            return decode(BytesIO(content))
+        if isinstance(content, str) and content and folder is not None:
+            file = folder / content
+            status = file.stat()
+            if not S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
+                size = f"{status.st_size:,} bytes (at most {LARGEST_FILE:,} are read)"
+                raise ValueError(f"it has {size}, or is no plain file")
+            return decode(file)
+    except Exception as error:  # decoders raise many kinds for what is broken, and for what is too large
+        reason = plain(getattr(error, "error_string", exception_text(error)))  # libsndfile's own words
+        what = f"{which} in column {plain(column)} cannot be decoded ({reason})"
+        raise BadRowError(what, "fix or take out these rows, or give other data") from error
+    what = "only the name of a file" if isinstance(content, str) else type(content).__name__
+    raise BadRowError(f"column {plain(column)} has no {kind}" + (f" but {what}" if content else ""))

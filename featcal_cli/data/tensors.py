@@ -23,7 +23,7 @@ from featcal_cli.data.batches import (
     text_config,
 )
 from featcal_cli.data.columns import NAMES
-from featcal_cli.data.local_files import check_split_of_file, local_path
+from featcal_cli.data.files import check_split_of_file, local_path
 from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError

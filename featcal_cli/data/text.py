@@ -13,6 +13,7 @@ from featcal_cli.data.batches import GLOBAL_MASK, Example, count_positions, coun
 from featcal_cli.data.columns import (
     FIELD,
     NAMES,
+    BadRowError,
     Message,
     Samples,
     TextKind,
@@ -24,7 +25,7 @@ from featcal_cli.data.columns import (
     read_messages,
 )
 from featcal_cli.data.preprocessing import Reader, Target, TextTokens, open_tokens
-from featcal_cli.data.tables import BadRowError, Row
+from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 

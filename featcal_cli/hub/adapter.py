@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli.hub.model_config import check_unquantised, find_dtype, load_config, parse_config, read_config
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, new_copy, read_header, weight_files
+from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, copy_files
 from featcal_cli.runtime.progress import quiet_transformers
-from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json
 

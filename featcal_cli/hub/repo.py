@@ -37,10 +37,10 @@ from featcal_cli.hub.weight_files import (
     read_header,
     unwritable_cache,
 )
+from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix
 from featcal_cli.runtime.progress import hub_host
-from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import exception_text, quoted
 
 Kind = Literal["model", "dataset"]

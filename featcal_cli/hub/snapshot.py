@@ -36,9 +36,9 @@ from featcal_cli.hub.weight_files import (
     read_header,
     weight_files,
 )
+from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.files import cache_folder
-from featcal_cli.runtime.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.sanitise import quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]

@@ -12,9 +12,9 @@ from typing import Any
 from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter
 from featcal_cli.hub.repo import CARD, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
+from featcal_cli.recipe.references import split_revision
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import LineageError, RecipeError
-from featcal_cli.runtime.references import split_revision
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents, split_front_matter
 

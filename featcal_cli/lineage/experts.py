@@ -17,9 +17,9 @@ from featcal_cli.lineage.claims import Claim
 from featcal_cli.lineage.questions import ASSUMED, FROM_USER, Finding, OpenQuestionsError, Option, as_options
 from featcal_cli.lineage.search import Search, is_gone, read_config
 from featcal_cli.recipe.reading import did_you_mean
+from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import SELF, Data
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
 
 _SEPARATORS = re.compile(r"([-_.])")

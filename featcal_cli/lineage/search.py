@@ -16,9 +16,9 @@ from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import Card, Claim, names_itself, read_card
 from featcal_cli.lineage.questions import FROM_USER, Option, Question, show_merged
+from featcal_cli.recipe.references import existing_path, looks_like_path
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError, list_causes
-from featcal_cli.runtime.references import existing_path, looks_like_path
 from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import parse_json
 

@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from featcal_cli.recipe.references import existing_path, parse_merge, parse_source
 from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
 from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, SeveralErrors
-from featcal_cli.runtime.references import existing_path, parse_merge, parse_source
 from featcal_cli.runtime.sanitise import plain, quoted
 from featcal_cli.runtime.structured_text import find_line, load_documents, write_json
 

@@ -28,8 +28,8 @@ from pydantic.fields import FieldInfo
 
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
+from featcal_cli.recipe.references import ModelName, Name, existing_path, parse_source, read_page, write_number
 from featcal_cli.runtime.errors import RecipeError
-from featcal_cli.runtime.references import ModelName, Name, existing_path, parse_source, read_page, write_number
 
 SELF = "self"
 """The value of `dataset` that makes the expert write its own examples."""

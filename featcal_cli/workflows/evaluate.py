@@ -262,7 +262,7 @@ class _Models:
 
     def _describe(self, task: str, how: Evaluate) -> dict[str, Any]:
         """Return everything besides the model that a task's scores depend on."""
-        from featcal_cli.data.local_files import local_path
+        from featcal_cli.data.files import local_path
         from featcal_cli.evaluation.lm_eval_tasks import read_version
 
         data = self._recipe.tasks[task].data

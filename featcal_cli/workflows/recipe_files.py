@@ -8,10 +8,10 @@ from pathlib import Path
 
 from featcal_cli import __version__
 from featcal_cli.lineage.questions import ASSUMED, Finding, tell_source
+from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import name_reason, write_requested
-from featcal_cli.runtime.references import existing_path
 from featcal_cli.runtime.sanitise import plain, without_tokens
 from featcal_cli.runtime.structured_text import dump_yaml
 

@@ -19,10 +19,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from featcal_cli.data.batches import Example, text_config
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.preprocessing import Folders, Target, TextModels
-from featcal_cli.data.tables import Row
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.models.loading import find_class, load_model
+from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import SELF, Data, Recipe
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import DataError, FeatCalError, OutputError, ShortageError

@@ -10,7 +10,8 @@ import pytest
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
-from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES, TABLE_FILES
+from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.recipe.data_formats import FORMATS, TABLE_FILES
 from featcal_cli.recipe.schema import Data, Role
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def test_endings_in_the_table_are_those_that_are_read() -> None:
     assert set(read_endings("folder of images")) == set(IMAGE_FILES)
     assert set(read_endings("folder of recordings")) <= set(AUDIO_FILES)
     assert set(read_endings("folder of data files")) == read <= set(TABLE_FILES)
-    assert set(read_endings("one file")) == {*read, ".txt"}
+    assert set(read_endings("one file")) == {*read, ".txt"} <= set(FORMATS)
 
 
 def test_every_role_is_in_the_table() -> None:

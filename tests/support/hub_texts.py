@@ -15,8 +15,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
 from featcal_cli.hub.repo import Kind, Opener, Repo, RepoFile, open_repo
+from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.references import existing_path
 
 Files = Mapping[str, str]
 """Path → text."""

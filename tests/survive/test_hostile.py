@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
 from featcal_cli.data.examples import DrawnExamples, draw_examples
-from featcal_cli.data.local_files import open_file
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.claims import read_card
+from featcal_cli.recipe.data_formats import open_file
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.workflows.output import copy_checkpoint
@@ -225,7 +225,7 @@ def test_a_large_row_group_is_read_in_parts_and_gives_the_same_rows(stage: Stage
     file = stage.folder / "rows.parquet"
     pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), file)
     for unfolded in (2**28, 5_000, 1):
-        stage.patch.setattr("featcal_cli.data.tables.BYTES_AT_ONCE", unfolded)
+        stage.patch.setattr("featcal_cli.recipe.data_formats.BYTES_AT_ONCE", unfolded)
         (table,) = open_file(file)
         assert list(table.read(positions)) == [rows[position] for position in positions]
 
@@ -235,7 +235,7 @@ def test_a_parquet_file_of_zeros_takes_no_more_memory_than_a_part_of_it(stage: S
     column = arrow.array([bytes(2**24)] * 24, arrow.large_binary())
     pyarrow.parquet.write_table(arrow.table({"image": column}), file, compression="zstd", use_dictionary=False)
     assert file.stat().st_size < 2**20
-    stage.patch.setattr("featcal_cli.data.tables.BYTES_AT_ONCE", 2**26)
+    stage.patch.setattr("featcal_cli.recipe.data_formats.BYTES_AT_ONCE", 2**26)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (table,) = open_file(file)
     assert [len(row["image"]) for row in table.read([1, 20])] == [2**24, 2**24]

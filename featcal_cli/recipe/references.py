@@ -9,14 +9,13 @@ from unicodedata import category
 
 from pydantic import AfterValidator
 
+from featcal_cli.recipe.data_formats import DATA_ENDINGS
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfUri
 
-DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".safetensors")
-"""Endings of data files; no Hub id ends like this."""
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNORECASE)
 """Beginning of a text that is an address."""
 
