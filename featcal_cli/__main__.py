@@ -13,7 +13,8 @@ def main() -> None:
     open_closed_streams()
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     # first: the run's time counts from here
-    from featcal_cli.runtime.process import EXIT_CODE, end_at_once, exit_code, stop_when_signalled
+    from featcal_cli.runtime.errors import INTERRUPTED
+    from featcal_cli.runtime.process import end_at_once, exit_code, stop_when_signalled
 
     try:
         stop_when_signalled()
@@ -23,7 +24,7 @@ def main() -> None:
         gc.enable()
         main()
     except SystemExit as end:
-        end_at_once(exit_code() if end.code == EXIT_CODE else end.code)
+        end_at_once(exit_code() if end.code == INTERRUPTED else end.code)
         raise
     except Exception as error:
         from featcal_cli.runtime.errors import explain_broken_package

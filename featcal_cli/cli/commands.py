@@ -10,12 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
 
 from featcal_cli.cli import options
 from featcal_cli.recipe.schema import Calibration, Output
+from featcal_cli.runtime.errors import EXIT_CODES
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 
@@ -27,11 +29,9 @@ HELP = """Calibrate merged models: move their features back to the experts', in 
 
     featcal inspect-drift user/merged --max-drift 0.8
 """
-EPILOG = """
-**Exit codes**: 0 done; 2 something that you can fix (one message says what, where and how); 3 the result was measured
-and is not good enough (drift above --max-drift; larger than before on a task, with --strict, or on average, with
---push-to); 130 interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP); 141 the reader of
-the output has gone (`| head`); 1 a bug (a report of it is written), or a problem that `featcal doctor` found.
+CODES = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+EPILOG = f"""
+{fill(f"**Exit codes**: {CODES}.", 120)}
 
 **Environment**: HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE, as for every client of the Hub.
 """

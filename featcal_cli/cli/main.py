@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.options import check_words
-from featcal_cli.runtime.errors import COMMAND_LINE, FeatCalError, RecipeError
-from featcal_cli.runtime.process import GONE, Launch, read_launch
+from featcal_cli.runtime.errors import COMMAND_LINE, GONE, FeatCalError, RecipeError
+from featcal_cli.runtime.process import Launch, read_launch
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from featcal_cli.recipe.merge_methods import METHODS
 from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section
 from featcal_cli.runtime.errors import COMMAND_LINE, OutputError, RecipeError
 from featcal_cli.runtime.sanitise import quoted
@@ -143,6 +144,7 @@ def _flag(
 
 
 Texts = list[str]
+EXAMPLES = [method.example for method in METHODS.values()]
 Merged = Annotated[str | None, typer.Argument(metavar="MERGED", help="The merged model: Hub id[@revision] or folder.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id[@revision] or folder.")]
 Evaluated = Annotated[Texts | None, typer.Argument(metavar="MODEL", help="Hub ids[@revision] or folders to compare.")]
@@ -150,8 +152,7 @@ RecipeName = Annotated[str | None, typer.Argument(metavar="NAME", help="Print th
 
 MergeMethod = _given(
     str, MODELS, "--merge", "METHOD",
-    "Build the merged model: average, task_arithmetic:0.3, ties:0.3:0.2 (scale, density) or dare_ties:0.3:0.2:42 "
-    "(seed).",
+    f"Build the merged model: {', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}.",
 )  # fmt: skip
 Recipe = _given(str, MODELS, "--recipe -r", "FILE", "A recipe or its name; options override it.")
 Compare = _given(str, MODELS, "--compare", "MODEL2", "Compare a second model with the same experts.")

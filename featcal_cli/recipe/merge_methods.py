@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Merge = Any
 """A recipe's Merge (its module imports this one), of which a method reads scale, density and seed."""
 MethodName = Literal["average", "task_arithmetic", "ties", "dare_ties"]
+NUMBERS = ("scale", "density", "seed")
+"""The settings that may follow a method's name on the command line, in this order."""
 CHUNK_SIZE = 2**17
 """Number of elements processed at a time, for all experts together; they fit into the processor's cache."""
 BINS = 2**16
@@ -39,10 +41,14 @@ class MergeMethod:
     title: str
     """The method's name in sentences and repo names."""
     numbers: tuple[str, ...]
-    """The settings that it reads, in the order in which the command line gives them."""
+    """The settings that it reads, in the order of NUMBERS."""
     make_rule: Callable[[Merge, Parameters], Rule]
     """Function from settings and parameters to the rule that merges each parameter. It may read all parameters
     first."""
+    about: str
+    """What it does, in the help of a recipe's key."""
+    example: str
+    """A value of --merge, in its help."""
 
 
 def _average(_: Merge, __: Parameters) -> Rule:
@@ -97,10 +103,25 @@ def drop_at_random(merge: Merge, name: str, sources: Sources) -> Iterator[Tensor
 
 
 METHODS: dict[MethodName, MergeMethod] = {
-    "average": MergeMethod("average", (), _average),
-    "task_arithmetic": MergeMethod("task arithmetic", ("scale",), _add_task_vectors),
-    "ties": MergeMethod("TIES merge", ("scale", "density"), _ties),
-    "dare_ties": MergeMethod("DARE-TIES merge", ("scale", "density", "seed"), _dare_ties),
+    "average": MergeMethod("average", (), _average, "the experts' mean", "average"),
+    "task_arithmetic": MergeMethod(
+        "task arithmetic", ("scale",), _add_task_vectors, "base + scale · Σ (expert − base)", "task_arithmetic:0.3"
+    ),
+    "ties": MergeMethod(
+        "TIES merge",
+        ("scale", "density"),
+        _ties,
+        "likewise, but of an expert's changes only the largest count, and of these only those with the sign of their "
+        "sum",
+        "ties:0.3:0.2 (scale, density)",
+    ),
+    "dare_ties": MergeMethod(
+        "DARE-TIES merge",
+        NUMBERS,
+        _dare_ties,
+        "of changes that are kept at random and divided by `density`, those with the sign of their sum",
+        "dare_ties:0.3:0.2:42 (seed)",
+    ),
 }
 
 

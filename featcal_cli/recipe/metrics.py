@@ -33,6 +33,8 @@ class Metric:
     intervals."""
     measure: Callable[[Numbers], float]
     """Function from these rows to the score."""
+    about: str
+    """What it measures, in the help of a recipe's key."""
     of_texts: bool = False
     """Whether it says how well a language model predicts a task's own texts; there are no labels then."""
     scale: float = 100
@@ -98,9 +100,12 @@ def _correlate_ranks(pairs: Numbers) -> float:
 
 
 METRICS: dict[str, Metric] = {
-    "accuracy": Metric("Accuracy", "", "accuracy", False, _pair_hits, _mean),
-    "spearman": Metric("Spearman's ρ", "ρ", "spearmanr", True, _pair_numbers, _correlate_ranks),
-    "perplexity": Metric(
-        "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, of_texts=True, scale=1, digits=2
+    "accuracy": Metric("Accuracy", "", "accuracy", False, _pair_hits, _mean, "the share of right answers"),
+    "spearman": Metric(
+        "Spearman's ρ", "ρ", "spearmanr", True, _pair_numbers, _correlate_ranks, "rank correlation of numbers"
     ),
-}
+    "perplexity": Metric(
+        "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, "a language model's, on the task's own texts",
+        of_texts=True, scale=1, digits=2,
+    ),
+}  # fmt: skip

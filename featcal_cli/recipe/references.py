@@ -10,6 +10,7 @@ from unicodedata import category
 from pydantic import AfterValidator
 
 from featcal_cli.recipe.data_formats import DATA_ENDINGS
+from featcal_cli.recipe.merge_methods import NUMBERS
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
@@ -38,18 +39,14 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     return {key: value for key, value in keys.items() if value}
 
 
-MERGE_NUMBERS = ("scale", "density", "seed")
-"""The numbers that may follow the name of a merge method, in this order."""
-
-
 def parse_merge(text: str) -> dict[str, str]:
     """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` into keys of `Merge`, which later checks that the numbers are valid.
     Raises RecipeError."""
     method, *numbers = text.split(":")
-    if len(numbers) > len(MERGE_NUMBERS):
+    if len(numbers) > len(NUMBERS):
         what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
         raise RecipeError(what, where="--merge", fix=fix)
-    return {"method": method, **{key: number for key, number in zip(MERGE_NUMBERS, numbers, strict=False) if number}}
+    return {"method": method, **{key: number for key, number in zip(NUMBERS, numbers, strict=False) if number}}
 
 
 def write_number(value: float) -> str:

@@ -66,7 +66,6 @@ class Evaluate(Section):
     split: Name = "test"
     """The split of the task's dataset to measure on; lm-eval brings its own data."""
     metric: MetricName = "accuracy"
-    """The share of right answers; of numbers, Spearman's rank correlation; of texts, a language model's perplexity."""
     prompts: tuple[str, ...] = ()
     """Sentences about an image in which {} is a class's name; CLIP's text tower reads them."""
     classes: tuple[str, ...] | None = None
@@ -119,15 +118,12 @@ class Merge(Section):
     """A merged model that featcal builds: the experts' mean, or the base plus a part of Σ (expert − base)."""
 
     method: MethodName
-    """`average`: the experts' mean. `task_arithmetic`: base + scale · Σ (expert − base). `ties`: likewise, but of an
-    expert's changes only the largest count, and of these only those with the sign of their sum. `dare_ties`: of
-    changes that are kept at random and divided by `density`, those with the sign of their sum."""
     scale: float = Field(default=0.3, gt=0, allow_inf_nan=False)
-    """Factor of the experts' changes, for all methods but average."""
+    """Factor of the experts' changes, in methods that have one."""
     density: float = Field(default=0.2, gt=0, le=1, allow_inf_nan=False)
-    """Share of each expert's changes that is kept, for ties and dare_ties."""
+    """Share of each expert's changes that is kept, in methods that drop some."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """Seed of the random choice, for dare_ties."""
+    """Seed of the random choice, in methods that make one."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> Merge:
@@ -379,7 +375,10 @@ class Recipe(Draft):
 
 
 def _describe_keys() -> None:
-    """Give every key the string below it as its description, as pydantic's use_attribute_docstrings would do slowly."""
+    """Give every key the string below it as its description, as pydantic's use_attribute_docstrings would do slowly;
+    what a key of a registry may be, the registry says."""
+    for field, registry in ((Merge.model_fields["method"], METHODS), (Evaluate.model_fields["metric"], METRICS)):
+        field.description = " ".join(f"`{name}`: {entry.about}." for name, entry in registry.items())
     for section in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
         fields = getattr(globals()[section.name], "model_fields", {}) if isinstance(section, ast.ClassDef) else {}
         for pair in pairwise(getattr(section, "body", ())):

@@ -224,7 +224,7 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
     licenses = _show_names(_unique(source.license for source in models if source.license))
     unnamed = f"{silent} of {len(models)} name none" if silent else ""
     merge = merge if isinstance(merge := report.recipe.get("merged"), Mapping) else {}
-    numbers = [f"{key} {merge[key]}" for key in ("scale", "density", "seed") if key in merge]
+    numbers = [f"{key} {value}" for key, value in merge.items() if key != "method"]
     built = f"a merge of its experts ({', '.join([str(merge.get('method', 'unknown')), *numbers])})"
     counts = report.settings["examples"].values()
     return {

@@ -15,6 +15,17 @@ COMMAND_LINE = "the command line"
 """Place of an error in what was typed; the command line shows its verb there."""
 MOST_ERRORS = 12
 """Maximum number of errors that one message lists; the rest are counted."""
+INTERRUPTED, GONE = 130, 141
+EXIT_CODES = {
+    0: "done",
+    2: "something that you can fix (one message says what, where and how)",
+    3: "the result was measured and is not good enough (drift above --max-drift; larger than before on a task, with "
+    "--strict, or on average, with --push-to)",
+    INTERRUPTED: "interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP)",
+    GONE: "the reader of the output has gone (`| head`)",
+    1: "a bug (a report of it is written), or a problem that `featcal doctor` found",
+}
+"""The meaning of each exit code, as the help shows it. To add one, add an entry, and a class below that has it."""
 
 
 class FeatCalError(Exception):

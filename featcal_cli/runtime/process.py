@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import INTERRUPTED, OutputError, RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets."""
@@ -91,8 +91,6 @@ def resident_bytes() -> int:
 
 STARTED = time.monotonic()
 """Start of the command by the monotonic clock: the command line imports this module first."""
-GONE = 141
-"""Exit code when the reader of featcal's output has closed the pipe, as for a program ended by SIGPIPE."""
 
 
 def check_surroundings() -> None:
@@ -150,8 +148,6 @@ def end_at_once(code: object) -> None:
 
 GRACE = 1.0
 """Seconds that an interrupted run gets to end by itself. Files on the disk are complete at any time."""
-EXIT_CODE = 130
-"""Exit code after Ctrl-C, which typer also uses for every KeyboardInterrupt."""
 STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
@@ -165,7 +161,7 @@ _came: list[int] = []
 
 def exit_code() -> int:
     """Return the exit code of an interrupted process: 128 plus the number of the first signal, or 130 without one."""
-    return 128 + _came[0] if _came else EXIT_CODE
+    return 128 + _came[0] if _came else INTERRUPTED
 
 
 def list_signals() -> list[signal.Signals]:

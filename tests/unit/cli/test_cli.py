@@ -32,7 +32,7 @@ from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, print_shipped, read_draft
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
 from featcal_cli.reporting.report import Report, TaskDrift
-from featcal_cli.runtime.errors import FeatCalError, RecipeError
+from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError
 
 Capsys = pytest.CaptureFixture[str]
 VIT = next(family for family in FAMILIES if family.name == "vit")
@@ -59,6 +59,15 @@ def test_every_option_that_is_a_recipe_key_is_declared_in_the_schema_alone(capsy
         typer.main.get_command(probe)(["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Passes over the examples [3]." in shown and "featcal|paper" in shown
+
+
+def test_every_exit_code_is_in_the_help_by_its_entry_beside_the_errors() -> None:
+    kinds: list[type[FeatCalError]] = [FeatCalError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert {kind.exit_code for kind in kinds} <= EXIT_CODES.keys()
+    shown = " ".join(str(app.info.epilog).split())
+    assert [code for code, meaning in EXIT_CODES.items() if f"{code} {meaning}" not in shown] == []
 
 
 def test_the_help_of_calibrate_fits_on_two_screens() -> None:
