@@ -121,7 +121,7 @@ def calibrate(
     from featcal_cli.cli import results
     from featcal_cli.cli.console import Screen
     from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
-    from featcal_cli.reporting.gates import check_grown, check_pushable
+    from featcal_cli.reporting.verdict import check_grown, check_pushable
     from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.process import interruptible
     from featcal_cli.workflows import verbs
@@ -200,7 +200,7 @@ def inspect_drift(
     from featcal_cli.cli.console import OUT, Screen
     from featcal_cli.cli.drift import show_inspection
     from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
-    from featcal_cli.reporting.gates import check_gate
+    from featcal_cli.reporting.verdict import check_gate
     from featcal_cli.runtime.logfile import recorded
     from featcal_cli.runtime.process import MEASURING, interruptible
     from featcal_cli.workflows.inspect_drift import inspect_drift as run

@@ -16,7 +16,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
-from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.runtime.countdown import Countdown
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
 from featcal_cli.runtime.process import STARTED, list_launch_words
@@ -58,10 +57,7 @@ class Screen(Listener):
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=40)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
-            TextColumn(
-                "{task.fields[at]}",
-                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20),
-            ),
+            TextColumn("{task.fields[at]}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=20)),
             _Clock(self),
         ]
         shown = not quiet and ERR.is_interactive
@@ -211,8 +207,8 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     never a list, a fix, or the command at its end, which has a line of its own, to be copied."""
     head, what, where = f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", error.what, error.where
     command = error.command
-    if isinstance(error, OpenQuestionsError) and command:
-        command = " ".join(error.parts([*list_launch_words(), *sys.argv[1:]]))
+    if error.options:
+        command = error.complete([*list_launch_words(), *sys.argv[1:]])
     listed: Sequence[str] = ()
     if isinstance(error, SeveralErrors):
         what, listed = f"{error.summary}:", error.lines
@@ -223,7 +219,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
         where = fit(where, ERR.width - len("  in: "))
         what = " ".join(fit(word, FITTED) for word in what.split(" "))
     most = max(MOST_LINES // 2, room - bool(where))
-    while not isinstance(error, OpenQuestionsError) and _count_lines(head, what) > most:
+    while error.options is None and _count_lines(head, what) > most:
         what = fit(what, min(cell_len(what), most * ERR.width) - 4)
     _print_part(head, what, "bold red")
     for line in listed:

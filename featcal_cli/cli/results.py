@@ -26,7 +26,7 @@ from featcal_cli.evaluation.results import (
     find_metric,
     regained_share,
 )
-from featcal_cli.lineage.questions import tell_source
+from featcal_cli.lineage.search import tell_source
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, PICTURE, Report

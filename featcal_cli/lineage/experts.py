@@ -14,8 +14,17 @@ from featcal_cli.hub.model_config import read_class_name
 from featcal_cli.hub.repo import Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.lineage.claims import Claim
-from featcal_cli.lineage.questions import ASSUMED, FROM_USER, Finding, OpenQuestionsError, Option, as_options
-from featcal_cli.lineage.search import Search, is_gone, read_config
+from featcal_cli.lineage.search import (
+    ASSUMED,
+    FROM_USER,
+    Finding,
+    OpenQuestionsError,
+    Option,
+    Search,
+    as_options,
+    is_gone,
+    read_config,
+)
 from featcal_cli.recipe.reading import did_you_mean
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import SELF, Data

@@ -10,8 +10,17 @@ from featcal_cli.hub.repo import Kind, Opener, open_repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims
 from featcal_cli.lineage.experts import TaskData, choose_config, choose_dataset, find_experts
-from featcal_cli.lineage.questions import FROM_USER, Finding, OpenQuestionsError, Option, as_options, show_merged
-from featcal_cli.lineage.search import Search, do_at_once, is_gone
+from featcal_cli.lineage.search import (
+    FROM_USER,
+    Finding,
+    OpenQuestionsError,
+    Option,
+    Search,
+    as_options,
+    do_at_once,
+    is_gone,
+    show_merged,
+)
 from featcal_cli.recipe.schema import Draft, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted

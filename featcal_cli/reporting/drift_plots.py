@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
 
-from featcal_cli.reporting.markdown import label_roles
 from featcal_cli.reporting.report import Inspection, Report, TaskInspection
-from featcal_cli.reporting.verdict import follow_drift, split_lists
+from featcal_cli.reporting.verdict import follow_drift, list_roles, split_lists
 from featcal_cli.runtime.sanitise import for_html
 
 if TYPE_CHECKING:  # matplotlib takes long to import
@@ -115,7 +114,12 @@ def plot_drift(report: Report) -> bytes:
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     """Draw the drift of all models of an inspection after every block, with its local and its inherited part, as PNG or
     SVG. Raises ValueError for an inspection without tasks."""
-    return _plot(inspection.tasks, label_roles(inspection), "", kind, choose_colours(inspection.calibrated))
+    labels = {role: for_html(inspection.names.get(role, role), 120) for role in list_roles(inspection)}
+    if "base" in labels:
+        labels["base"] = "base model"
+    if labels.get("other") == labels["model"]:
+        labels |= {"model": f"A: {labels['model']}", "other": f"B: {labels['other']}"}
+    return _plot(inspection.tasks, labels, "", kind, choose_colours(inspection.calibrated))
 
 
 def choose_colours(calibrated: Collection[str]) -> dict[str, str]:

@@ -10,9 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from featcal_cli.reporting.markdown import join_notes
 from featcal_cli.reporting.report import Inspection, ModelDrift, OutputDrift, PlaceDrift
-from featcal_cli.reporting.verdict import list_roles, order_blocks, write_verdict
+from featcal_cli.reporting.verdict import join_notes, list_roles, order_blocks, write_verdict
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.sanitise import for_html, for_sharing, one_line
 from featcal_cli.runtime.structured_text import dump_yaml

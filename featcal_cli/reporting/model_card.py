@@ -18,8 +18,8 @@ from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_he
 from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, regained_share
 from featcal_cli.hub.snapshot import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
-from featcal_cli.reporting.markdown import join_notes, write_drift_cells
 from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, Report, Source
+from featcal_cli.reporting.verdict import join_notes
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_seconds
 from featcal_cli.runtime.sanitise import for_markdown, one_line, without_folders, without_tokens
@@ -195,7 +195,7 @@ def _make_environment(report: Report) -> Environment:
         "names": _show_names,
         "python": lambda text: Markup(json.dumps(one_line(text), ensure_ascii=False)),
         "sh": lambda text: Markup(shlex.quote(one_line(text))),
-        "drift_cells": write_drift_cells,
+        "drift_cells": lambda row: [cell.replace("-", "−") for cell in row.cells],
         "share": write_share,
         "size": tell_bytes,
         "seconds": tell_seconds,

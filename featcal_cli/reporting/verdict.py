@@ -1,17 +1,19 @@
-"""Summarise an inspection: its blocks in forward order, its figures, and sentences that compare the models."""
+"""Judge what was measured: figures, sentences that compare models, and gates that make a pipeline fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf, isfinite, isinf, isnan, nan
+from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
 from featcal_cli.evaluation.results import EXPERT, average_tasks
-from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift
-from featcal_cli.runtime.sanitise import enumerate_names
+from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, Report, TaskInspection
+from featcal_cli.runtime.errors import GateError, RecipeError
+from featcal_cli.runtime.sanitise import enumerate_names, for_markdown, shorten_commits, without_folders
 
 ROLES = ("model", "other", "base")
 """Roles in the order in which they are shown."""
@@ -19,6 +21,11 @@ MOST_LISTS = 8
 """The most lists of blocks that are told apart; with more, all blocks count as one list."""
 MOST_TASKS = 5
 """The most tasks that a sentence names; the others are counted."""
+NAMED_TASKS = 3
+"""The most tasks that a note on all of them lists by name; with more, it says "all N tasks"."""
+LONGEST_TEXT = 400
+"""The most characters of a name in Markdown."""
+Kind = Literal["number", "difference", "share"]
 
 
 def list_roles(inspection: Inspection) -> list[str]:
@@ -73,25 +80,23 @@ class Column:
     measure: str
     role: str
     values: list[float | None]
-    kind: Literal["number", "difference", "share"] = "number"
-
-    @property
-    def mean(self) -> float | None:
-        return mean_known(self.values)
+    kind: Kind = "number"
 
     @property
     def cells(self) -> list[str]:
         """The values as text and, if there are several, their mean."""
-        return [self.write(value) for value in [*self.values, *([self.mean] if len(self.values) > 1 else [])]]
+        values = [*self.values, *([mean_known(self.values)] if len(self.values) > 1 else [])]
+        return [write_figure(value, self.kind) for value in values]
 
-    def write(self, value: float | None) -> str:
-        """Write a value as text: a share in percent, all others with three digits, None as a dash."""
-        if value is None:
-            return "–"
-        if self.kind == "share":
-            return f"{100 * value:.0f} %"
-        sign = "+" if self.kind == "difference" and round(value, 3) else ""
-        return f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.3g}"
+
+def write_figure(value: float | None, kind: Kind = "number") -> str:
+    """Write a value as text: a share in percent, all others with three digits, None as a dash."""
+    if value is None:
+        return "–"
+    if kind == "share":
+        return f"{100 * value:.0f} %"
+    sign = "+" if kind == "difference" and round(value, 3) else ""
+    return f"{value:{sign}.3f}" if abs(value) < 100 else f"{value:{sign}.3g}"
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:
@@ -100,8 +105,8 @@ def mean_known(values: Iterable[float | None]) -> float | None:
 
 
 def list_columns(inspection: Inspection) -> list[Column]:
-    """Return columns of drift after the last block, distance of outputs, and agreement with the expert's first choices;
-    columns of outputs without any value are left out. The base model has a column of drift only."""
+    """Return columns of drift after the last block, and of distance of outputs and agreement with the expert's first
+    choices, where any task has them. The base model has a column of drift only."""
 
     def collect(role: str, read: Callable[[ModelDrift], float | None]) -> list[float | None]:
         return [read(task.models[role]) for task in inspection.tasks.values()]
@@ -122,7 +127,7 @@ def list_columns(inspection: Inspection) -> list[Column]:
         agreements = collect(role, lambda drift: drift.output.agreement if drift.output else None)
         of_outputs += [Column("output", role, distances), Column("agree", role, agreements, "share")]
     of_outputs.sort(key=lambda column: column.measure == "agree")
-    return columns + [column for column in of_outputs if column.mean is not None]
+    return columns + [column for column in of_outputs if mean_known(column.values) is not None]
 
 
 # Sentences
@@ -141,11 +146,8 @@ def compare_drift(drift: float, other: float, name: str, experts: str = "the exp
 
 
 def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, float]:
-    """Find the tasks on which `role` drifts more than `than`, with the difference in relative drift after the last
-    block, largest first.
-
-    Differences below VISIBLE are left out. A drift that is not a number counts as infinite.
-    """
+    """Find the tasks on which `role` drifts more than `than` after the last block, with the difference, largest first.
+    Those below VISIBLE are left out; a drift that is not a number counts as infinite."""
     farther = {}
     for name, task in inspection.tasks.items():
         drift, limit = (task.models[which].last.relative for which in (role, than))
@@ -164,11 +166,9 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield pairs (is_warning, sentence). Sentences compare the second model with the first, if there are two (by
-    outputs, where known, then by drift), and every model with the base.
-
-    names: the names of all roles except base; show_task: formats a task's name.
-    """
+    """Yield pairs (is_warning, sentence) that compare the second model with the first, if there are two, by outputs,
+    where known, and by drift, and every model with the base. names: of all roles except base; show_task: formats a
+    task's name."""
     roles, vanished, tasks = list_roles(inspection), find_vanished(inspection), inspection.tasks.values()
     names = {**names, "base": "the base model"}
     pairs = [("other", "model")] if "other" in roles else []
@@ -184,19 +184,16 @@ def write_verdict(
             rest = "" if farther or len(tasks) == 1 else ", and farther on no task"
             yield False, f"{names[role]} is {compared} ({mean} {drift:.3f} against {other:.3f}){rest}."
         if farther:
-            texts = [f"{show_task(task)} (by {Column('', '', []).write(more)})" for task, more in farther.items()]
+            texts = [f"{show_task(task)} (by {write_figure(more)})" for task, more in farther.items()]
             why = ": there merging did worse than no merging. A smaller merging scale usually helps."
-            what = (
-                f"{names[role]} is farther from the expert than {names[than]} on {enumerate_names(texts, MOST_TASKS)}"
-            )
+            on = enumerate_names(texts, MOST_TASKS)
+            what = f"{names[role]} is farther from the expert than {names[than]} on {on}"
             yield than == "base", what + (why if than == "base" else ".")
     if inspection.perplexity:
         means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
         of_roles = enumerate_names([f"{means[role]} of {names[role]}" for role in ROLES if role in means])
-        yield (
-            False,
-            f"{'Mean perplexity' if len(tasks) > 1 else 'Perplexity'}: {of_roles}; {means[EXPERT]} of {experts}.",
-        )
+        what = "Mean perplexity" if len(tasks) > 1 else "Perplexity"
+        yield False, f"{what}: {of_roles}; {means[EXPERT]} of {experts}."
     for task in vanished:
         why = "no drift from it means anything. Use another checkpoint."
         yield True, f"the features of the expert of {show_task(task)} are all zero, or nearly: {why}"
@@ -215,3 +212,143 @@ def _compare_outputs(
     now, before = fmean(ours), fmean(theirs)
     if compared := compare_drift(now, before, f"those of {names[than]}", experts):
         yield False, f"Outputs of {names[role]} are {compared} ({mean} of outputs {now:.3f} against {before:.3f})."
+
+
+def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
+    """Join notes with the same text about several tasks into one, and keep the order."""
+    tasks_of: dict[str, list[str]] = {}
+    for note in notes:
+        task = next((task for task in tasks if note.startswith(f"{task}: ")), None)
+        if task is None:
+            tasks_of.setdefault(note, [])
+        else:
+            tasks_of.setdefault(note[len(task) + 2 :], []).append(task)
+
+    def name(named: Sequence[str]) -> str:
+        distinct = list(dict.fromkeys(named))
+        return f"all {len(tasks)} tasks" if len(distinct) == len(tasks) > NAMED_TASKS else enumerate_names(distinct)
+
+    return [f"{name(named)}: {text}" if named else text for text, named in tasks_of.items()]
+
+
+def write_summary(inspection: Inspection, exceeded: GateError | None = None) -> str:
+    """Return the whole summary, with a heading of the second level; exceeded: the error of the gate `--max-drift`."""
+    names = {role: _show_name(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
+    parts = [f"## Feature drift of {names.get('other', names['model'])}"]
+    if exceeded is not None:
+        parts.append(f"❌ **{_show_name(exceeded.what)}**  \n{_show_name(exceeded.where)}")
+    for is_warning, text in write_verdict(inspection, names, for_markdown):
+        parts.append(f"⚠️ {text}" if is_warning else text)
+    columns = [column for column in list_columns(inspection) if column.kind != "difference"]
+    measures = {column.measure for column in columns}
+    lines = [_write_row(["task", *(f"{column.measure}, {column.role}" for column in columns)])]
+    lines.append(f"| --- |{' ---: |' * len(columns)}")
+    rows = [*map(for_markdown, inspection.tasks), *(["**mean**"] if len(inspection.tasks) > 1 else [])]
+    lines += [_write_row([name, *(column.cells[number] for column in columns)]) for number, name in enumerate(rows)]
+    about = ", ".join(f"{role}: {name}" for role, name in names.items())
+    about += ". Drift is mean ‖h − h\\_expert‖ / mean ‖h\\_expert‖ after the last block; 0 is the expert itself."
+    if "output" in measures:
+        about += " Output is the same distance of outputs, which the expert's own head gives for the features."
+    if "agree" in measures:
+        about += " Agree is the share of the expert's first choices that stay the first."
+    return "\n\n".join([*parts, "\n".join(lines), about]) + "\n"
+
+
+def _write_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _show_name(text: str) -> str:
+    """Return a name as Markdown for other readers: paths without folders, and commits with seven digits."""
+    return for_markdown(shorten_commits(without_folders(text)), LONGEST_TEXT)
+
+
+# Gates
+
+
+def check_gate(inspection: Inspection, limit: float) -> None:
+    if (excess := find_excess(inspection, limit)) is not None:
+        raise excess
+
+
+def find_excess(inspection: Inspection, limit: float) -> GateError | None:
+    """Return the error for the task that exceeds `limit` most; None where no task exceeds it.
+
+    The limit applies to the model's relative drift after the last block; where two models are compared, to how much
+    farther the second one's outputs (features, without outputs) are from the expert's than the first one's. An excess
+    below VISIBLE does not count; a drift that is not finite exceeds every limit.
+    """
+    names = inspection.short_names
+    name, model = names.get("other", names["model"]), names["model"]
+    excesses = {task: _find_excess(found) for task, found in inspection.tasks.items()}
+    over = {task: excess for task, excess in excesses.items() if excess - limit >= VISIBLE}
+    if not over:
+        return None
+    task = max(over, key=over.__getitem__)
+    found = inspection.tasks[task]
+    where = f"task {task}: after {found.models['model'].blocks[-1].name}"
+    if task in find_vanished(inspection):
+        what = f"the features of the expert of {task} are all zero: {name} is infinitely far from it"
+        fix = "use another checkpoint of this expert"
+    elif not isfinite(over[task]):
+        what = f"features or outputs of {name} on {task} are no finite numbers, which is over every --max-drift"
+        fix = "give --dtype float32, or use another checkpoint"
+    elif found.outputs_farther is not None:
+        what = f"outputs of {name} on {task} are farther from the expert's than those of {model} by "
+        what += f"{over[task]:.3f}, which is over --max-drift {limit:g}"
+        where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
+    else:
+        by = f"by {over[task]:.3f}" + (f" more than {model}" if "other" in names else "")
+        what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
+        fix = "calibrate the model, merge with a smaller scale, or allow more drift"
+    return GateError(what + _count_others("so it is", len(over) - 1), where=where, fix=fix)
+
+
+def _count_others(what: str, count: int) -> str:
+    return f" (and {what} on {count} other task{'s' if count > 1 else ''})" if count else ""
+
+
+def _find_excess(task: TaskInspection) -> float:
+    """Return the figure that the limit applies to; infinite where the judged model's drift is not finite."""
+    model, judged = task.models["model"].last.relative, task.models.get("other", task.models["model"]).last.relative
+    if not isfinite(judged):
+        return inf
+    if "other" not in task.models:
+        return judged
+    if task.outputs_farther is not None:
+        return task.outputs_farther
+    return judged - model if isfinite(model) else -inf
+
+
+def check_held_out(fitted: Mapping[str, int]) -> None:
+    """Raise RecipeError for --strict if `fitted`, the fitted rows of tasks without held-out ones, has a task."""
+    for task, rows in fitted.items():
+        fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
+        raise RecipeError(
+            f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
+            where=f"--strict, task {task}",
+            fix=f"{fewer}give more different rows, or leave --strict out",
+        )
+
+
+def check_grown(report: Report, output: Path) -> None:
+    """Raise GateError if a calibration made the drift, or the distance of outputs, grow on a task."""
+    if not report.worse:
+        return
+    task = max(report.worse, key=lambda task: report.judged[task][1] - report.judged[task][0])
+    (before, after), also = report.judged[task], _count_others("it did", len(report.worse) - 1)
+    raise GateError(
+        f"{report.judged_by} grew on {task}, from {before:.3f} to {after:.3f}{also}",
+        where=str(output),
+        fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
+    )
+
+
+def check_pushable(report: Report, output: Path, push_to: str | None) -> None:
+    """Raise GateError if a calibration that is to be pushed made the mean drift, or distance of outputs, grow."""
+    if push_to and report.has_grown:
+        raise GateError(
+            f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}",
+            where=str(output),
+            fix="look at it first; the same command with --push-anyway pushes it, and computes nothing again",
+        )

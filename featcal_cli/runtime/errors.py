@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ class FeatCalError(Exception):
     """An error with one message for the user and an exit code for the command line (2: the user can fix it)."""
 
     exit_code = 2
+    options: Sequence[tuple[str, str]] | None = None
+    """Options that the command that was typed lacks; None unless something is missing for a job."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", task: str = "", command: str = "") -> None:
         self.what = what
@@ -45,6 +48,10 @@ class FeatCalError(Exception):
         """The command line at the end of `fix`, or an empty text."""
         parts = (what, self.where and f"in: {self.where}", self.fix and f"fix: {self.fix}")
         super().__init__("\n".join(part for part in parts if part))
+
+    def complete(self, typed: Sequence[str]) -> str:
+        """Return the command to run: `typed` after `featcal`, and then the missing options."""
+        return " ".join([shlex.join(["featcal", *typed]), *(shlex.join(option) for option in self.options or ())])
 
     def of_task(self, task: str) -> FeatCalError:
         """Return this error with the task's name added."""

@@ -15,7 +15,7 @@ from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.results import BlockReport, Refinement
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM, Drift
 from featcal_cli.engine.job import CALIBRATED, Job
-from featcal_cli.lineage.questions import FROM_USER
+from featcal_cli.lineage.search import FROM_USER
 from featcal_cli.reporting.model_card import read_license
 from featcal_cli.reporting.report import (
     ITSELF,
@@ -157,12 +157,7 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
         blocks.append(BlockDrift(block.name, _describe(after, before), modules, *traced))
         before = after
     outside = shares.read(OUTSIDE, task, role) if shares else None
-    return ModelDrift(
-        stem,
-        blocks,
-        _describe_output(job, task, role),
-        outside.share if outside else None,
-    )
+    return ModelDrift(stem, blocks, _describe_output(job, task, role), outside.share if outside else None)
 
 
 def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:

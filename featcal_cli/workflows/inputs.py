@@ -14,8 +14,8 @@ from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import divide_files, find_second_copies, weight_files
-from featcal_cli.lineage.questions import FROM_USER, Finding, tell_source
 from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.lineage.search import FROM_USER, Finding, tell_source
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError

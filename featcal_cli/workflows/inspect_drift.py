@@ -13,10 +13,9 @@ from featcal_cli import __version__
 from featcal_cli.evaluation.results import MERGED, TaskScores
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
-from featcal_cli.reporting.gates import find_excess
 from featcal_cli.reporting.html_page import write_page
-from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.reporting.report import REPORT, Inspection
+from featcal_cli.reporting.verdict import find_excess, write_summary
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
@@ -57,7 +56,7 @@ def inspect_drift(
     compare: a second model to inspect.
     plot (.png or .svg), html and markdown (.md): files to write; nothing else is written.
     max_drift: the limit of a gate, which the markdown file reports; to stop a program above it, call
-    `gates.check_gate`.
+    `verdict.check_gate`.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     wanted = ((plot, PICTURES), (html, PAGES), (markdown, TEXTS))

@@ -23,7 +23,7 @@ from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
-from featcal_cli.reporting.gates import check_held_out
+from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
 from featcal_cli.runtime.hardware import memory_of
 from featcal_cli.runtime.sanitise import list_some

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from featcal_cli import __version__
-from featcal_cli.lineage.questions import ASSUMED, Finding, tell_source
+from featcal_cli.lineage.search import ASSUMED, Finding, tell_source
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.errors import OutputError, RecipeError

@@ -15,7 +15,7 @@ from featcal_cli.hub.repo import Opener, open_repo
 from featcal_cli.hub.snapshot import Origin, Snapshot, fetch, find_origin
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft
-from featcal_cli.reporting.markdown import join_notes
+from featcal_cli.reporting.verdict import join_notes
 from featcal_cli.runtime.distributed import join_ranks
 from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.process import check_device, load_libraries

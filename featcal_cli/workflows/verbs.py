@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
-from featcal_cli.reporting.gates import check_held_out
 from featcal_cli.reporting.report import REPORT, Report
+from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import FeatCalError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.progress import Listener

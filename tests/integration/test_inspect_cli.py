@@ -18,8 +18,8 @@ from inspections import make_inspection, set_last
 from PIL import Image
 
 from featcal_cli.recipe.reading import collect_overrides, read_draft
-from featcal_cli.reporting.gates import check_gate, find_excess
 from featcal_cli.reporting.report import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
+from featcal_cli.reporting.verdict import check_gate, find_excess
 from featcal_cli.runtime.errors import GateError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate

@@ -21,8 +21,7 @@ from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.cli.drift import show_inspection
 from featcal_cli.engine.drift_metrics import Drift
 from featcal_cli.models.module_kinds import Affine
-from featcal_cli.reporting.gates import find_excess
-from featcal_cli.reporting.verdict import write_verdict
+from featcal_cli.reporting.verdict import find_excess, write_verdict
 from featcal_cli.runtime.errors import DataError, NumericsError, OutputError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.output import check_built

@@ -10,8 +10,8 @@ import pytest
 from hub_texts import Files, card, open_texts
 from wild_merges import MERGES, Merge
 
-from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.lineage.search import OpenQuestionsError
 from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import LineageError

@@ -9,9 +9,8 @@ import pytest
 from inspections import change, make_inspection
 from markdown_it import MarkdownIt
 
-from featcal_cli.reporting.gates import check_gate, find_excess
-from featcal_cli.reporting.markdown import write_summary
 from featcal_cli.reporting.report import Inspection, OutputDrift
+from featcal_cli.reporting.verdict import check_gate, find_excess, write_summary
 from featcal_cli.runtime.errors import GateError
 
 

@@ -21,8 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from featcal_cli.lineage.questions import OpenQuestionsError
 from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.lineage.search import OpenQuestionsError
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import DataError, RecipeError, ShortageError
 from featcal_cli.workflows.evaluate import evaluate
