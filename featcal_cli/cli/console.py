@@ -167,8 +167,7 @@ class Screen(Listener):
 
 
 def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, by_outputs: bool) -> Group:
-    """Return a table with a row per task: the calibrated model's drift after every block, and the drift of merged and
-    calibrated model after the latest one."""
+    """Return a table with each task's drift after every block, and before and after the latest one."""
     name = Column(no_wrap=True, overflow="ellipsis", max_width=LONGEST_NAME)
     table = Table.grid(name, "", "", Column(justify="right"), padding=(0, 2))
     high = max((value for pairs in drifts.values() for pair in pairs for value in pair if isfinite(value)), default=0.0)

@@ -41,8 +41,7 @@ UNREACHED, UNKNOWN = "·", "?"
 
 
 def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, Path | None] | None = None) -> None:
-    """Print the verdict, one table, bars of drift over the blocks, and the paths of the written files with their
-    options."""
+    """Print the verdict, one table, bars of drift over the blocks, and what was written by which option."""
     tasks = {task: fit(one_line(task), max(14, min(40, out.width - 64))) for task in inspection.tasks}
     names = {role: one_line(inspection.short_names.get(role, role)) for role in list_roles(inspection)}
     for is_warning, text in write_verdict(inspection, names, lambda task: fit(one_line(task), 40)):
@@ -100,8 +99,7 @@ def _draw(value: float | None, high: float) -> str:
 
 
 def _group(values: Sequence[float | None], lists: Sequence[Sequence[str]], size: int) -> list[list[float | None]]:
-    """Split the values by list of blocks, and average every `size` neighbours, leaving out blocks that are not
-    reached."""
+    """Split the values by list of blocks, and average every `size` neighbours that are reached."""
     rest = iter(values)
     parts = [list(islice(rest, len(names))) for names in lists]
     return [[mean_known(part[at : at + size]) for at in range(0, len(part), size)] for part in parts]

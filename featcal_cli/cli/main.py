@@ -103,8 +103,7 @@ def _name_option_with_verb(where: str) -> str:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit with `code`, dropping output that cannot be printed; else the interpreter would try to print it again and
-    change the exit code."""
+    """Exit with `code`, dropping output that cannot be printed, which would change the code."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -88,8 +88,7 @@ def with_groups(**options: Mapping[str, Any]) -> Callable[[Callable[..., None]],
 
 
 class _WithExamples:
-    """Mixin for commands: the help ends with the examples, line by line (Markdown would join the lines), and shows no
-    value types for arguments and flags."""
+    """Mixin for commands: the help ends with the examples, and shows no types of arguments and flags."""
 
     help: str | None
     params: list[Any]
@@ -240,8 +239,7 @@ def check_finite(option: str, value: float | None) -> None:
 
 
 def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe: str | None) -> None:
-    """Raise OutputError if a file to be written (by option in `written`) is a folder, or another input or output of the
-    command."""
+    """Raise OutputError if a file to be written (by option) is a folder, or another input or output."""
     taken = {} if draft is None else {_resolve(path): str(path) for path in draft.local_paths}
     if recipe:
         taken[_resolve(Path(recipe))] = f"--recipe {recipe}"

@@ -153,8 +153,7 @@ def list_next_steps(report: Report, output: Path, pushed: Pushed | None) -> list
 
 
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
-    """Return a note with the command that runs a saved dry run: with all options that were typed, except those in
-    `said`, whose values the file has."""
+    """Return a note with the command for a saved dry run: options that were typed, but not those in `said`."""
     line = ["featcal", *list_launch_words(), str(context.info_name), "-r", str(file)]
     leave_out = {*said, "recipe", "dry_run", "save"}
     for parameter in context.command.params:
@@ -238,8 +237,7 @@ def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
 
 
 def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: Sequence[str]) -> list[str]:
-    """Return a row of scores; with one model besides expert and merged, its difference from merged comes after it. A
-    base comes last."""
+    """Return a row of scores. The difference of one further model from merged comes after it, a base last."""
     cells = [name, *(score.show(metric) for role, score in scores.items() if role != BASE)]
     if len(others) == 1 and MERGED in scores:
         gain = scores[others[0]].subtract(scores[MERGED], metric)

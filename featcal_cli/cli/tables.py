@@ -16,8 +16,7 @@ from rich.text import Text
 from featcal_cli.runtime.sanitise import for_terminal
 
 NARROWEST = 60
-"""Smallest width of output, in columns: narrower tables would cut numbers off, and a narrower terminal wraps lines
-itself."""
+"""Fewest columns of output: narrower tables would cut numbers off; a narrower terminal wraps lines itself."""
 LEVELS = "▁▂▃▄▅▆▇█"
 ROUNDING = 1e-6
 _QUOTED = re.compile(r"`[^`]*`")
@@ -63,8 +62,7 @@ def draw_levels(values: Iterable[float], high: float) -> str:
 
 
 def find_level(value: float, high: float) -> int:
-    """Return the index in LEVELS of a value on a scale from 0 to `high`, which is divided into equal parts; each part
-    includes its upper end."""
+    """Return the index in LEVELS of a value on a scale from 0 to `high`; each part includes its upper end."""
     share = value / high if high and isfinite(value) else 1.0
     return min(len(LEVELS) - 1, max(0, ceil(share * len(LEVELS) - ROUNDING) - 1))
 

@@ -120,8 +120,7 @@ class Part(NamedTuple):
 
 
 def share_batches(batches: Iterable[Batch], ranks: Ranks) -> list[Part]:
-    """Return this rank's part of every batch, so that all ranks have examples of every length. Parts without examples
-    are left out."""
+    """Return this rank's part of every batch, so that all ranks have examples of every length."""
     parts: list[Part] = []
     before = 0
     for turn, batch in enumerate(batches):

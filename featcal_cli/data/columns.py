@@ -43,8 +43,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def answer_of(value: Any) -> str | None:
-    """Return the text of an answer: a text, the first of a list, or `text` or `value` of a mapping; None without
-    text."""
+    """Return the text of an answer (a text, the first of a list, `text` or `value` of a mapping), or None."""
     if isinstance(value, Mapping):
         value = value.get("text") or value.get("value")
     if isinstance(value, list) and value:
@@ -264,8 +263,7 @@ def _looks_natural(values: Sequence[Any]) -> bool:
 
 
 def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str) -> int:
-    """Return the class number of a label, which is a number itself or a name in `numbers`. Raises DataError for any
-    other label, and for hidden ones (−1)."""
+    """Return the class number of a label, which is a number or a name in `numbers`. Raises DataError."""
     if isinstance(value, str) and value in numbers:
         return int(numbers[value])
     with suppress(TypeError, ValueError, OverflowError):  # no number at all

@@ -36,8 +36,7 @@ SOUND = ("input_values", "input_features")
 SEED = 42
 """Seed for choosing labelled rows when only some of them are evaluated."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
-"""Rules for sources without further rows: from FEWEST_ROWS different rows on, one in HELD_OUT_SHARE is held out, with
-at least FEWEST_IN_HALF rows in each half."""
+"""Of FEWEST_ROWS different rows or more, one in HELD_OUT_SHARE is held out, at least FEWEST_IN_HALF a half."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class TaskExamples:
     """Second half of the held-out examples, used only for reported figures."""
     notes: list[str]
     fitted_count: int
-    """Number of examples in `fitted`, even where the lists were emptied since; the next two fields count `selection`
-    and `held_out`."""
+    """Number of examples in `fitted`, even where the lists were emptied since; so with the next two fields."""
     selection_count: int
     held_out_count: int
     is_whole: bool = False
@@ -301,8 +299,7 @@ class LabelledRows:
     where: str
 
     def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
-        """Yield batches, each with its labels as they are in the rows. Raises DataError for a row that cannot be used,
-        because accuracy counts all rows."""
+        """Yield batches, each with its labels. Raises DataError for a row that cannot be used: accuracy counts all."""
         rows = enumerate(self.rows, 1)
         while numbered := list(islice(rows, size)):
             examples = [self._read(number, row) for number, row in numbered]

@@ -55,8 +55,7 @@ def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:
 
 
 def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
-    """Group paths by split: by names like data/train_sft-00000-of-00002, else by folders, else by words in the names;
-    else all paths are train."""
+    """Group paths by split: by names like data/train_sft-00000-of-00002, by folders, or by words in the names."""
     sharded: dict[str, list[str]] = {}
     worded: dict[str, list[str]] = {}
     for path in paths:
@@ -161,8 +160,7 @@ def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table
 
 
 def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
-    """Make a table of image or audio files. A file in a folder named like one of the classes also gets a label, the
-    position of that class."""
+    """Make a table of image or audio files, labelled by the position of their folder's name among the classes."""
 
     def row_of(file: Path) -> Row:
         row: Row = {"audio" if ending_of(file.name) in AUDIO_FILES else "image": str(file)}

@@ -49,8 +49,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """The files of one split, by the addresses at which `datasets` and HfFileSystem find them:
-    hf://datasets/ID@COMMIT/PATH."""
+    """The files of one split, by addresses of `datasets` and HfFileSystem: hf://datasets/ID@COMMIT/PATH."""
 
     split: str
     format: str
@@ -146,8 +145,7 @@ def naming_task(task: str) -> Iterator[None]:
 
 @contextmanager
 def explaining_hub(data: Data) -> Iterator[None]:
-    """Turn every exception from reading a Hub dataset into a HubError (a refusal, or the network) or a DataError
-    (broken files)."""
+    """Turn every exception from reading a Hub dataset into a HubError or, for broken files, a DataError."""
     try:
         yield
         return
@@ -213,8 +211,7 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
-    """Return the config that `data` names, else the dataset's default. Raises DataError when it does not exist, or
-    several configs have no default."""
+    """Return the config that `data` names, else the dataset's default. Raises DataError if there is none."""
     names = list(configs)
     if data.config is not None:
         if data.config in configs:

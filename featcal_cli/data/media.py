@@ -54,8 +54,7 @@ class MediaReader(Reader):
 
     column: str
     folder: Path | None
-    """The folder that relative paths of a local source start from. None for a Hub dataset, because its rows may not
-    name files on this machine."""
+    """The folder that files named in rows lie in. None for a Hub dataset, whose rows may name none."""
     processor: Any
 
 
@@ -218,8 +217,7 @@ class DialogueReader(Reader):
 
 @dataclass(frozen=True)
 class _Turns:
-    """A processor's chat template, used like a tokenizer's by RowFormatter; the image comes before the first
-    question."""
+    """A processor's chat template as a tokenizer for RowFormatter; the image comes before the first question."""
 
     processor: Any
     chat_template: str | None
@@ -244,8 +242,7 @@ def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
 
 
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
-    """Open the reader for a causal model that answers about an image. Raises DataError when a column is missing, or no
-    folder has a processor."""
+    """Open the reader for a causal model that answers about an image. Raises DataError."""
     processor, source = load_preprocessor("processor", target.folders, target.where)
     images = open_images(data, samples, target, processor=(processor.image_processor, source))
     others = _without(samples, images.column)

@@ -82,8 +82,7 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
 
 
 def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
-    """Return the class names of a column, ordered by class number, from the features in the files; None if they have
-    none. Raises like `stream_hub_rows`."""
+    """Return the class names of a column by number, from the features in the files; None without them."""
     if split.format == "parquet":
         with split.open(next(iter(split.sizes))) as stream:
             return _read_footer_classes(open_parquet(stream), column)
@@ -283,8 +282,7 @@ def _shorten(value: Any, levels: int) -> Any:
 def decode_cell(
     value: Any, column: str, folder: Path | None, kind: str, decode: Callable[[BytesIO | Path], Result]
 ) -> Result:
-    """Decode the image or recording (`kind`) of a cell: its bytes, or the file that it names in `folder` (None: no
-    files may be named). Raises BadRowError."""
+    """Decode a cell's image or recording: bytes, or a file in `folder` (None: no files). Raises BadRowError."""
     name = value.get("path") if isinstance(value, dict) else value
     content = (value.get("bytes") or name) if isinstance(value, dict) else value
     which = f"the {kind} {quoted(Path(name).name)}" if isinstance(name, str) and name else f"one {kind}"

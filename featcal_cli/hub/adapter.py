@@ -244,8 +244,7 @@ def _match(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[Pr
 
 
 def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str]) -> dict[str, Tensor]:
-    """Rename tensors of an older transformers version to today's names; return them unchanged if any cannot be
-    renamed."""
+    """Rename tensors of an older transformers version to today's names, or none if one cannot be renamed."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -325,8 +324,7 @@ def _peft_settings(adapter: Adapter, fit: Fit) -> Any:
 def _fold_as(
     model_class: type[PreTrainedModel], adapter: Adapter, folder: Path, tensors: Mapping[str, Tensor], draft: Path
 ) -> None:
-    """Load the base as `model_class`, merge the adapter into it and write the result. Raises MisfitError or
-    HubError."""
+    """Load the base as `model_class`, merge the adapter into it and write the result. Raises MisfitError."""
     fit = _fit(adapter, tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -369,8 +367,7 @@ def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[P
 
 
 def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedModel:
-    """Return the model with the adapter merged into its weights. Raises MisfitError, or HubError if peft cannot merge
-    it."""
+    """Return the model with the adapter merged into its weights. Raises MisfitError or HubError."""
     from peft import PeftModel, set_peft_model_state_dict
 
     names = set(model.state_dict())

@@ -62,8 +62,7 @@ def make_client() -> Any:
 
 
 def _limit(request: Any) -> None:
-    """Set a timeout if the request has none, as for most calls of huggingface_hub, and remove the token if the request
-    goes to a host other than the Hub."""
+    """Set a timeout if the request has none, and remove the token if it goes to a host other than the Hub."""
     if not any((request.extensions.get("timeout") or {}).values()):
         seconds = TIMEOUT if request.method in ("GET", "HEAD") else WRITING_TIMEOUT
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
@@ -181,8 +180,7 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
-    """Say which host failed and how, without a full address. `by_name`: call the Hub by its host name, like other
-    hosts."""
+    """Say which host failed and how, without a full address. `by_name`: call the Hub by its host name, too."""
     cause: Any = root_of(error)
     if isinstance(cause, HfHubHTTPError):
         response = cause.response
@@ -334,8 +332,7 @@ def _fill(
 
 
 def _find_kind(error: BaseException, cause: BaseException, writing: bool) -> object:
-    """Return the key under which the tables list an error; OSError for a problem of this machine; None for any other
-    error."""
+    """Return an error's key in the tables; OSError for a problem of this machine; None for any other error."""
     table = WRITING if writing else READING
     is_absent = isinstance(cause, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError))
     if is_absent or is_unreachable(cause):
@@ -370,8 +367,7 @@ def _quote(error: BaseException) -> str:
 
 
 def _quote_reason(answer: Any) -> str:
-    """Return the reason that the Hub gives for a refusal, shortened and safe for a terminal; empty if it gives none, or
-    if another host refused."""
+    """Return the reason that the Hub gives for a refusal, safe for a terminal; empty if it gives none."""
     text = answer.headers.get("X-Error-Message", "") if answer is not None and is_hub(host_of(str(answer.url))) else ""
     return _shorten(" ".join(for_terminal(name_hosts(redact(text))).split()).rstrip("."))
 

@@ -86,8 +86,7 @@ def read_class_name(config: Mapping[str, Any]) -> str:
 def check_unquantised(
     config: Mapping[str, Any], what: str, where: str, tensors: Collection[str] = (), fix: str = ""
 ) -> None:
-    """Raise CheckpointError if the config or the tensor names of `what` say that its weights are quantised: such
-    weights cannot be calibrated."""
+    """Raise CheckpointError if config or tensor names of `what` say that its weights are quantised."""
     if kind := _find_quantisation(config, tensors):
         raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
 
@@ -142,8 +141,7 @@ def unbuildable(model_class: type, error: Exception, *, role: str, name: str) ->
 
 
 def find_dtype(tensors: Iterable[Entry]) -> str:
-    """Return the dtype of most weights of a checkpoint, whatever its config says; "auto" (transformers then follows the
-    config) if none of them can be calibrated."""
+    """Return the dtype of most weights of a checkpoint; "auto" if none of them can be calibrated."""
     counts: Counter[str] = Counter()
     for entry in tensors:
         if entry.dtype in CALIBRATED_DTYPES:

@@ -93,8 +93,7 @@ class _Head:
         return [path for path, own in additions.items() if not _is_same(own, self.files.get(path))]
 
     def stale(self, additions: Mapping[str, CommitOperationAdd]) -> list[str]:
-        """List weight files of any format that are not among the pushed files: after the push they would belong to
-        another model."""
+        """List weight files of any format that are not pushed, and would belong to another model afterwards."""
         copies = find_second_copies(self.files)
         return [path for path in self.files if path not in additions and (path.endswith(WEIGHTS) or path in copies)]
 
@@ -111,8 +110,7 @@ def _is_same(own: CommitOperationAdd, listed: Any) -> bool:
 
 
 def _read_head(repo_id: str, revision: str = "main") -> _Head | None:
-    """Read the newest commit of a model repo from the Hub, never from the cache; None if this token sees no such
-    repo."""
+    """Read the newest commit of a model repo, never from the cache; None if this token sees no such repo."""
     try:
         info = client.with_retries(lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True))
     except GatedRepoError:
@@ -164,8 +162,7 @@ def check_target(
 
 
 def _check_head(target: Target, head: _Head | None, *, is_ours: bool) -> None:
-    """Raise HubError if the repo's present state forbids the push. `is_ours`: the repo already holds exactly what is
-    pushed."""
+    """Raise HubError if the repo's present state forbids the push. is_ours: it holds exactly what is pushed."""
     repo_id, where = target.repo_id, f"--push-to {target.repo_id}"
     if head is None:
         if target.create_pr:
@@ -214,8 +211,7 @@ def push(folder: Path, target: Target, *, message: str, watch: Watch | None = No
 
 
 def _look(target: Target, additions: Mapping[str, CommitOperationAdd]) -> tuple[Pushed | None, _Head | None]:
-    """Return the earlier push of these files, if main or an open pull request of this user holds them, and the head of
-    main."""
+    """Return the earlier push of these files, to main or an open pull request of this user, and main's head."""
     head = _read_head(target.repo_id)
     if head is None:
         return None, None

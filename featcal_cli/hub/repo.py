@@ -134,8 +134,7 @@ class _Api(HfApi):
 
 
 Opener = Callable[[str, Kind], Repo]
-"""`open_repo`, or a version that remembers opened repos: a run opens each repo once, so that all its parts see one
-commit."""
+"""`open_repo`, or a version that remembers: a run opens each repo once, so that all its parts see one commit."""
 
 
 def open_repo(name: str, kind: Kind = "model") -> Repo:
@@ -159,8 +158,7 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
 
 
 def read_headers(repo: Repo) -> dict[str, Entry]:
-    """Read the headers of all safetensors files of a model: tensor name → entry; no weights are transferred. Raises
-    HubError if a file is missing or broken."""
+    """Read the headers of all safetensors files of a model: tensor name → entry. Raises HubError."""
     names = [SAFETENSORS[0]]
     if SAFETENSORS[0] not in repo.files:
         text = repo.read_text(SAFETENSORS[1])
@@ -228,8 +226,7 @@ def _read_listing(tree: Iterable[object], name: str) -> dict[str, RepoFile]:
 
 
 def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """List the cached files of a commit if they are a whole model, else none: without the Hub's listing, nothing tells
-    which files are missing from the cache."""
+    """List the cached files of a commit if they are a whole model; else none, as some may be missing."""
     try:
         folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
     except LocalEntryNotFoundError:

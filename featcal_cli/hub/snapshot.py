@@ -130,8 +130,7 @@ def _name_other_weights(files: Collection[str]) -> str:
 
 
 def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener) -> Origin:
-    """Find the base of the adapter in `repo`: the one that the user names, else the full model that the adapter
-    names."""
+    """Find an adapter's base: the one that the user names, else the full model that the adapter names."""
     fix = f"name the base: BASE+{repo.name}"
     named = base_name or _name_base(repo)
     if not named:
@@ -161,8 +160,7 @@ def _name_base(repo: Repo) -> str:
 
 
 class UnusableError(ValueError):
-    """A name that does not refer to anything that may be opened; the message continues a sentence that begins with the
-    name."""
+    """A name that refers to nothing that may be opened; the message continues a sentence after the name."""
 
 
 def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
@@ -241,8 +239,7 @@ class Snapshot:
     """A model on this machine; the files in `folder` never change for a given `commit`."""
 
     name: str
-    """The Hub id or path of a folder that the user typed, without the revision; if it was BASE+ADAPTER, the
-    adapter's."""
+    """What the user typed, without the revision: Hub id or folder; of BASE+ADAPTER, the adapter's."""
     folder: Path
     commit: str | None
     """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own."""
@@ -273,8 +270,7 @@ def resolve_config(name: str) -> Snapshot:
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
-    """Return the local snapshot of an origin, downloaded if necessary; `watch` is told the progress. Raises
-    HubError."""
+    """Return the local snapshot of an origin, downloaded if necessary; `watch` is told the progress."""
     repo = origin.repo
     if origin.base:
         return _fold(origin, origin.base, watch)
@@ -317,8 +313,7 @@ def _delete(path: Path) -> str:
 
 
 def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
-    """Check the snapshot's files and return it. Raises HubError if a file is missing, cut short or no safetensors
-    file."""
+    """Return the snapshot. Raises HubError if a file is missing, cut short or no safetensors file."""
     folder = snapshot.folder
     check_model(snapshot.name, [file.name for file in folder.iterdir()])
     names = [file.name for file in snapshot.weights()] or [SAFETENSORS[0]]

@@ -39,8 +39,7 @@ AT_THE_TOP = (
     *("model.*.safetensors", "model-*.*.safetensors", "model.*.safetensors.index.json"),
     *("model.safetensors.index.*.json", "optimizer*.pt", "optimizer*.bin"),
 )
-"""Name patterns, in the folder of config.json, of files in which frameworks keep a whole model or an optimiser its
-state."""
+"""Patterns of files beside config.json in which frameworks keep a whole model or an optimiser its state."""
 BELOW = ("onnx/*", "openvino/*", "coreml/*", "*.mlpackage/*", "original/*.pth", "original/*.safetensors")
 """Path patterns of subfolders in which frameworks keep a whole model."""
 ANYWHERE = ("*.gguf", "*.ggml")
@@ -102,8 +101,7 @@ def parse_index(text: str | bytes, where: str) -> list[str]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Return the tensors of a local safetensors file: name → entry. Raises ValueError if it is no safetensors file or
-    cut short, OSError if it cannot be read."""
+    """Return the tensors of a local safetensors file: name → entry. Raises ValueError and OSError."""
     with file.open("rb") as stream:
         if stream.read(8) == b"version ":  # of the Git LFS specification
             raise ValueError("it is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
@@ -152,8 +150,7 @@ def converted_copy(source: Path, key: str) -> Path:
 
 @contextmanager
 def new_copy(target: Path, kind: str) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `target` on success and deleted on failure. Raises HubError if it cannot
-    be written."""
+    """Yield an empty folder that is renamed to `target` on success and deleted on failure. Raises HubError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))

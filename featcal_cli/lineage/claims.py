@@ -163,8 +163,7 @@ def _is_mixture(config: Mapping[Any, Any]) -> bool:
 
 
 def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
-    """Yield the models of a merge, or of one of its modules, in order. Raises LineageError if layers were shifted or
-    restacked."""
+    """Yield the models of a merge, or of one of its modules. Raises LineageError if layers were moved."""
     if part.get("models") is not None:
         for entry in _listed(part["models"], "models"):
             yield _read_reference(entry.get("model"))
@@ -209,8 +208,7 @@ def _listed(value: object, key: str = "modules") -> list[dict[Any, Any]]:
 
 
 def read_pool(document: object, where: str) -> Claim | None:
-    """Read the model pool of FusionBench from a YAML document; None for any other document, and for a pool of fewer
-    than two models."""
+    """Read the model pool of FusionBench from a YAML document; None for others, and for fewer than two models."""
     pool = document.get("modelpool", document) if isinstance(document, dict) else None
     if not isinstance(pool, dict) or "pool" not in f"{pool.get('_target_')} {pool.get('type')}".lower():
         return None

@@ -1,5 +1,4 @@
-"""Find the expert of each task and its calibration data: those that the user names, else those that the merged repo and
-the experts' cards name."""
+"""Find the expert of each task and its data: those that the user names, else those in the repos' files and cards."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ def _leave_out(search: Search, experts: Experts) -> None:
 
 
 def _match(task: str, experts: dict[str, str]) -> str | None:
-    """Find the expert that the user means by a task, by its task name or its repo's name, and return its task name;
-    None if none matches."""
+    """Return the task name of the expert that the user means by a task's or repo's name; None if none matches."""
     if alike := [name for name in experts if same_name(name, task)]:
         return task if task in alike else alike[0]
     repos = {name: repo_of(value) for name, value in experts.items()}

@@ -142,8 +142,7 @@ def find_lineage(
 
 
 def _read_merged(search: Search) -> Claim | None:
-    """Read the claims of the merged repo, if there is one and the user has not given both base and experts. Return the
-    first claim that names experts."""
+    """Read the claims of the merged repo, if it is needed. Return the first claim that names experts."""
     draft = search.draft
     merged = draft.merged if isinstance(draft.merged, str) else ""
     if merged and not (draft.base and search.names_experts) and not split_adapter(merged)[0]:
@@ -223,8 +222,7 @@ def _settle(search: Search, experts: Mapping[str, Finding], base: Finding) -> di
 
 
 def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, TaskData]:
-    """Find the data of each task, and ask the user if nothing names them. Raises HubError if the Hub cannot be
-    reached."""
+    """Find the data of each task, and ask the user if nothing names them. Raises HubError."""
     data: dict[str, TaskData] = {}
     named: dict[str, TaskData] = {}
     for task, expert in experts.items():

@@ -138,8 +138,7 @@ class Search:
             return self._open_repo(name, kind)
 
     def read_ahead(self, repos: Iterable[tuple[str, Kind]]) -> None:
-        """Open repos and fetch their small files, several at a time. Errors are ignored here, as they are raised again
-        when the repo is used."""
+        """Open repos and fetch their small files, several at a time. Errors are raised when a repo is used."""
 
         def fetch(repo: tuple[str, Kind]) -> None:
             with suppress(Exception):
@@ -149,8 +148,7 @@ class Search:
         do_at_once(fetch, repos)
 
     def look_at(self, name: str, kind: Kind, source: str = FROM_USER) -> None:
-        """Open a repo and read a small file that every model has, as a gated repo can be listed but not read. Raises
-        HubError."""
+        """Open a repo and read a small file of it, as a gated repo can be listed but not read. Raises HubError."""
         repo = self.open(name, kind, source)
         with _named_by(name, source):
             if kind == "model":

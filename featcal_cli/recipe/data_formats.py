@@ -1,5 +1,4 @@
-"""Formats of data files that a recipe can name. To add one, add an entry to FORMATS: errors name the file and, in text
-files, the line."""
+"""Formats of data files that a recipe can name. To add one, add an entry to FORMATS."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def read_lines(file: Path, longest: int = -1) -> Iterator[str]:
 
 
 def _open_text(file: Path, scan: Callable[[], Scan], parse: Callable[[Any, Path, int], Row]) -> list[Table]:
-    """Make a table that finds its rows by reading the file from the start, so that only the wanted rows are parsed and
-    in memory."""
+    """Make a table that reads the file from the start, so that only wanted rows are parsed and in memory."""
 
     def read(positions: Sequence[int]) -> Iterator[Row]:
         wanted = positions if isinstance(positions, range) else set(positions)
@@ -182,8 +180,7 @@ def _open_csv(file: Path, separator: str) -> list[Table]:
 
 
 def _scan_csv(file: Path, separator: str) -> Scan:
-    """Yield the rows of a file whose first line names the columns. Every value stays text, because a type guessed from
-    the first rows may not fit later ones."""
+    """Yield the rows below a line of names. Values stay text: a type of the first rows may not fit later ones."""
     import csv
 
     csv.field_size_limit(2**31 - 1)  # the default refuses long documents

@@ -1,5 +1,4 @@
-"""Merge methods that a recipe can name: average, task arithmetic, TIES and DARE-TIES. To add one, add its name to
-MethodName and an entry to METHODS."""
+"""Merge methods that a recipe can name. To add one, add its name to MethodName and an entry to METHODS."""
 
 # Functions import torch when they run: `featcal --help` and a recipe need the names alone.
 from __future__ import annotations
@@ -43,8 +42,7 @@ class MergeMethod:
     numbers: tuple[str, ...]
     """The settings that it reads, in the order of NUMBERS."""
     make_rule: Callable[[Merge, Parameters], Rule]
-    """Function from settings and parameters to the rule that merges each parameter. It may read all parameters
-    first."""
+    """Function from settings and parameters, which it may read first, to the rule for each parameter."""
     about: str
     """What it does, in the help of a recipe's key."""
     example: str
@@ -91,8 +89,7 @@ def _dare_ties(merge: Merge, parameters: Parameters) -> Rule:
 
 
 def drop_at_random(merge: Merge, name: str, sources: Sources) -> Iterator[Tensor]:
-    """Drop and rescale steps as DARE does: keep each with probability `density` and divide it by `density`, else yield
-    0."""
+    """Keep each step with probability `density` and divide it by `density`, as DARE does; else yield 0."""
     import torch
 
     # one parameter's choice does not depend on any other's

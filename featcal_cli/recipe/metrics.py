@@ -29,8 +29,7 @@ class Metric:
     of_numbers: bool
     """Whether it compares numbers; a recipe must then say how the model writes numbers."""
     pair: Callable[[Sequence[Any], Sequence[Any]], Numbers]
-    """Function from predictions and labels to float64 rows [examples, …], which are resampled for confidence
-    intervals."""
+    """Function from predictions and labels to float64 rows [examples, …], which are resampled for intervals."""
     measure: Callable[[Numbers], float]
     """Function from these rows to the score."""
     about: str
@@ -86,8 +85,7 @@ def _perplexity(losses: Numbers) -> float:
 
 
 def _correlate_ranks(pairs: Numbers) -> float:
-    """Return Spearman's rank correlation, with equal values at their mean rank; 0 if all predictions or all labels are
-    equal."""
+    """Return Spearman's rank correlation; 0 if all predictions or all labels are equal."""
     import numpy
 
     ranks = []

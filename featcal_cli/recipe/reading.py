@@ -31,8 +31,7 @@ COMPANIONS = {
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe that is given as a path or as the name of a shipped recipe. Raises RecipeError if
-    there is none."""
+    """Return the file of a recipe: a path, or the name of a shipped one. Raises RecipeError."""
     if (path := existing_path(name)) and path.is_file():
         return Path(name).expanduser()
     return _find_shipped(name, shipped_recipes(), "give a YAML file or one of")

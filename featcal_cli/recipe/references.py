@@ -22,8 +22,7 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNO
 
 
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
-    """Parse an existing path (relative to `folder`), `ID[@REVISION][:CONFIG[:SPLIT]]` or a dataset's web address into
-    keys of `Data`. Raises RecipeError."""
+    """Parse a path, `ID[@REVISION][:CONFIG[:SPLIT]]` or a web address into keys of `Data`. Raises RecipeError."""
     if path := existing_path(str(folder / text)):
         return {"path": str(path.resolve())}
     if page := read_page(text):
@@ -40,8 +39,7 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
 
 
 def parse_merge(text: str) -> dict[str, str]:
-    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` into keys of `Merge`, which later checks that the numbers are valid.
-    Raises RecipeError."""
+    """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` into keys of `Merge`, which checks them. Raises RecipeError."""
     method, *numbers = text.split(":")
     if len(numbers) > len(NUMBERS):
         what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
@@ -91,8 +89,7 @@ def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
 
 
 def bare_model(text: str) -> str:
-    """Return the name of a model, or of BASE+ADAPTER, with web addresses replaced as by `bare_id`; an existing path
-    stays. Raises RecipeError."""
+    """Return a model's name, or BASE+ADAPTER, with web addresses replaced by ids. Raises RecipeError."""
     if existing_path(text):
         return text
     return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))

@@ -189,8 +189,7 @@ class Data(Section):
         return "" if self.is_self_written else named
 
     def read_as(self, said: Data | None) -> Data:
-        """Return this source with the user's settings for reading it (columns, split, template). Raises RecipeError if
-        they do not suit the source."""
+        """Return this source with the user's columns, split and template. Raises RecipeError if they do not suit it."""
         if said is None or said.has_source:
             return self
         columns = {**self.columns, **said.columns}
@@ -367,8 +366,7 @@ class Draft(Section):
 
 
 class Recipe(Draft):
-    """One job, complete: the merged model, its base, the tasks, the settings. Raises pydantic's ValidationError for a
-    key that is unknown or does not fit."""
+    """One job, complete. Raises pydantic's ValidationError for a key that is unknown or does not fit."""
 
     base: ModelName
     tasks: Mapping[Name, Task] = Field(min_length=1)

@@ -29,8 +29,7 @@ COLOURS = 64
 LEFT, RIGHT, TOP, BOTTOM = 0.65, 0.15, 1.15, 0.6
 """Inches around the charts. They are fixed, as a layout that is computed differs in its last bits from run to run."""
 MERGED, CALIBRATED, SECOND = "#d55e00", "#0072b2", "#009e73"
-"""Colours of a merged and of a calibrated model, and of the second of two that are both merged or both calibrated;
-colour-blind readers can tell them apart."""
+"""Colours, for colour-blind readers too, of a merged and a calibrated model, and of a second of either."""
 ROLES = {
     "base": ("#8c8c8c", 1.2),
     "merged": (MERGED, 1.6),
@@ -69,8 +68,7 @@ class Chart:
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """Use matplotlib's defaults, not the user's style, in this context, and make the ids in an SVG depend on the
-    picture alone."""
+    """Use matplotlib's defaults, not the user's style, and ids in an SVG that depend on the picture alone."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -81,8 +79,7 @@ def own_style() -> Iterator[None]:
 
 
 def write_figure(figure: Figure, kind: Format) -> bytes:
-    """Return the figure as bytes: a PNG with a palette of COLOURS, or an SVG without a date and with its text as
-    paths."""
+    """Return a PNG with a palette of COLOURS, or an SVG without a date and with its text as paths."""
     drawn, small = io.BytesIO(), io.BytesIO()
     if kind == "svg":
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": "featcal"})
@@ -131,8 +128,7 @@ def choose_colours(calibrated: Collection[str]) -> dict[str, str]:
 def _plot(
     tasks: Mapping[str, TaskInspection], labels: Mapping[str, str], title: str, kind: Format, colours: Mapping[str, str]
 ) -> bytes:
-    """Draw a chart for each task and, first, one for their mean. labels: names of the roles; title: a further line;
-    colours: colours of the roles."""
+    """Draw a chart for each task and, first, one for their mean; `title` is a further line."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

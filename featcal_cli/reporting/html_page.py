@@ -42,8 +42,7 @@ def _hash(template: str, element: str) -> str:
 
 
 def _describe(inspection: Inspection) -> dict[str, Any]:
-    """Return the data for the page's script. Lists keep the order and allow any name, as a task may be called
-    `__proto__`."""
+    """Return the data for the page's script. Lists allow any name, as a task may be called `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
     names = {role: "base model" if role == "base" else _show(inspection.short_names[role]) for role in roles}

@@ -102,8 +102,7 @@ def write_card(
 
 
 def copy_merged_card(report: Report, readme: str | None) -> dict[str, bytes]:
-    """Return the merged model's own card as {file name: content} for the output; empty if there is none, or the Hub has
-    it."""
+    """Return the merged model's own card by file name; empty if there is none, or the Hub has it."""
     if not readme or any(map(_on_hub, _find_sources(report, "merged"))):
         return {}
     return {MERGED_CARD: without_tokens(readme).encode("utf-8", "replace")}

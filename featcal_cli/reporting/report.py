@@ -65,8 +65,7 @@ class BlockDrift:
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """The effect of drift on outputs: the expert's own head is run on the last features of the model and of the
-    expert."""
+    """The effect of drift on outputs: the expert's own head runs on last features of model and expert."""
 
     kind: str
     """Kind of output: logits, or features where the expert has no logits for a single choice (it has no head, a
@@ -233,8 +232,7 @@ class Report:
     """Notes on choices that the user did not make, and on modules that were left unchanged."""
     sources: list[Source] = field(default_factory=list)
     measures: dict[str, TaskInspection] = field(default_factory=dict)
-    """Measurements of the merged, calibrated and base model as in inspect-drift, by task, on the same examples as
-    `drift`."""
+    """Measurements of merged, calibrated and base model as in inspect-drift, on the examples of `drift`."""
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     perplexity: dict[str, TaskScores] = field(default_factory=dict)
@@ -294,8 +292,7 @@ class Report:
 
     @property
     def judged(self) -> dict[str, tuple[float, float]]:
-        """The values that the result is judged by, before and after, by task: distances of outputs or, without them,
-        drift."""
+        """The values that judge the result, before and after, by task: distances of outputs, else drift."""
         return self.output_distances or {task: (drift.before, drift.after) for task, drift in self.drift.items()}
 
     @property

@@ -134,8 +134,7 @@ def list_columns(inspection: Inspection) -> list[Column]:
 
 
 def compare_drift(drift: float, other: float, name: str, experts: str = "the experts") -> str:
-    """Say by how many percent a model is nearer to the experts, or farther from them, than `name`; empty where the
-    change is not finite."""
+    """Say by how many percent a model is nearer to or farther from the experts than `name`; else nothing."""
     change = drift / other - 1 if other else nan
     if not isfinite(change):
         return ""
@@ -202,8 +201,7 @@ def write_verdict(
 def _compare_outputs(
     inspection: Inspection, role: str, than: str, names: Mapping[str, str]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield a sentence that compares two models' distances of outputs from the experts'; nothing where a task lacks
-    them."""
+    """Yield a sentence that compares two models' distances of outputs, if every task has them."""
     tasks = inspection.tasks.values()
     ours, theirs = ([output.relative for task in tasks if (output := task.models[x].output)] for x in (role, than))
     if min(len(ours), len(theirs)) < len(tasks):

@@ -19,8 +19,7 @@ if TYPE_CHECKING:  # one process alone does without, and need not wait for it
     from torch import Tensor
 
 PATIENCE = timedelta(hours=2)
-"""How long a process waits for another, which may be downloading or pushing. If one process ends, torchrun ends all of
-them."""
+"""How long a process waits for another, which may be downloading; torchrun ends all when one ends."""
 T = TypeVar("T")
 Key = TypeVar("Key")
 
@@ -46,8 +45,7 @@ class Ranks:
         return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, ordered by rank. It is meant for small values; tensors in them must be on
-        the CPU."""
+        """Return the (small) values of all processes, ordered by rank; tensors in them must be on the CPU."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -108,8 +106,7 @@ class Ranks:
 
 
 def join_ranks() -> Ranks:
-    """Wait until all ranks of this run have called this function, and return them. NCCL exchanges tensors on GPUs, and
-    Gloo everything else."""
+    """Wait for all ranks of this run, and return them. NCCL exchanges tensors on GPUs, Gloo all else."""
     launch = read_launch()
     if not launch.by_torchrun:
         return Ranks()

@@ -73,8 +73,7 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
 
 
 class Obstacles:
-    """Collects the errors that stop a run: each is raised at once, or kept if `collect` is set, so that all can be
-    shown together."""
+    """Collects the errors that stop a run: each is raised at once or, with `collect`, kept to be shown."""
 
     def __init__(self, *, collect: bool = False) -> None:
         self.found: list[FeatCalError] = []
@@ -93,8 +92,7 @@ class Obstacles:
 
 
 def list_causes(error: BaseException) -> list[BaseException]:
-    """List an error and those that it was raised from, the first cause last. Each comes once: some libraries raise an
-    error from itself."""
+    """List an error and those that it was raised from, once each: some libraries raise one from itself."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and all(cause is not known for known in causes):
         causes.append(cause)
@@ -166,8 +164,7 @@ class LostRankError(FeatCalError):
 
 
 def explain_broken_package(error: BaseException) -> FeatCalError | None:
-    """Return the message for an error that was raised while a package other than featcal was imported; None for any
-    other error."""
+    """Return the message for an error raised while another package was imported; None for others."""
     for cause in reversed(list_causes(error)):  # lazy modules raise errors of their own
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
         importing = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]

@@ -29,8 +29,7 @@ UNFLUSHABLE = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 def name_reason(error: BaseException) -> str:
-    """Return the reason of an error in the system's words, also for libraries not written in Python, which put the
-    errno only into the message."""
+    """Return an error's reason in the system's words, also where only its message has the errno."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = _find_number(error)
@@ -57,8 +56,7 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(draft: Path, target: Path) -> None:
-    """Rename a finished file so that, even after a power failure, the name stands for either the old file or the
-    complete new one. Raises OSError."""
+    """Rename a finished file: even after a power failure, the old or the new one is there, whole."""
     flush(draft)
     draft.replace(target)
     flush(target.parent)
@@ -90,8 +88,7 @@ def write_requested(file: Path, content: str | bytes, where: str) -> None:
 
 
 def tell_fix(error: BaseException, otherwise: str) -> str:
-    """Return the fix for an error in writing: the one for its errno, joined by "or" with `otherwise`, or only
-    `otherwise`."""
+    """Return the fix for an error in writing: the one for its errno, "or" `otherwise`."""
     fix = FIXES.get(_find_number(error) or 0)
     if _find_number(error) in (errno.EFBIG, errno.EMFILE):  # the limit is the same in every place
         return str(fix)
@@ -99,8 +96,7 @@ def tell_fix(error: BaseException, otherwise: str) -> str:
 
 
 def explain_full(error: BaseException) -> OutputError | None:
-    """The message for an OSError that the user can do something about, wherever it was raised; None for any other
-    error."""
+    """Return the message for an OSError that the user can do something about; None for any other error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's, without a name
         what, fix = "there is no folder for temporary files", "set TMPDIR to a folder that can be written"
         return OutputError(what, where="TMPDIR", fix=fix)

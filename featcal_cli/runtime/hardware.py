@@ -107,8 +107,7 @@ def reuse_memory() -> None:
 
 @contextmanager
 def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Iterator[None]:
-    """Context manager in which a model draws the same random numbers every time; the random generators outside are left
-    unchanged."""
+    """Context manager in which a model draws the same random numbers every time; others are left alone."""
     if not draws:
         yield
         return
@@ -118,15 +117,13 @@ def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Ite
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, because the C library keeps freed memory that is not at the end of the heap.
-    Works only with glibc."""
+    """Return freed memory inside of the heap to the system; works only with glibc."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)
 
 
 def advise(start: int, size: int, advice: str) -> None:
-    """Tell the system how mapped memory will be used, by the name of the advice. Does nothing if the system does not
-    know this advice."""
+    """Tell the system, if it knows this advice, how mapped memory will be used."""
     if hasattr(mmap, advice):
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
         madvise = ctypes.CDLL(None).madvise
@@ -161,13 +158,11 @@ PACKAGES = (
 )  # fmt: skip
 """Packages, besides torch and transformers, whose versions can affect a result."""
 SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
-"""Parts of messages that mark a plain RuntimeError of torch as a lack of memory, because CPU allocators and oneDNN
-raise nothing more specific."""
+"""Parts of messages that mark a RuntimeError of a CPU allocator or oneDNN as a lack of memory."""
 GROUPS = Path("/sys/fs/cgroup")
 """The folder in which Linux lists control groups."""
 FEATURES_SHARE, DEVICE_SHARE = 4, 8
-"""Divisors of the machine's and of a device's memory that give the largest size of the features of paused passes, and
-of the weights that stay on a device."""
+"""Divisors of total memory that limit features of paused passes, and weights that stay on a device."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -199,8 +194,7 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def coarse_products() -> Iterator[None]:
-    """Context manager in which a CUDA device may round the factors of float32 products to ten bits (TF32), which is
-    several times faster on cards that can."""
+    """Context manager in which a CUDA device may round factors to ten bits (TF32), which is faster."""
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_tf32 = matmul.allow_tf32, True
     try:
@@ -248,8 +242,7 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
 
 
 def room_for_weights(device: torch.device) -> int:
-    """Return how many bytes of weights may stay on a device after their use; 0 for a CPU, which uses them where they
-    lie."""
+    """Return how many bytes of weights may stay on a device after their use; 0 for a CPU."""
     return 0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE
 
 
@@ -280,8 +273,7 @@ def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
 
 
 def find_core_limits(groups: str, folder: Path) -> Iterator[float]:
-    """Yield how many cores this process's control group and its parents may use at a time, for `groups` and `folder` as
-    in `find_memory_limits`."""
+    """Yield how many cores this process's control group and its parents may use at a time."""
     for text in _read_limits(groups, folder, "cpu.max"):
         quota, _, period = text.partition(" ")
         if quota.isdigit() and period.isdigit() and int(period):

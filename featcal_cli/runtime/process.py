@@ -61,8 +61,7 @@ def list_launch_words() -> list[str]:
 
 
 def check_device(name: str) -> None:
-    """Raise RecipeError for a text that cannot name a device. `hardware.choose_device` checks whether the device
-    exists."""
+    """Raise RecipeError for a text that names no device; `hardware.choose_device` checks whether it exists."""
     if name.partition(":")[0] == "mps":
         what = "Apple's GPUs (mps) are not used: they have no float64, which small values of --ridge need"
         raise RecipeError(what, where="--device", fix="give --device cpu")
@@ -218,15 +217,13 @@ def interruptible(message: str = CALIBRATING) -> Iterator[None]:
 
 
 def stop(message: str) -> NoReturn:
-    """End the process at once, because the interpreter's normal ending can take too long, and print the message unless
-    one was printed before."""
+    """End the process at once, as the interpreter's own ending can take long, with the message if none came."""
     _tell(message)
     os._exit(exit_code())
 
 
 def _tell(message: str) -> None:
-    """Print once that the process was interrupted, bypassing whatever else writes to the terminal. Of several processes
-    the first does."""
+    """Print once that the first process was interrupted, bypassing whatever else writes to the terminal."""
     if _told.acquire(blocking=False) and read_launch().rank == 0:
         clear = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""
         with suppress(OSError):  # the terminal has gone

@@ -71,8 +71,7 @@ def name_host(address: str, *, by_name: bool = False) -> str:
 
 @contextmanager
 def heard(listener: Callable[[str], None]) -> Iterator[None]:
-    """Context manager in which `listener` is told of every wait of featcal and of huggingface_hub, whose own log
-    messages are hidden."""
+    """Context manager in which `listener` is told of every wait of featcal and of huggingface_hub."""
     # of several processes the first one speaks
     waits = _WaitFilter(listener if read_launch().rank == 0 else lambda _: None)
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
@@ -89,8 +88,7 @@ def heard(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class _WaitFilter(logging.Filter):
-    """A logging filter that passes messages about failed requests to a listener, without addresses, and hides all
-    messages of its loggers."""
+    """A logging filter that hides all messages and passes those about failed requests to a listener."""
 
     def __init__(self, listener: Callable[[str], None]) -> None:
         super().__init__()
@@ -154,8 +152,7 @@ def tell_range(low: float, high: float) -> str:
 
 
 def tell_change(before: float, after: float) -> str:
-    """Format the relative change of a drift in percent, computed from three digits of it, which are shown beside it;
-    "new" if it was 0.000 before."""
+    """Format the relative change of a drift, as shown in three digits, in percent; "new" if it was 0.000."""
     before, after = round(before, 3), round(after, 3)
     if not before:
         return "new" if after else "0 %"
@@ -186,8 +183,7 @@ class Progress:
     drifts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The drift of the merged and of the calibrated model after `block`, by task, if it was just measured."""
     by_outputs: bool = False
-    """Whether errors are measured at the outputs. Features may then move away from the expert's while outputs come
-    nearer."""
+    """Whether errors are measured at the outputs, which may come nearer while features move away."""
     restored: bool = False
     """Whether an earlier run had finished the latest block."""
 
@@ -202,8 +198,7 @@ class Progress:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Context manager that hides progress bars and warnings of transformers, because featcal's own checks report
-    missing and unexpected tensors."""
+    """Context manager that hides progress bars and warnings of transformers; featcal's checks report."""
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("transformers")

@@ -38,8 +38,7 @@ def plain(text: str) -> str:
 
 
 def exception_text(error: BaseException) -> str:
-    """Return the text of an exception for a message: on one line, shortened, and with the exception's type if the text
-    alone says too little."""
+    """Return an exception's text for a message: one line, shortened, with its type if it says too little."""
     text = " ".join(for_terminal(str(error)).split())
     if not text or isinstance(error, KeyError | AssertionError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -74,8 +73,7 @@ def for_terminal(text: str) -> str:
 
 
 def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
-    """Return a line of Markdown that shows exactly the text, without tokens, in a paragraph, list item or table
-    cell."""
+    """Return a line of Markdown that shows the text, without tokens, in a paragraph, list or table cell."""
     shown = re.sub(r"([\\`*_\[\]!#~$@{}])", r"\\\1", one_line(text, longest))
     for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("://", "&#58;//")):
         shown = shown.replace(char, entity)
@@ -99,8 +97,7 @@ def shorten_commits(text: str) -> str:
 
 
 def one_line(text: str, longest: int = LONGEST_NAME) -> str:
-    """Return the text on one line, cut to `longest` characters, without tokens and without control, direction and other
-    invisible characters."""
+    """Return the text on one line, cut, without tokens and control, direction and invisible characters."""
     shown = " ".join("".join(_REPLACED.get(category(char), char) for char in without_tokens(text)).split())
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
@@ -118,8 +115,7 @@ SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL", r
 SHORTEST = 6
 """Minimum length of a secret; removing shorter values would remove ordinary words."""
 SHORTEST_IN_FILES = 16
-"""Minimum length of a secret that is removed from files, because a wrong removal would break programs that read
-them."""
+"""Minimum length of a secret that is removed from files, which programs read."""
 HIDDEN = "***"
 PATTERNS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), f"hf_{HIDDEN}"),

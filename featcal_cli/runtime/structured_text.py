@@ -16,8 +16,7 @@ from featcal_cli.runtime.sanitise import plain
 MAX_CHARACTERS = 1_000_000
 """Maximum number of characters of a YAML text that is parsed; no card or config is longer."""
 MAX_VALUES = 1_000_000
-"""Maximum number of values that a YAML text may unfold to; a few lines of aliases (&a, *a, <<) can unfold to more than
-fits into memory."""
+"""Maximum number of values that a YAML text may unfold to; a few lines of aliases can unfold to gigabytes."""
 MAX_DEPTH = 60
 """Maximum number of levels of nested values."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
@@ -62,8 +61,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_document(node)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return the number that a scalar stands for, decimal or not. Raises ValueError for one that Python cannot
-        write again."""
+        """Return the number, decimal or not. Raises ValueError for one that Python cannot write again."""
         text = str(self.construct_scalar(node))
         number = int(text, 0 if text[:2] in ("0o", "0x") else 10)
         str(number)
@@ -122,8 +120,7 @@ def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
 
 
 def find_line(text: str, path: Sequence[str | int]) -> int:
-    """The line, from 1 on, of the value at `path` in a YAML text that was loaded, or of the last part of the path that
-    exists."""
+    """Return the line, from 1 on, of the value at `path` in a YAML text, or of the last part that exists."""
     documents = yaml.compose_all(text, Loader=_RecipeLoader)
     node = next((document for document in documents if isinstance(document, yaml.MappingNode)), None)
     line = 1
@@ -156,8 +153,7 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises JSONDecodeError for text that is not JSON, and another ValueError, with a reason, for
-    JSON that is beyond Python's limits."""
+    """Parse a JSON text. Raises JSONDecodeError, or another ValueError for JSON beyond Python's limits."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -181,8 +177,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Return the number of values that a node unfolds to, and their depth. Raises _RefusedError for too many or too
-    deep values."""
+    """Return number and depth of values that a node unfolds to. Raises _RefusedError for too many."""
     if id(node) in known:
         if (size := known[id(node)]) is None:
             raise _RefusedError("a value in it contains itself (an alias inside its own anchor)")

@@ -131,8 +131,7 @@ def _count_traced(job: Job, task: str) -> int:
 
 
 def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
-    """Return a task's drift after its last block in a calibration. held_out: whether it was measured on held-out
-    examples."""
+    """Return a task's drift after its last block in a calibration, measured on held-out examples or not."""
     last = job.architecture.last_blocks[task]
     before, after = (job.drift.meter.read(last, task, role) for role in ("merged", CALIBRATED))
     base = job.drift.meter.read(last, task, "base").relative if "base" in job.drift.runners else None

@@ -44,8 +44,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Run all checks and yield their findings, in the order in which a run needs what is checked. No finding shows a
-    secret."""
+    """Yield the findings of all checks, in the order in which a run needs what is checked, without secrets."""
     yield Finding("featcal", "ok", version("featcal-cli"))
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _examine_packages()
@@ -56,8 +55,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _examine_packages() -> Iterator[Finding]:
-    """Check the packages that featcal's own metadata requires: yield one finding for all that are correct, and one for
-    each that is not."""
+    """Check the packages that featcal requires: yield one finding for all correct ones, and one for each other."""
     right = []
     for line in requires("featcal-cli") or []:
         wanted = Requirement(line)
@@ -103,8 +101,7 @@ def _examine_machine() -> Iterator[Finding]:
 
 
 def _examine_cache(name: str, folder: Path, variable: str, command: str) -> Iterator[Finding]:
-    """Check a folder for downloads. variable: the environment variable that sets another folder; command: a command
-    that frees space in it."""
+    """Check a folder for downloads, which `variable` moves, and in which `command` frees space."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         text = f"{folder} cannot be written"
@@ -146,8 +143,7 @@ def _examine_hub() -> Iterator[Finding]:
 
 
 def _greet() -> dict[str, str]:
-    """Ask the Hub for the current user without a token. A working Hub answers 401, which counts as success; raises for
-    other errors."""
+    """Ask the Hub for the current user without a token; a working Hub answers 401. Raises for other errors."""
     response = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(token=False))
     if response.status_code != 401:
         hf_raise_for_status(response)

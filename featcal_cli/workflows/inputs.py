@@ -1,5 +1,4 @@
-"""The inputs of a job: its models and data by name and commit, and the sources of these names. Nothing here needs
-torch."""
+"""The inputs of a job: its models and data by name and commit, and their sources. Nothing here needs torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The `inspect-drift` command: experts, model and base run side by side and their drift is measured; nothing is
-calibrated."""
+"""The `inspect-drift` command: experts, model and base run side by side, and their drift is measured."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
 """Examples per task, if the user does not set a number."""
 SEED = 43
-"""Seed of the examples if the user sets none. It differs from calibration's default, so that a calibration is not
-judged by the examples it was fitted to."""
+"""Default seed of the examples, not calibration's: it is not judged by the examples it was fitted to."""
 
 
 def inspect_drift(

@@ -1,5 +1,4 @@
-"""The models of a job on this machine: they are downloaded and loaded, and the merged model is built if the job does
-not name one."""
+"""Download and load the models of a job, and build the merged model if the job does not name one."""
 
 from __future__ import annotations
 

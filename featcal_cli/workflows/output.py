@@ -36,8 +36,7 @@ class Slot(Entry):
 
 
 def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
-    """Return the slot of every tensor of the checkpoint by its name on disk; only the headers are read. Raises
-    CheckpointError."""
+    """Return the slot of every tensor of the checkpoint by its name on disk. Raises CheckpointError."""
     slots: dict[str, Slot] = {}
     for file in snapshot.weights():
         try:
@@ -102,8 +101,7 @@ def _check_dtype(model: Model, name: str, dtype: str) -> None:
 def _match_names(
     model: Model, parameters: Mapping[str, Tensor], stored: Collection[str]
 ) -> Iterator[tuple[str, Tensor, str | None]]:
-    """Yield every parameter in the form that the files have (a fused one in parts), with the name of its tensor in the
-    files, or None if they have none."""
+    """Yield parameters as the files have them (fused ones in parts), with their tensors' names or None."""
     prefix = f"{model.module.base_model_prefix}."
     tied: dict[int, list[str]] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
@@ -126,8 +124,7 @@ def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
 
 
 def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`; all other bytes stay
-    unchanged."""
+    """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`, and no others."""
     for name, tensor in tensors:
         slot = slots[name]
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

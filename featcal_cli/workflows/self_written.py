@@ -1,5 +1,4 @@
-"""Examples that an expert writes itself, for merges whose recipe names no data. They are sampled from the expert once
-and kept in the cache."""
+"""Examples that an expert writes itself where a recipe names no data: sampled once, and kept in the cache."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def open_self_written(
     folders: Folders,
     text_models: TextModels | None = None,
 ) -> TextReader:
-    """Open a reader, for `model`, of the examples that an expert of class `model_class` writes. Raises DataError if the
-    class is not a causal language model."""
+    """Open a reader, for `model`, of the examples that an expert of `model_class` writes. Raises DataError."""
     where = f"{task}: {SELF}"
     if not can_write(model_class):
         what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
@@ -182,8 +180,7 @@ def _keep(rows: Sequence[Row], file: Path) -> None:
 
 @dataclass(frozen=True)
 class Writer:
-    """An expert that writes examples: conversations if it has a chat template, otherwise plain texts from their
-    beginning."""
+    """An expert that writes conversations if it has a chat template, otherwise plain texts."""
 
     model: PreTrainedModel
     """The whole model, on the device on which it generates."""
@@ -257,8 +254,7 @@ class Writer:
         return ids
 
     def _sample(self, prompts: Sequence[list[int]], most: int, seed: int) -> list[list[int]]:
-        """Sample a continuation of each prompt, at most `most` tokens long, from the model's unmodified probabilities.
-        The token that ends it is left out."""
+        """Sample a continuation of each prompt from the model's own probabilities, without the token that ends it."""
         if not prompts:
             return []
         tokenizer, model = self.reader.tokenizer, self.model

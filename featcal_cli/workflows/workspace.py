@@ -1,5 +1,4 @@
-"""The output folder and the hidden work folder beside it: which files in them are featcal's, and which are kept for the
-next run."""
+"""The output folder and the hidden work folder beside it: which files are featcal's, and which are kept."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from featcal_cli.runtime.sanitise import list_some, without_tokens
 MOST_STAMPS = 2_000
 """The most files whose stamps a report lists one by one."""
 MERGED_MODEL, GRADIENTS, ANSWERS = "merged", "gradients", "answers"
-"""Names of the folders for the merged model, if featcal builds it, for the gradients of experts' outputs, and for their
-probabilities."""
+"""Folders for a merged model that is built, for gradients of experts' outputs and their probabilities."""
 COMMIT = re.compile(r"@[0-9a-f]{40}\b")
 LEFT_BY_SYSTEMS = (".DS_Store", "Thumbs.db", "desktop.ini")
 
@@ -116,8 +114,7 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
 
 
 def stamp_inputs(paths: Iterable[Path]) -> dict[str, str]:
-    """Stamps of all files that a job reads on this machine, by which later changes are noticed; one stamp for all of
-    them where they are too many for a report."""
+    """Return stamps of all local files that a job reads; one for all of them if they are too many for a report."""
     stamps = stamp_files(paths)
     if len(stamps) <= MOST_STAMPS:
         return stamps
@@ -249,8 +246,7 @@ class Workspace:
             ) from None
 
     def _tidy(self, missing: list[Path]) -> None:
-        """Delete what no later run needs, and folders that this run created and left empty; never files that are not
-        featcal's."""
+        """Delete what no later run needs, and empty folders of this run; never files that are not featcal's."""
         with suppress(OSError):  # the disk may be for reading only by now
             for folder in (self.built, *(self.folder / name for name in (MERGED_MODEL, GRADIENTS, ANSWERS))):
                 shutil.rmtree(folder, ignore_errors=True)
