@@ -28,8 +28,7 @@ LONGEST_SILENCE = 8.0
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
 MOST_LINES, FITTED = 6, 40
-"""The lines of an error message from which its words, such as paths, take at most FITTED columns; half of them are left
-to what is wrong in any case."""
+"""Lines of an error message from which its words are cut to FITTED columns; half are left to what is wrong."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -76,8 +75,7 @@ class Screen(Listener):
         return time.monotonic() - self._began
 
     def tell_time(self, task: Task) -> str:
-        """Return the time since the command began and, where it can be estimated, the time left: of the whole run or,
-        in stages that are not counted, such as a download, of what the bar shows."""
+        """Return the time since the command began and, if known, that left of the run or of what is shown."""
         left = task.time_remaining if task.total else None
         if self._countdown and self._stage in self._countdown:
             left = self._countdown.left(time.monotonic())
@@ -85,8 +83,7 @@ class Screen(Listener):
 
     @contextmanager
     def live(self) -> Iterator[Screen]:
-        """Show the bar while this context lasts or, without a terminal, print the current step from time to time. If
-        any notes were printed, a blank line follows them at the end."""
+        """Show the bar while this context lasts, or print the current step from time to time."""
         over = threading.Event()
         if not (self._quiet or ERR.is_interactive):
             threading.Thread(target=self._speak_up, args=(over,), daemon=True).start()
@@ -201,9 +198,8 @@ def _write_clock(seconds: float) -> str:
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """Print an error: what is wrong, where, and how to fix it. `who` names the process, where there are several. Where
-    it takes more than MOST_LINES, paths and what is wrong are cut in the middle, as they mostly quote somebody else;
-    never a list, a fix, or the command at its end, which has a line of its own, to be copied."""
+    """Print an error: what is wrong, where, and how to fix it. Paths and what is wrong are cut in the middle to about
+    MOST_LINES, as they mostly quote somebody else; a list, a fix or its command, which is copied, never is."""
     head, what, where = f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", error.what, error.where
     command = error.command
     if error.options:

@@ -65,10 +65,7 @@ def show_inspection(inspection: Inspection, out: Console, written: Mapping[str, 
 
 
 def _show_bars(inspection: Inspection, tasks: Mapping[str, str], out: Console) -> None:
-    """Print one bar per task and model, all on one scale; `tasks` maps each task to the name to print.
-
-    One character stands for one block or, where the terminal is too narrow, for the mean of several neighbours.
-    """
+    """Print one bar per task and model, all on one scale; a character is a block, or the mean of neighbours."""
     order, roles = order_blocks(inspection), list_roles(inspection)
     lists, width = split_lists(order), max(map(cell_len, tasks.values())) + 1
     size, longest = 1, max(map(len, lists))

@@ -212,8 +212,7 @@ def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
 
 
 def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
-    """Print the scores of every model on every task, in percent, below a line that explains the table. which: a word
-    for the examples, if they are not all that there are."""
+    """Print the scores of every model on every task below a line on the table; `which`: a word for the examples."""
     means = average_tasks(tasks)
     others = [role for role in means if role not in (EXPERT, MERGED, BASE)]
     used = [METRICS.get(scored.metric) for scored in tasks.values()]

@@ -31,9 +31,8 @@ def escape(text: str) -> str:
 
 
 def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str]:
-    """Wrap text to lines of at most `width` columns; the first one begins with `first`, all others with `rest`. Words,
-    and text between backticks, which is meant to be copied, are never broken; the terminal wraps them if they are too
-    long for a line."""
+    """Wrap text to lines of `width` columns that begin with `first` and `rest`; words, and text between backticks,
+    which is meant to be copied, are never broken."""
     width, lines, line, is_empty = max(width, NARROWEST), [], first, True
     shown = for_terminal(text).replace("\n", " ")
     for word in _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _BLANK), shown).split(" "):
@@ -78,8 +77,7 @@ def make_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]], overflow: O
 
 
 def make_tables(names: Sequence[str], columns: Sequence[tuple[str, Sequence[Cell]]], width: int) -> Iterator[Table]:
-    """Make a table of the rows' `names` and the `columns`, each a head of two lines and its cells. If not all columns
-    fit into `width`, make several tables, so that no number is cut."""
+    """Make a table of names and columns (a head of two lines, cells), or several, so that no number is cut."""
     left = list(columns)
     while left:
         room, shown = width - max(map(cell_len, names)), list[tuple[str, Sequence[Cell]]]()

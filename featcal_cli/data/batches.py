@@ -38,9 +38,8 @@ class Example:
 
 
 def group_examples(examples: Sequence[Example], size: int) -> list[list[int]]:
-    """Group examples into batches of at most `size`, and return the positions of the examples of each batch. Only
-    examples of equal shapes share a batch, except that the number of tokens may differ where a mask marks padding. The
-    order of all positions does not depend on the size."""
+    """Group examples into batches of at most `size`, and return their positions, in an order that does not depend on
+    it. Examples that share a batch have equal shapes, but for the number of tokens where a mask marks padding."""
     padded = [name for name in (examples[0].inputs if examples else ()) if _is_per_token(name, examples)]
     groups: dict[Any, list[int]] = {}
     for position, example in enumerate(examples):
@@ -61,9 +60,8 @@ def _is_per_token(name: str, examples: Sequence[Example]) -> bool:
 
 
 def collate(examples: Sequence[Example], padding: int) -> Batch:
-    """Join the examples of one group into a batch. Texts are padded on the right to the longest, so that tokens keep
-    their positions: token ids with `padding`, other inputs with 0, which in a mask means that a token does not
-    count."""
+    """Join examples into a batch. Texts are padded on the right, so that tokens keep their positions: token ids with
+    `padding`, other inputs with 0, which in a mask means that a token does not count."""
     batch = {}
     for name in examples[0].inputs:
         tensors = [example.inputs[name] for example in examples]
@@ -152,8 +150,8 @@ def forward_names(model: nn.Module) -> set[str]:
 
 
 def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
-    """Return the inputs of a decoder that is to write the tokens of `target`: the tokens shifted to the right, and
-    their mask. Without a target, return the decoder's start token, unless the decoder makes its input itself."""
+    """Return the inputs of a decoder that writes `target`: tokens shifted to the right, and their mask; without a
+    target, its start token, unless it makes its input itself."""
     names, config = forward_names(model), model.config
     if not config.is_encoder_decoder or "decoder_input_ids" not in names:
         return {}
@@ -172,8 +170,7 @@ def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
 
 
 def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:
-    """Return how many positions for tokens the model has (None: no limit), and whether longer texts are impossible
-    because each position has weights of its own."""
+    """Return how many positions the model has (None: no limit), and whether each has weights of its own."""
     most = getattr(text_config(model), "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         return None, False
@@ -283,8 +280,7 @@ def count_tokens(batch: Batch) -> list[int]:
 
 
 def seed_examples(batch: Batch, seed: int) -> list[int]:
-    """Return a seed for each example, made from its content without padding and from `seed`. It does not depend on the
-    batch or on the example's position."""
+    """Return a seed for each example, made from its content without padding, not from its batch or place."""
     seeds = []
     for number in range(count_examples(batch)):
         digest = sha256(str(seed).encode())
@@ -298,8 +294,7 @@ def seed_examples(batch: Batch, seed: int) -> list[int]:
 
 
 def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
-    """Put the examples into new batches without padding. Each example is cut to its length, and examples of equal
-    shapes share batches of at most `size`. The order of the examples does not depend on the size."""
+    """Put the examples into new batches without padding, of equal shapes, in an order independent of `size`."""
     alike: dict[tuple[tuple[str, torch.Size], ...], list[Batch]] = {}
     for batch in batches:
         for number in range(count_examples(batch)):

@@ -177,8 +177,8 @@ def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> Dat
 
 
 def find_column(role: str, data: Data, samples: Samples, where: str) -> str:
-    """Return the column of images, recordings or labels: the one that the recipe names, else one with a usual name,
-    else the first whose values look like images or recordings. Raises DataError if there is none."""
+    """Return the column of images, recordings or labels: the recipe's, else one with a usual name, else the first whose
+    values look so. Raises DataError if there is none."""
     if role in data.columns:
         return data.columns[role]
     usual = [name for name in NAMES[role] if name in samples]

@@ -163,9 +163,7 @@ def draw_examples(
 
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
     """Open the reader that suits the model and the columns of the first rows. Raises DataError if they do not fit.
-
-    labelled: the rows are for comparing answers with labels, so that a model with two towers reads only the image.
-    """
+    labelled: answers are compared with labels, so that a model with two towers reads only the image."""
     model, where = target.model, target.where
     if not first:
         raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
@@ -204,8 +202,7 @@ class _UsableRows:
     """Whether all rows of the source were read."""
 
     def divide(self, count: int, *, hold_out: bool) -> None:
-        """Fit `count` of all rows, or as many as there are. With `hold_out`, fit fewer if less than about a fifth of
-        the different rows would be left to hold out."""
+        """Fit `count` rows, or as many as there are; with `hold_out`, fewer if too few rows would be left."""
         room = max(0, count - len(self.fitted))
         self.fitted, self.further = self.fitted + self.further[:room], self.further[room:]
         different = list({example.key: example for example in self.fitted}.values())

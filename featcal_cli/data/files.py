@@ -68,12 +68,9 @@ def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
 
 
 def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Note) -> str:
-    """Choose the split to read: the wanted one, or train if none was requested, under any of its usual names.
-
-    If none was requested and there is no train split, choose the only split whose name begins with train; if no name
-    does, validation, else test, else the only split. `note` is told of such a substitute. Raises DataError if the
-    wanted split does not exist, or if several splits remain to choose from.
-    """
+    """Choose the split to read: the wanted one, or train, under any of its usual names; if none is wanted, also the
+    only one whose name begins with train, else validation, else test, else the only one, of which `note` is told.
+    Raises DataError if the wanted split does not exist, or if several remain to choose from."""
     named = SPLIT_WORDS.get(wanted or "train", wanted)
     if wanted in splits:
         return str(wanted)
@@ -108,8 +105,7 @@ def local_path(data: Data) -> Path:
 
 
 def folder_of(data: Data) -> Path | None:
-    """Return the folder that relative paths in a local source's rows start from. None for a Hub dataset, because its
-    rows may not name files on this machine."""
+    """Return the folder that files named in rows lie in; None for a Hub dataset, whose rows may name none."""
     path = local_path(data) if data.path is not None else None
     return path.parent if path and path.is_file() else path
 
@@ -123,8 +119,7 @@ def check_split_of_file(data: Data, split: str | None) -> None:
 
 
 def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list[Path], list[str]]:
-    """Return the files of one split of a local source, and the names of the classes if its images or recordings lie in
-    one folder per class. Raises DataError."""
+    """Return the files of one split, and the classes if media lie in one folder per class. Raises DataError."""
     path = local_path(data)
     if path.is_file():
         check_split_of_file(data, split)

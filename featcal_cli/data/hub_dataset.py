@@ -41,8 +41,7 @@ class HubSource:
     """Whether the files are the Hub's parquet copy rather than the dataset's own files."""
 
     def pin(self, data: Data) -> Data:
-        """Return `data` pinned to the commit that was found. For the Hub's parquet copy, the config is set too, because
-        the copy has no dataset card that would choose one."""
+        """Return `data` pinned to the commit; for the Hub's copy, which has no card, also to the config."""
         chosen = {"config": self.config} if self.is_copy else {}
         return data.model_copy(update={"revision": self.repo.commit, **chosen})
 
@@ -66,8 +65,7 @@ class HubSplit:
 
 def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     """Find the files of a split (None: see `choose_split`) of the config that `data` or the dataset names. Only the
-    Hub's endpoint is asked: for the list of the commit's files, and for the card. Raises DataError for a config or
-    split that does not exist or that must be named, and for files of no known kind; HubError when the Hub refuses."""
+    Hub's endpoint is asked: for the list of the commit's files, and for the card. Raises DataError and HubError."""
     from huggingface_hub import HfFileSystem
 
     source = find_source(_open_repo(data), data, open_repo, note)
@@ -91,9 +89,8 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
-    """Find the files to read: the dataset's own parquet files; else, on the main branch, the Hub's parquet copy, which
-    is reported to `note`; else the dataset's files of other formats. Raises DataError for a config that does not exist
-    or that must be named, and when there is nothing to read; HubError when the Hub refuses or does not answer."""
+    """Find the files to read: the dataset's own parquet files; else, on the main branch, the Hub's parquet copy, of
+    which `note` is told; else files of other formats. Raises DataError and HubError."""
     if repo.folder is not None:
         raise DataError(f"{repo.name} is a folder here", where=str(data), fix=f"write path: {repo.name}")
     configs = _read_configs(repo)
@@ -189,8 +186,7 @@ def _read_card(repo: Repo) -> dict[str, Any]:
 
 
 def _read_configs(repo: Repo) -> Mapping[str, Config]:
-    """Return the settings of each config: from the card, else from the folder layout of the Hub's parquet copies; empty
-    if neither names any. Raises DataError for a card that cannot be read."""
+    """Return the settings of each config, from the card or else from folders like those of the Hub's copies."""
     listed = _read_card(repo).get("configs")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     if named := {str(entry["config_name"]): entry for entry in entries if "config_name" in entry}:
@@ -199,8 +195,7 @@ def _read_configs(repo: Repo) -> Mapping[str, Config]:
 
 
 def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """Return the files by config and split if all paths look like those of the Hub's parquet copies,
-    CONFIG/SPLIT/0000.parquet; else an empty mapping."""
+    """Return the files by config and split if all paths look like CONFIG/SPLIT/0000.parquet; else none."""
     configs: dict[str, dict[str, list[str]]] = {}
     for path in paths:
         match = re.fullmatch(r"([^/]+)/(?:partial-)?([^/]+)/\d{4,}\.parquet", path)

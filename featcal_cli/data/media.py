@@ -89,8 +89,7 @@ def _decode(source: BytesIO | Path) -> Image.Image:
 def open_images(
     data: Data, samples: Samples, target: Target, *, processor: tuple[Any, str] | None = None
 ) -> ImageReader:
-    """Open the reader for rows with images. `processor` is an image processor with the name of its source; by default
-    it is loaded. Raises DataError when no column holds images or no folder has an image processor."""
+    """Open the reader for rows with images, by default with an image processor that is loaded. Raises DataError."""
     column = find_column("image", data, samples, target.where)
     images, source = processor or load_preprocessor("image processor", target.folders, target.where)
     chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
@@ -120,8 +119,7 @@ class AudioReader(MediaReader):
         return Example(inputs | decoder_inputs(model, self._encode(row)))
 
     def _encode(self, row: Row) -> list[int]:
-        """Return the token ids of a row's transcript, in the vocabulary of the model that the examples are for, or an
-        empty list if the decoder gets no text. Raises BadRowError."""
+        """Return the token ids of a row's transcript; none if the decoder gets no text. Raises BadRowError."""
         if self.transcript is None or self.tokens is None:
             return []
         text, config = row.get(self.transcript), self.target.model.config
@@ -150,8 +148,7 @@ class AudioReader(MediaReader):
 
 
 def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
-    """Open the reader for rows with recordings. Raises DataError when no column holds recordings, no folder has a
-    feature extractor, or the libraries that decode sound are not installed."""
+    """Open the reader for rows with recordings. Raises DataError, also for libraries that are not installed."""
     column = find_column("audio", data, samples, target.where)
     try:
         import soundfile  # noqa: F401

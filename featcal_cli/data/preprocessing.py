@@ -64,11 +64,8 @@ class Vocabulary:
 
 
 def map_ids(source: Vocabulary, target: Vocabulary) -> Tensor | None:
-    """Return a table of the id in `target` of each token id of `source` [ids of source], or None if all ids are equal.
-
-    Padding is mapped to padding. A token that target lacks is mapped to padding, too: the caller must check that no
-    such token is read. An id without a token stays as it is.
-    """
+    """Return a table of the id in `target` of each token id of `source`, or None if all are equal. Tokens that target
+    lacks are mapped to its padding: the caller must check that none is read."""
     if source.ids == target.ids:
         return None
     table = torch.arange(max(source.ids.values(), default=0) + 1)
@@ -138,9 +135,8 @@ class TextModels:
 
 
 def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:
-    """Open the tokenizer for texts that these models read: the expert's, else that of the first reader that has one,
-    else one found in `folders`. Without models, the tokenizer in `folders` is used. Raises DataError if none can be
-    loaded."""
+    """Open the tokenizer for texts that these models read: the expert's, that of the first reader that has one, or one
+    found in `folders`. Raises DataError."""
     if models is not None:
         for role in (models.expert, *models.readers):
             if (cutting := models.vocabularies.find(role)) is not None:
@@ -170,8 +166,7 @@ class TextTokens:
     def encode(
         self, texts: Sequence[str], most: int, *, add_special_tokens: bool = True, is_target: bool = False
     ) -> dict[str, list[int]]:
-        """Return the ids that batches hold, and the masks, of a text or a pair, cut at `most` tokens. Raises
-        BadRowError if the tokenizer cannot read the text, and DataError like `check`."""
+        """Return ids and masks of a text or a pair, cut at `most` tokens. Raises BadRowError and DataError."""
         tokenizer = self.cutting.tokenizer
         given = {"text_target": texts[0]} if is_target else dict(zip(("text", "text_pair"), texts, strict=False))
         options = {"truncation": True, "max_length": most, "return_attention_mask": True}
@@ -184,9 +179,8 @@ class TextTokens:
         return {**encoded, "input_ids": self.number(ids)}
 
     def check(self, ids: Iterable[int], texts: Iterable[str], most: int, side: str = "right") -> None:
-        """Raise DataError if another model's tokenizer cuts the texts differently, or lacks one of the tokens `ids`
-        that the texts were cut into. Only `most` tokens of a text are compared, because the rest, on the `side` where
-        texts are cut off, is not read."""
+        """Raise DataError if another model's tokenizer cuts the texts differently, or lacks one of the tokens `ids`.
+        Only `most` tokens are compared: the rest, on the `side` where texts are cut off, is not read."""
         for other in self.others:
             for text in texts:
                 kept = slice(-most, None) if side == "left" else slice(most)
@@ -239,8 +233,8 @@ NEEDED = {
 
 
 def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str]:
-    """Load a tokenizer, image processor, feature extractor or processor (for images with texts) from the first folder
-    that has a usable one. Return it with the name of its model or folder. Raises DataError if none can be loaded."""
+    """Load a preprocessor from the first folder that has a usable one, and return it with the name of its model or
+    folder. Raises DataError if none can be loaded."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
     reasons: list[str] = []
     for folder in folders:

@@ -54,9 +54,8 @@ MOST_LEVELS = 6
 
 
 def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
-    """Draw up to `count` rows from files that are not parquet and can only be read from their start. `datasets`
-    shuffles the files, takes the first rows of several files in turn, and shuffles these rows in a buffer. Raises what
-    `datasets` and HfFileSystem raise."""
+    """Draw up to `count` rows from files that can only be read from their start: `datasets` shuffles the files, takes
+    the first rows of several in turn, and shuffles these in a buffer."""
     import datasets
 
     seed = Random(seed).getrandbits(32)
@@ -110,9 +109,8 @@ class _RowGroup:
 
 
 def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:
-    """Choose row groups of a split's parquet files, or beginnings of them, from which `count` rows can be drawn that
-    are spread over the split. The choice is random but equal for equal seeds. Raises what the readers of parquet and
-    HfFileSystem raise."""
+    """Choose row groups of parquet files, or beginnings of them, from which `count` rows can be drawn that are spread
+    over the split. Equal seeds give equal choices."""
     random = Random(seed)
     groups = _weighted_order(_list_row_groups(split, count, random), lambda group: group.rows, random)
     least = ceil(count / max(1, min(len(groups), MOST_GROUPS)))
@@ -180,13 +178,9 @@ def _open_stream(split: HubSplit) -> Any:
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:
-    """Draw random rows from the whole source, none twice; equal seeds give equal rows.
-
-    Yields up to 2 · count rows, so that a caller who needs `count` good ones may skip as many bad ones; most sources
-    are read `count` rows at a time. Only as much of a Hub dataset is read as it takes to spread the rows over it (see
-    `open_row_groups` and `stream_hub_rows`). `note` is told of choices that the user did not make. Raises DataError for
-    a source that cannot be found or read, and HubError when the Hub refuses or does not answer.
-    """
+    """Draw up to 2 · count random rows from the whole source, none twice; equal seeds give equal rows. A caller who
+    needs `count` good ones may skip as many bad ones. Only as much of a Hub dataset is read as it takes to spread the
+    rows over it. `note` is told of choices that the user did not make. Raises DataError and HubError."""
     with explaining_hub(data) if data.dataset is not None else nullcontext():
         if data.dataset is None:
             tables = open_local(data, data.split, note)
@@ -213,9 +207,8 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
 
 
 def read_classes(data: Data, split: str | None, column: str) -> list[str] | None:
-    """Return the class names of a column, ordered by class number. They come from the features in the dataset's files,
-    or from the names of its image folders; None without any of these. Raises DataError and HubError like
-    `read_rows`."""
+    """Return the class names of a column by number, from the features in the files or from the names of image folders;
+    None without any of these. Raises DataError and HubError."""
     if data.dataset is not None:
         with explaining_hub(data):
             return read_hub_classes(find_split(data, split), column)

@@ -79,8 +79,7 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
 
 
 def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Yield what the model cannot take, each with a way to fix it. Looking for a fault relies on the absence of the
-    earlier ones. `inputs` are the tensors without the labels."""
+    """Yield what the model cannot take, each with a fix; each search relies on the absence of earlier faults."""
     lengths = [len(tensor) if tensor.numel() and tensor.dim() else 0 for tensor in tensors.values()]
     texts = {len(x) for name, x in tensors.items() if x.dim() == 2 and name.endswith(("ids", "mask"))}
     if not lengths or min(lengths) == 0 or any(length % min(lengths) for length in lengths) or len(texts) > 1:

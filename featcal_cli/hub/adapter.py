@@ -113,9 +113,8 @@ _OTHERS = ("*processor_config.json", "chat_template*", "generation_config.json",
 
 
 def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
-    """Merge `adapter` into the model `base` in `folder`, once per `key`, and return the folder of the full model. Dtype
-    and tensor names are the base's; tokenizer and processor files are the adapter's if it has any, else the base's.
-    Raises HubError if the adapter does not fit the base."""
+    """Merge `adapter` into the model `base` in `folder`, once per `key`, and return the full model's folder. Dtypes and
+    names are the base's; preprocessors the adapter's, if it has any. Raises HubError."""
     target = cache_folder() / "folded" / key
     if not target.is_dir():
         with new_copy(target, "folded") as draft:
@@ -156,8 +155,7 @@ def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
 
 
 def _classes(adapter: Adapter, base: str, folder: Path) -> list[type[PreTrainedModel]]:
-    """List the model classes that the base may be loaded as, likeliest first. Raises CheckpointError if
-    transformers cannot read its config, or if the base is quantised."""
+    """List the classes that the base may be loaded as, likeliest first. Raises CheckpointError."""
     import transformers
     from transformers import AutoConfig, PreTrainedModel
 
@@ -199,9 +197,8 @@ class Fit:
 
 
 def _fit(adapter: Adapter, tensors: Mapping[str, Tensor], model_class: type[PreTrainedModel], folder: Path) -> Fit:
-    """Match the adapter's tensors to the base in `folder`, loaded as `model_class`. Raises MisfitError if a layer that
-    the adapter replaces as a whole has another shape in the base, or if the adapter was trained on a module inside the
-    base and fits several."""
+    """Match the adapter's tensors to the base in `folder`, loaded as `model_class`. Raises MisfitError if a layer has
+    another shape there, or if several modules inside the base fit."""
     try:
         config = parse_config(model_class.config_class, folder)
         fit = _match(adapter, tensors, model_class, config)
@@ -263,9 +260,8 @@ def _rename(tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Coll
 def _place(
     tensors: dict[str, Tensor], model: PreTrainedModel, parameters: Collection[str], trained_as: str
 ) -> dict[str, Tensor]:
-    """Rename tensors of an adapter that was trained on one module inside the model to their names in the whole model.
-    The module is the only one that has them all, or the only one of the class `trained_as`. Raises MisfitError if
-    several fit."""
+    """Rename tensors of an adapter that was trained on one module inside the model: the only one that has them all, or
+    the only one of the class `trained_as`. Raises MisfitError if several fit."""
     paths = [name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors]
 
     def has_all(inside: str) -> bool:
@@ -292,8 +288,7 @@ def _find_module(path: str, parameters: Collection[str]) -> str:
 
 
 def _peft_settings(adapter: Adapter, fit: Fit) -> Any:
-    """Return peft's config of the adapter, limited to the module names of the model and the layers that the adapter
-    holds. Raises MisfitError and whatever peft raises."""
+    """Return peft's config, limited to the model's modules and the adapter's layers. Raises MisfitError."""
     from peft import PeftConfig
 
     pattern = adapter.config.get("rank_pattern")

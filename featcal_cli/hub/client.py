@@ -1,5 +1,5 @@
-"""The HTTP client for the Hub: how long it waits, which hosts get the token, which failed requests are retried, and one
-table from the kind of an error to what is said of it and how to fix it."""
+"""The HTTP client for the Hub: how long it waits, which hosts get the token, which requests are retried, and one table
+from the kind of an error to what is said of it."""
 
 from __future__ import annotations
 
@@ -96,8 +96,7 @@ set_client_factory(make_client)
 
 def with_retries(ask: Callable[[], Result], is_worth: Callable[[BaseException], bool] | None = None) -> Result:
     """Return the result of `ask`; if it fails, announce that and try again, up to TRIES times and as long as `is_worth`
-    (or else `may_pass`) allows. Use it for requests that huggingface_hub does not retry; `ask` must be safe to
-    repeat."""
+    allows, for requests that huggingface_hub does not retry and that are safe to repeat."""
     number = 1
     while True:
         try:
@@ -146,8 +145,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_lapsed(error: BaseException) -> bool:
-    """Whether a download or upload address has expired: a host other than the Hub, to which no token is sent, refuses
-    the request. A new address from the Hub may work."""
+    """Whether a host other than the Hub refuses: an address has expired, and a new one may work."""
     cause = root_of(error)
     if not isinstance(cause, HfHubHTTPError):
         return False
@@ -272,8 +270,7 @@ def hub_page(repo: str) -> str:
 
 @contextmanager
 def explained(repo: str, revision: str = "", kind: str = "model", *, writing: bool = False) -> Iterator[None]:
-    """Turn errors that huggingface_hub raises about a model or dataset into a HubError. Errors from elsewhere pass
-    unchanged. writing: whether the repo is written to."""
+    """Turn errors that huggingface_hub raises about a repo into a HubError; others pass unchanged."""
     try:
         yield
     except HubError:

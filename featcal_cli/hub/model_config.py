@@ -35,8 +35,7 @@ CALIBRATED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16
 
 
 def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any]:
-    """Read config.json of the model `name` from its folder. Raises CheckpointError if it cannot be read, if it has more
-    layers than any model, or if it asks for code and is not `trusted`."""
+    """Read config.json of the model `name` from its folder. Raises CheckpointError, also for code unless `trusted`."""
     where, fix = f"{name}/{CONFIG}", "use the config.json that belongs to the weights"
     try:
         config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
@@ -56,9 +55,8 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
 
 
 def _check_values(value: Any, where: str, trusted: bool, key: str = "") -> None:
-    """Raise CheckpointError if a value of config.json, or one nested in it, is a number of layers or experts that no
-    model has, or, unless `trusted`, names a kernel that transformers would fetch as code from another repo. `key` is
-    the key of the value, or of the list or mapping around it."""
+    """Raise CheckpointError if a value of config.json, or one inside it, is a number of layers or experts that no model
+    has or, unless `trusted`, names a kernel that transformers would fetch. `key`: of the value, or around it."""
     if isinstance(value, dict):
         for inner, part in value.items():
             _check_values(part, where, trusted, key if key in _KERNELS else inner)
@@ -121,9 +119,8 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
 
 
 def load_config(config_class: Any, folder: Path, *, role: str, name: str, trusted: bool = False) -> Any:
-    """Load the config in `folder` with `config_class` (a transformers config class or AutoConfig). role, name: the
-    model's part in the job and its repo or folder, for messages. Raises CheckpointError if the class cannot read the
-    config, or could not write it again."""
+    """Load the config in `folder` with `config_class` (or AutoConfig). role, name: the model's, for messages. Raises
+    CheckpointError if the class cannot read the config, or could not write it again."""
     options = {"trust_remote_code": trusted} if config_class.__name__ == "AutoConfig" else {}
     try:
         config = parse_config(config_class, folder, **options)

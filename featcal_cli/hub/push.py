@@ -121,8 +121,7 @@ def _read_head(repo_id: str, revision: str = "main") -> _Head | None:
 
 
 def read_folder(folder: Path) -> dict[str, CommitOperationAdd]:
-    """Collect every file of a folder that is not hidden, by its path, as additions to a commit. Raises CheckpointError
-    for a link that leads out of the folder, and HubError if there are no files."""
+    """Collect a folder's files that are not hidden as additions. Raises CheckpointError and HubError."""
     check_links(folder, skip=())
     files = {name: CommitOperationAdd(name, str(folder / name)) for name in visible_files(folder)}
     if not files:
@@ -134,9 +133,8 @@ def check_target(
     repo_id: str, *, private: bool, create_pr: bool, overwrite_repo: bool, finished: Path | None = None
 ) -> Target:
     """Check everything about a push that can be checked without writing, and return its target. finished: the folder of
-    a model that an earlier run may have pushed already; a repo that holds exactly this model is accepted. Raises
-    HubError for a missing, unknown or read-only token, a repo that the user may not write to, a repo that holds a model
-    if neither `create_pr` nor `overwrite_repo` is given, and a pull request to a repo that does not exist."""
+    a model that an earlier run may have pushed, so that the repo may hold exactly this one. Raises HubError for a token
+    or user without rights, a repo that holds a model, or one that is not there for a pull request."""
     where = f"--push-to {repo_id}"
     client.expect_answers()
     with explained(repo_id, writing=True):
@@ -178,12 +176,9 @@ def _check_head(target: Target, head: _Head | None, *, is_ours: bool) -> None:
 
 
 def push(folder: Path, target: Target, *, message: str, watch: Watch | None = None) -> Pushed:
-    """Commit every file of `folder` that is not hidden to the target, in one commit; create the repo if necessary.
-
-    The same commit deletes the repo's weight files that `folder` lacks, as a loader could prefer them. Running again is
-    safe: files that the Hub already has are neither uploaded nor committed twice. `watch` is told how many bytes were
-    sent. Raises HubError if the push fails, or if the Hub then holds something else.
-    """
+    """Commit every file of `folder` that is not hidden in one commit, which also deletes weight files that `folder`
+    lacks, as a loader could prefer them; create the repo if necessary. Files that the Hub already has are neither
+    uploaded nor committed twice. Raises HubError if the push fails, or if the Hub then holds something else."""
     repo_id = target.repo_id
     client.expect_answers()
     try:

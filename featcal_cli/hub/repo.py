@@ -91,8 +91,7 @@ class Repo:
             return _list_files(self.name, str(self.commit), self.kind)
 
     def read_text(self, path: str, errors: str = "strict") -> str | None:
-        """Return the text of a small file; None if there is no such file. errors: how bytes that are not UTF-8 are
-        handled, as in Python's `bytes.decode`. Raises HubError if the file cannot be read."""
+        """Return the text of a small file, or None; `errors` as in `bytes.decode`. Raises HubError."""
         if path not in self.files:
             return None
         file = self.fetch_text(path)
@@ -104,8 +103,7 @@ class Repo:
             raise HubError(what, where=self.name, fix="fix the file, or use another revision") from error
 
     def read_card(self) -> str:
-        """Return the text of README.md, or "" if there is none; bytes that are not UTF-8 are replaced. Raises HubError
-        if the card is too long or cannot be downloaded."""
+        """Return the text of README.md, with other bytes than UTF-8 replaced, or "". Raises HubError."""
         return self.read_text(CARD, errors="replace") or ""
 
     def find_card(self) -> str | None:
@@ -194,8 +192,7 @@ def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
-    """List every file of a commit, from huggingface_hub's stored listing or else from the Hub. If neither is available,
-    list the cached files, provided that they are a whole model."""
+    """List every file of a commit: from a stored listing, from the Hub, or of a whole model in the cache."""
     try:
         files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind), name)
     except CachedRepoTreeNotFoundError:
@@ -253,9 +250,8 @@ Watch = Callable[[str, int, int], None]
 
 
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
-    """Download a repo's files into the Hub's cache and return their folder: the files that match `only`, or all files
-    that do not match `skip`. What arrives is compared once with the Hub's checksums. Raises HubError if a file cannot
-    be downloaded or is damaged."""
+    """Download a repo's files that match `only`, or do not match `skip`, into the Hub's cache and return their folder.
+    What arrives is compared once with the Hub's checksums. Raises HubError."""
     # a run that dies between arrival and check leaves the marks, and the next one checks
     marks = cache_folder() / "unchecked" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
     mark_of = {path: marks / path.replace("/", "--") for path in chosen_files(repo, only, skip)}

@@ -1,5 +1,5 @@
-"""Find the repos that a model's weights come from, check references that a card or config names, and get the model onto
-this machine: download and check it, and convert pickles or merge an adapter where needed."""
+"""Find the repos that a model's weights come from, check references in cards and configs, and get the model onto this
+machine: downloaded, checked, converted from pickles or merged with an adapter."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Origin:
 
 
 def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = open_repo) -> Origin:
-    """Find the origin of `name`: an existing folder, a Hub id `ID[@REVISION]`, or `BASE+ADAPTER`. Raises HubError if it
-    is not found, cannot be read or is no model, and for pickled weights without `allow_pickle`."""
+    """Find the origin of `name`, a folder, `ID[@REVISION]` or `BASE+ADAPTER`. Raises HubError, also for pickled weights
+    without `allow_pickle`."""
     base, model = split_adapter(name)
     repo = open_repo(model, "model")
     files = repo.files
@@ -164,9 +164,9 @@ class UnusableError(ValueError):
 
 
 def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
-    """Turn a name of a model or dataset that a file in `repo` contains into a reference as a user would type it:
-    `ID[@REVISION]`, BASE+ADAPTER, or an absolute path. A Hub repo may only name Hub repos, never local paths. A folder
-    may also name paths relative to itself or, if they look like paths, to the current folder. Raises UnusableError."""
+    """Turn a model's or dataset's name in a file of `repo` into a reference as a user would type it. A Hub repo may
+    only name Hub repos, never local paths; a folder may also name paths relative to itself or, if they look like paths,
+    to the current folder. Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(path.resolve())
@@ -256,10 +256,9 @@ class Snapshot:
 
 
 def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
-    """Return the local snapshot of `name`: an existing folder, or a Hub id `ID[@REVISION]`, downloaded if necessary. An
-    adapter is merged into the base that it names, or into BASE if `BASE+ADAPTER` is given, so that the snapshot is
-    always a full model. Pickled weights are read only with `allow_pickle`, and only if there are no safetensors. Raises
-    HubError if the model is not found, unreadable, incomplete or no model."""
+    """Return the local snapshot of `name`, a folder or a Hub id `ID[@REVISION]`, downloaded if necessary. An adapter is
+    merged into its base, or into BASE of `BASE+ADAPTER`, so that the snapshot is always a full model. Raises
+    HubError."""
     return fetch(find_origin(name, allow_pickle=allow_pickle))
 
 

@@ -60,8 +60,7 @@ class Entry:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the model in `folder`, in shard order; empty if it has none. Raises HubError if
-    the index cannot be read or names a file outside the folder."""
+    """Return the model's safetensors files in shard order, if it has any. Raises HubError for a broken index."""
     single, index = (folder / name for name in SAFETENSORS)
     if single.exists():
         return [single]
@@ -118,8 +117,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def as_entries(tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]:
-    """Return the entries of a safetensors file of `size` bytes. Raises TypeError and ValueError for a header that was
-    not checked and has other values than numbers."""
+    """Return the entries of a file of `size` bytes. Raises TypeError and ValueError for an odd header."""
     stop = max((info.data_offsets[1] for info in tensors.values()), default=0)  # the tensors fill the file's end
     entries = {}
     for name, info in tensors.items():
@@ -135,9 +133,8 @@ def check_unique(header: Mapping[str, Entry], known: Iterable[str]) -> None:
 
 
 def converted_copy(source: Path, key: str) -> Path:
-    """Copy the model in `source` with its pickled weights converted to safetensors, once per `key`, and return the
-    folder. Tensor names stay; tensors that share memory are written separately. Pickles are read with
-    `weights_only=True`; raises HubError if one cannot be read or holds more than tensors."""
+    """Copy the model in `source` with pickled weights converted to safetensors, once per `key`, and return the folder.
+    Pickles are read with `weights_only=True`. Raises HubError."""
     target = cache_folder() / "converted" / key
     if not target.is_dir():
         with new_copy(target, "converted") as draft:
@@ -228,10 +225,9 @@ class Files(NamedTuple):
 
 
 def divide_files(folder: Path) -> Files:
-    """Divide the files of the model in `folder` into those that the output keeps and those that hold its tensors again,
-    or say where they were: these would become outdated. A file in a subfolder is a component of its own, unless its
-    path says otherwise. Raises HubError for an index that cannot be read, and ValueError or OSError for weights that
-    cannot be read."""
+    """Divide a model's files into those that the output keeps and those that hold or list its tensors again and would
+    become outdated. A file in a subfolder is a component of its own, unless its path says otherwise. Raises HubError
+    for an index, and ValueError or OSError for weights that cannot be read."""
     names = visible_files(folder)
     weights = {file.name for file in weight_files(folder)}
     tensors = {name for file in weights for name in read_header(folder / file)}

@@ -97,8 +97,7 @@ _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by
 
 @dataclass(frozen=True)
 class Claim:
-    """The statement of one source about what a model was merged from. References are written as in the source,
-    `PATH[@REVISION][+LORA[@REVISION]]`."""
+    """What one source says of a merge; references as written there: `PATH[@REVISION][+LORA[@REVISION]]`."""
 
     source: str
     base: str | None = None
@@ -122,10 +121,9 @@ def is_mergekit(document: object) -> bool:
 
 
 def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
-    """Read the merge that a mergekit configuration describes; `where` names the configuration, and `documents` are its
-    YAML documents. Raises MalformedError for a configuration that mergekit itself would refuse and for several merges
-    in one, and LineageError with the reason for a merge that cannot be calibrated: a mixture of experts, or stacked
-    or shifted layers."""
+    """Read the merge that a mergekit configuration describes: its YAML `documents`, with the name `where`. Raises
+    MalformedError for what mergekit itself would refuse and for several merges, and LineageError for a merge that
+    cannot be calibrated: a mixture of experts, or stacked or shifted layers."""
     if len(documents) != 1:
         raise MalformedError(f"it holds {len(documents)} merges, and it does not say what went into the last one")
     config = documents[0]
@@ -306,8 +304,7 @@ def _read_recipe(repo: Repo, _: Card) -> Claim | None:
 
 
 def _read_base_models(repo: Repo, card: Card) -> Claim | None:
-    """Read base_model of the card's metadata: a single model is the base; several are the merged models, perhaps with
-    the base among them."""
+    """Read base_model of the card: one model is the base; several were merged, perhaps with the base."""
     source = f"the card of {repo.name} (base_model)"
     if len(card.base_models) == 1:
         return Claim(source, card.base_models[0])
@@ -335,11 +332,8 @@ def _without_itself(claim: Claim, repo: Repo, notes: list[str]) -> Claim:
 
 
 def _anchored(data: Data, repo: Repo) -> Data:
-    """Resolve a data source named in another author's recipe, so that it can be opened on this machine.
-
-    Relative paths in the recipe of a local folder become absolute. Raises UnusableError if the recipe of a Hub repo
-    names a path, as that must never lead to files on this machine, or if a name cannot be shown or resolved.
-    """
+    """Resolve a data source of another author's recipe. Raises UnusableError for a name that cannot be shown or opened,
+    and for a path in a Hub repo, which must never lead to files on this machine."""
     if not all(part.isprintable() for part in (data.config, data.split) if part):
         raise UnusableError("has a name that cannot be shown")
     if data.is_self_written:

@@ -37,9 +37,8 @@ Experts = dict[str, Finding]
 
 
 def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> Experts:
-    """Find the experts, without those that the user skips. Ask the user about a task for which no expert is found, and
-    about an expert whose name refers to nothing. Raises RecipeError if no expert is left, and OpenQuestionsError if
-    anything was asked."""
+    """Find the experts, without those that the user skips; ask about tasks without one and about names that refer to
+    nothing. Raises RecipeError if no expert is left, and OpenQuestionsError if anything was asked."""
     tasks = search.draft.tasks
     said = {task: spec.expert for task, spec in tasks.items() if spec.expert}
     experts = {task: Finding(f"expert {task}", expert, FROM_USER) for task, expert in said.items()}
@@ -171,9 +170,8 @@ TaskData = tuple[Data, str]
 
 
 def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | None:
-    """Choose a task's dataset from the `datasets` of its expert's card; if there are several, the one with the task's
-    name. If there is none, a language model is to write its examples itself. If nothing decides, ask the user and
-    return None. Raises HubError."""
+    """Choose a task's dataset from its expert's card: the only one, or the one with the task's name. Without any, a
+    language model writes its examples itself. Else ask the user and return None. Raises HubError."""
     name = split_adapter(expert.value)[1]
     repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
     source = f"the card of {repo.name} (datasets)"

@@ -30,12 +30,9 @@ MOST_STEPS = 5
 
 
 def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = False) -> Finding | None:
-    """Find the nearest common ancestor of the models by the `base_model` of their cards and adapter configs; models
-    that name no parent are ignored. If there is none, ask the user for the base and return None.
-
-    names: model → who names it. mixed: whether the base may itself be among the models; then the one that the others
-    descend from is taken.
-    """
+    """Find the nearest common ancestor of the models (model → who names it) by the `base_model` of cards and adapter
+    configs, or ask the user for the base. mixed: the base may be among the models; then it is the one that the others
+    descend from."""
     chains = {name: [name] for name in names}
     common: list[str] = []
     for step in range(1, MOST_STEPS + 1):
@@ -76,8 +73,7 @@ def _find_common(chains: Iterable[list[str]], mixed: bool) -> list[str]:
 
 
 def _find_parents(search: Search, name: str, source: str | None = None) -> list[str]:
-    """List the models that a model was made from; none if it cannot be opened, as it may be the base, which need not be
-    readable. source: who names the model, if it is one of the merged models."""
+    """List the models that a model was made from; none if it cannot be opened, as the base need not be."""
     try:
         return search.find_parents(name, source or FROM_USER)
     except HubError as error:
@@ -182,9 +178,8 @@ def _ask_for_all(search: Search, base: Finding | None) -> None:
 
 
 def _open_all(search: Search, experts: Mapping[str, Finding]) -> dict[str, Finding]:
-    """Open every model and dataset that is known so far, several at a time, so that problems show before anything is
-    computed. Return the experts that can be read, and ask the user about the others. Raises HubError if the Hub cannot
-    be reached."""
+    """Open every model and dataset that is known so far, several at a time, so that problems show early. Return the
+    experts that can be read, and ask about the others. Raises HubError if the Hub cannot be reached."""
     draft = search.draft
     models = [draft.merged if isinstance(draft.merged, str) else "", draft.base or ""]
     models += [expert.value for expert in experts.values()]

@@ -1,5 +1,5 @@
-"""Search for what a merged model was made from: every repo is opened once; what was found and decided is collected, and
-so are questions, which one command answers."""
+"""Search for what a merged model was made from: repos are opened once; findings, decisions and questions are
+collected."""
 
 from __future__ import annotations
 
@@ -161,8 +161,7 @@ class Search:
         return card
 
     def find_parents(self, reference: str, source: str = FROM_USER) -> list[str]:
-        """Return the models that a model was made from, by its adapter config or card: one, several for a merge, or
-        none if unknown. The merged model, which some cards name, is left out. Raises HubError."""
+        """Return the models that a model was made from, by its adapter config or card, without the merged model."""
         if base := split_adapter(reference)[0]:
             return [base]
         repo = self.open(reference, "model", source)

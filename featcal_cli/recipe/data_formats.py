@@ -90,12 +90,10 @@ def check_repeated(names: Iterable[str], where: str) -> None:
 
 
 def read_lines(file: Path, longest: int = -1) -> Iterator[str]:
-    """Yield the lines of a text file with their line feeds; lines of more than `longest` characters come in pieces.
-
-    No other character ends a line, because texts may hold every character that Unicode counts as a line's end. The
-    file is UTF-8, or UTF-16 with a byte order mark, and is unpacked if its name ends with .gz. Raises DataError for
-    other encodings, and OSError, EOFError or zlib.error for a damaged archive.
-    """
+    """Yield the lines of a text file, or pieces of at most `longest` characters. Only a line feed ends a line, because
+    texts may hold whatever else Unicode counts as its end. The file is UTF-8, or UTF-16 with a mark, and unpacked if
+    its name ends with .gz. Raises DataError for other encodings, and OSError, EOFError or zlib.error for a damaged
+    archive."""
     import codecs
     import gzip
 
@@ -214,8 +212,7 @@ def _name_values(row: tuple[Sequence[str], Sequence[str]], file: Path, line: int
 
 
 def open_parquet(source: Any, *, pre_buffer: bool = False, **options: Any) -> Any:
-    """Open a parquet file (a path or a stream) and read its footer. With `pre_buffer`, only one thread may read it.
-    Raises DataError if several columns have one name, and what the parser raises."""
+    """Open a parquet file (a path or a stream). With `pre_buffer`, only one thread may read it. Raises DataError."""
     from pyarrow import parquet  # it takes long to import, and most sources are none
 
     opened = parquet.ParquetFile(source, pre_buffer=pre_buffer, **options)

@@ -169,13 +169,9 @@ def _steps(sources: Sources) -> Iterator[Tensor]:
 
 
 def _find_thresholds(merge: Merge, parameters: Parameters) -> Tensor:
-    """Find the trimming threshold of each expert: the k-th smallest magnitude in its task vector of d numbers, float32
-    [experts].
-
-    k = d − ⌊density · d⌋, and the threshold is 0 if k = 0; magnitudes at or above the threshold are kept. Positive
-    float32 numbers are ordered like their bits, so two passes with BINS counts per expert find the k-th exactly: the
-    first counts the upper 16 bits of all magnitudes, the second the lower 16 bits of those with the k-th's upper half.
-    """
+    """Find each expert's trimming threshold, float32 [experts]: the k-th smallest magnitude of its d steps, k = d −
+    ⌊density · d⌋, or 0 if k = 0. Positive float32 numbers are ordered like their bits: one pass with BINS counts finds
+    the k-th's upper 16 bits, and a second the lower ones among those."""
     import torch
 
     size = sum(sources[0].numel() for _, sources in parameters())

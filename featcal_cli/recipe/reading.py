@@ -1,5 +1,5 @@
-"""Read recipes, from the package or from files, and options of the command line into one validated object; all mistakes
-are reported at once: each with its line or option, and what to write instead."""
+"""Read recipes and command-line options into one validated object; all mistakes are reported at once, each with its
+place and what to write instead."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def find_recipe(name: str) -> Path:
 
 
 def print_shipped(name: str) -> str:
-    """Return the text of a shipped recipe, or of one of COMPANIONS. The paths of the demo's files are made absolute, so
-    that it runs from any folder. Raises RecipeError."""
+    """Return the text of a shipped recipe (with absolute paths) or of one of COMPANIONS. Raises RecipeError."""
     file = _find_shipped(
         name, [*shipped_recipes(), *(_folder() / companion for companion in COMPANIONS)], "give one of"
     )
@@ -256,8 +255,8 @@ class RecipeMistakesError(SeveralErrors, RecipeError):
 def _explain(
     error: ValidationError, keys: Mapping[str, Any], whole: str, text: str, typed: Mapping[str, Any]
 ) -> RecipeError:
-    """Turn all of pydantic's errors about `keys` into one RecipeError. whole: name of the file or other source of the
-    keys; text: the file's text, or empty; typed: the keys that the command line set."""
+    """Turn pydantic's errors about `keys` into one RecipeError. whole, text: the file's name and text; typed: the keys
+    that the command line set."""
     complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
     for problem in error.errors(include_url=False):
         complaints.setdefault(_find_place(problem, keys), problem)
@@ -351,8 +350,7 @@ def tell_wanted(text: str) -> str:
 
 
 def suggest_for_option(option: str, known_options: Iterable[str]) -> str:
-    """Return the fix for an unknown option that was renamed, has its place before the command, is a key of a recipe, or
-    resembles one of `known_options`; else an empty text."""
+    """Return the fix for an unknown option: its new name, its place, the key of a recipe, or a similar one."""
     if option == "--gpus":
         return "write it before the command: featcal --gpus N COMMAND"
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")

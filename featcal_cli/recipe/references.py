@@ -96,9 +96,9 @@ def bare_model(text: str) -> str:
 
 
 def read_page(text: str) -> HfUri | None:
-    """Return the model or dataset that a web address points to, or None for text that is no address. Addresses are
-    https://HOST/[datasets/]USER/NAME, optionally followed by /tree/REVISION or /blob/REVISION/FILE, and
-    hf://[datasets/]USER/NAME[@REVISION]. Raises RecipeError for all others."""
+    """Return the model or dataset of a web address, or None for other text. Addresses are
+    https://HOST/[datasets/]USER/NAME, /tree/REVISION or /blob/REVISION/FILE below it, and
+    hf://[datasets/]USER/NAME[@REVISION]. Raises RecipeError."""
     if not _ADDRESS.match(text):
         return None
     from huggingface_hub import constants, parse_hf_uri

@@ -97,8 +97,7 @@ def shorten(text: str, longest: int) -> str:
 
 
 def plot_drift(report: Report) -> bytes:
-    """Draw the drift of the base, merged and calibrated model from each task's expert after every block, as a PNG.
-    Raises ValueError for a report without measurements."""
+    """Draw base, merged and calibrated model's drift after every block as a PNG. Raises ValueError without any."""
     title = ""
     if report.fitted_tasks:
         title = "\non calibration examples: on new ones, drift is larger"
@@ -109,8 +108,7 @@ def plot_drift(report: Report) -> bytes:
 
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
-    """Draw the drift of all models of an inspection after every block, with its local and its inherited part, as PNG or
-    SVG. Raises ValueError for an inspection without tasks."""
+    """Draw all models' drift after every block, with its local and its inherited part. Raises ValueError."""
     labels = {role: for_html(inspection.names.get(role, role), 120) for role in list_roles(inspection)}
     if "base" in labels:
         labels["base"] = "base model"
@@ -170,8 +168,8 @@ def _plot(
 
 
 def _list_charts(tasks: Mapping[str, TaskInspection]) -> list[Chart]:
-    """List the charts to draw: at most MOST_CURVES, those of the tasks with the largest drift. The mean over all tasks
-    comes first if there are several and all run through the same blocks."""
+    """List the charts to draw: of at most MOST_CURVES tasks with the largest drift and, first, of the mean if there are
+    several that all run through the same blocks."""
     charts = [_read_chart(for_html(name), task) for name, task in tasks.items()]
     worst = sorted(charts, key=lambda chart: -chart.highest)[:MOST_CURVES]
     shown = [chart for chart in charts if chart in worst]

@@ -22,11 +22,8 @@ DIGITS = 4
 
 
 def write_page(inspection: Inspection) -> str:
-    """Return the whole page as HTML text: heat maps, curves, tables and a summary in words, for light and dark screens.
-
-    The page contains its data, style and script; its content security policy allows only this style and script, by
-    their hashes. Names are data: no task's name is read as HTML. The text must be saved as UTF-8.
-    """
+    """Return the page as HTML text, to be saved as UTF-8. It contains its data, style and script, and its content
+    security policy allows only these by their hashes. Names are data: none is read as HTML."""
     template = TEMPLATE.read_text(encoding="utf-8")
     allowed = f"style-src '{_hash(template, 'style')}'; script-src '{_hash(template, 'script')}'; img-src data:"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"

@@ -55,12 +55,8 @@ def write_card(
     model_class: str = "AutoModel",
     processor_class: str | None = None,
 ) -> str:
-    """Return the text of README.md, which shows drift.png.
-
-    name: name of the output folder; target: the Hub id that the output is pushed to, if any; merged_readme: the merged
-    model's own card, whose metadata are used; model_class and processor_class: names of the transformers classes that
-    load the output.
-    """
+    """Return the text of README.md. name: of the output folder; target: the Hub id that it is pushed to; merged_readme:
+    the merged model's own card, whose metadata are used; model_class, processor_class: classes that load the output."""
     merged_data = _read_metadata(merged_readme or "")
     data = _write_metadata(report, merged_data, target)
     if results := list(_list_results(report, data.pipeline_tag)):

@@ -26,11 +26,8 @@ VISIBLE = 5e-4
 
 @dataclass(frozen=True)
 class PlaceDrift:
-    """The distance of one model's features from the expert's at one place, over all tokens but padding.
-
-    The drift e = h − h_expert is m + p (paper, Proposition 1): the local mismatch m is the difference between the
-    model's and the expert's block on the expert's input, and the upstream propagation p is the effect of earlier drift.
-    """
+    """The distance of one model's features from the expert's at one place, over all tokens but padding: drift e = h −
+    h_expert = m + p (paper, Proposition 1), with m what the block itself does and p the effect of earlier drift."""
 
     distance: float
     """The mean ‖e‖₂."""
@@ -68,8 +65,7 @@ class OutputDrift:
     """The effect of drift on outputs: the expert's own head runs on last features of model and expert."""
 
     kind: str
-    """Kind of output: logits, or features where the expert has no logits for a single choice (it has no head, a
-    regression, or several labels)."""
+    """Kind of output: logits, or features where the expert has no logits for a single choice."""
     relative: float
     """Relative distance, mean ‖z − z_expert‖ / mean ‖z_expert‖. For logits, ‖ ‖² is the variance under q, the average
     of the expert's probabilities and the uniform distribution."""
@@ -78,8 +74,7 @@ class OutputDrift:
     agreement: float | None = None
     """Share of predictions, 0 to 1, whose first choice is the same as the expert's; None without logits."""
     certain: float | None = None
-    """Share of predictions that the drift cannot change: the expert's margin exceeds 2 ‖z − z_expert‖∞ (paper, equation
-    44); None without logits."""
+    """Share of predictions that the drift cannot change (paper, equation 44); None without logits."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +107,7 @@ class TaskInspection:
 
     @property
     def outputs_farther(self) -> float | None:
-        """Relative distance from the expert's outputs, that of `other` minus that of `model`. Infinite if only the
-        distance of `other` is not finite; None if that of `model` is not, or if outputs are missing."""
+        """Distance of outputs of `other` minus that of `model`; infinite if only the first is; else None."""
         outputs = [self.models[role].output for role in ("model", "other") if role in self.models]
         distances = [output.relative for output in outputs if output is not None]
         if len(distances) < 2 or not isfinite(distances[0]):
@@ -137,8 +131,7 @@ class Inspection:
     calibrated: list[str] = field(default_factory=list)
     """Roles of the models that featcal has calibrated before, which pictures draw in one colour."""
     perplexity: dict[str, TaskScores] = field(default_factory=dict)
-    """Perplexities of the experts and of each role by task, on the same examples; empty for models that do not predict
-    the next token of a text."""
+    """Perplexities of experts and roles by task, on the same examples; empty but for language models."""
 
     @property
     def short_names(self) -> dict[str, str]:
@@ -236,8 +229,7 @@ class Report:
     accuracy: dict[str, TaskScores] = field(default_factory=dict)
     """Scores of expert, merged and calibrated model by task, where they were evaluated."""
     perplexity: dict[str, TaskScores] = field(default_factory=dict)
-    """Perplexities of expert, merged, calibrated and base model by task, on the examples on which drift was measured;
-    empty for models that do not predict the next token of a text."""
+    """Perplexities of expert, merged, calibrated and base model by task, where drift was measured."""
     adapter: AdapterReport | None = None
     """The report on the adapter, where one was written."""
     refined: Refinement | None = None

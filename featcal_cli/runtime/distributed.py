@@ -39,8 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def own(self, tasks: Iterable[str]) -> list[str]:
-        """Return the tasks that belong to this rank. Each task belongs to exactly one rank, a rank's tasks are
-        contiguous, and all ranks have about equally many."""
+        """Return the tasks that belong to this rank: contiguous, and about equally many for every rank."""
         names = list(tasks)
         return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
 
@@ -82,8 +81,7 @@ class Ranks:
                 dist.broadcast(tensor, src=source, group=self._group)
 
     def add_up(self, tensor: Tensor, to: int | None = None) -> None:
-        """Replace a tensor by its sum over all processes. With `to`, only that rank gets the sum, and the tensors of
-        the others must not be used any more."""
+        """Replace a tensor by its sum over all processes, or only on the rank `to`."""
         if self._group is None:
             return
         with _in_touch() as dist:
@@ -94,9 +92,8 @@ class Ranks:
 
     @contextmanager
     def on_its_own(self) -> Iterator[None]:
-        """Context manager for code that may fail on this rank alone. If there are several ranks, a NumericsError in it
-        becomes a plain FeatCalError, which ends the run: nobody can catch it and try something that the other ranks do
-        not know of."""
+        """Context manager for code that may fail on this rank alone: a NumericsError, which a caller could catch and
+        try what the other ranks do not know of, becomes a plain FeatCalError there."""
         try:
             yield
         except NumericsError as error:
@@ -121,9 +118,8 @@ def join_ranks() -> Ranks:
 
 
 def start_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run featcal with these arguments in `count` processes on this machine, which do one job together, as torchrun
-    would start them. Returns the exit code of the first one that fails, or 0. Raises RecipeError if the machine has
-    fewer GPUs, unless the arguments name the CPU."""
+    """Run featcal with these arguments in `count` processes on this machine, as torchrun would start them. Returns the
+    exit code of the first one that fails, or 0. Raises RecipeError if there are fewer GPUs, and no --device cpu."""
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

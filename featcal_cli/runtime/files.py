@@ -63,8 +63,7 @@ def replace_durably(draft: Path, target: Path) -> None:
 
 
 def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> None:
-    """Write a file completely or not at all; until then the old file stays. `draft` is the path that is written first,
-    on the same disk (by default a hidden file in the same folder). Raises OSError."""
+    """Write a file completely or not at all, by way of `draft` on the same disk. Raises OSError."""
     draft = draft or file.with_name(f".{file.name}.{os.getpid()}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -138,9 +137,9 @@ def visible_files(folder: Path) -> list[str]:
 
 
 def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collection[str] = ()) -> None:
-    """Copy files of a model's folder, named by their relative paths. A link is replaced by the file it points to,
-    because a copied link could break, or an edit would change the original. weights: tensor files that were read, whose
-    links may point anywhere. Raises CheckpointError for other links out of the folder, and OSError."""
+    """Copy files of a model's folder. A link is replaced by its file, because it could break, or an edit change the
+    original; those of `weights` may point anywhere. Raises CheckpointError for others out of the folder, and
+    OSError."""
     for name in names:
         if (folder / name).is_symlink() and name not in weights:
             _check_link(folder, folder / name)
@@ -162,8 +161,7 @@ def _check_link(folder: Path, link: Path) -> None:
 
 
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:
-    """Return size and modification time of each file, which show whether it changed, also days later. `paths` are files
-    and folders; only files directly in a folder count."""
+    """Return size and time of each file, or file directly in a folder, which show whether it changed."""
     inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
     stamps = {}
     for file in sorted(inside):

@@ -1,5 +1,4 @@
-"""The hardware of a run: devices, versions and memory. On Linux it also controls the memory that memory-mapped weights
-take: their pages are read before use and released afterwards."""
+"""The hardware of a run: devices, versions and memory, on Linux also that of memory-mapped weights."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def fetch_ahead(tensors: Iterable[Tensor]) -> None:
 
 
 def give_back(tensors: Iterable[Tensor]) -> int:
-    """Release the memory of tensors that lie in mapped files and that nobody has written to; when read again, they have
-    the files' values. Returns the number of bytes released, or 0 for less than WORTHWHILE bytes."""
+    """Release the memory of unwritten tensors in mapped files, which are read again when used; return the bytes."""
     mapped, given = list(tensors), 0
     if sum(tensor.numel() * tensor.element_size() for tensor in mapped) < WORTHWHILE:
         return 0
@@ -61,9 +59,8 @@ def give_back(tensors: Iterable[Tensor]) -> int:
 
 
 def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
-    """Move tensors of at least WORTHWHILE bytes from this process's own memory to nameless mapped files in `folder`.
-    The system then keeps them in memory only while they are in use, like weights read from a checkpoint. Raises
-    OutputError when they cannot be written."""
+    """Move tensors of at least WORTHWHILE bytes to nameless mapped files in `folder`, so that they are in memory only
+    while in use, like weights read from a checkpoint. Raises OutputError."""
     files = _read_maps()
     for tensor in tensors if MAPS.is_file() else ():
         if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
@@ -78,11 +75,8 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
 
 
 def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tensor:
-    """Copy bytes (`data` [n] of uint8) to a nameless mapped file, whose space is freed with the returned tensor.
-
-    Raises OutputError when they cannot be written (its message is `what`, its fix that for the errno or else
-    `otherwise`), and MemoryError when they cannot be mapped.
-    """
+    """Copy bytes (`data` [n] of uint8) to a nameless mapped file, freed with the returned tensor. Raises OutputError
+    (`what`, with the errno's fix or `otherwise`), and MemoryError when they cannot be mapped."""
     try:
         # written, not filled through the mapping: so a full disk is an error, and not the end of the process
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -97,8 +91,7 @@ def write_mapped(data: Tensor, folder: Path, what: str, otherwise: str) -> Tenso
 
 
 def reuse_memory() -> None:
-    """Tell glibc to keep freed memory for the next tensors rather than return it to the system, because a model's
-    blocks need the same sizes again and again, and fresh pages cost time."""
+    """Tell glibc to keep freed memory: blocks need the same sizes again and again, and fresh pages cost time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED)
@@ -149,8 +142,7 @@ def _read_maps() -> list[tuple[int, int]]:
 
 
 _known_maps = cache(_read_maps)
-"""The mappings at the time of the first call. Asking to read an outdated address ahead does no harm, but memory is only
-released after a new look-up."""
+"""The mappings at the first call: reading an outdated address ahead does no harm, releasing one would."""
 
 
 PACKAGES = (
@@ -166,9 +158,8 @@ FEATURES_SHARE, DEVICE_SHARE = 4, 8
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for a name that `check_device` accepts, and set torch up for it: its threads
-    (`use_granted_cores`) and float32 products. Of several processes each gets a GPU of its own. Raises RecipeError if
-    the device does not exist."""
+    """Return the device for a name that `check_device` accepts, one of its own for each process, and set up torch's
+    threads and float32 products. Raises RecipeError if it does not exist."""
     use_granted_cores()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -247,8 +238,7 @@ def room_for_weights(device: torch.device) -> int:
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the total memory of a device in bytes, used or not. All devices except CUDA's share this machine's memory,
-    which is also divided among the processes of torchrun."""
+    """Return the total memory of a device in bytes; this machine's is shared by all processes of torchrun."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -256,8 +246,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def use_granted_cores() -> None:
-    """Let torch use no more threads than a control group (of a container or a scheduler's job) grants cores; by default
-    it starts one for each core of the machine. Does nothing if OMP_NUM_THREADS is set."""
+    """Let torch use no more threads than a control group grants cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         granted = min(find_core_limits(_read_groups(), GROUPS), default=inf)
         if granted < torch.get_num_threads():
@@ -265,8 +254,7 @@ def use_granted_cores() -> None:
 
 
 def find_memory_limits(groups: str, folder: Path) -> Iterator[int]:
-    """Yield the memory limits in bytes of this process's control group and of its parents. groups: the text of
-    /proc/PID/cgroup; folder: where the groups are mounted."""
+    """Yield the memory limits of this process's control group (`groups`: /proc/PID/cgroup) and its parents."""
     for text in _read_limits(groups, folder, "memory.max"):
         if text.isdigit():  # no limit is max
             yield int(text)

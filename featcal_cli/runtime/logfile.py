@@ -80,8 +80,7 @@ class Log(Listener):
 
 
 def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
-    """Return the message for an error that featcal did not raise itself: a full disk, a broken package, or else a bug.
-    log_file: the file that contains its traceback."""
+    """Return the message for an error of others: a full disk, a broken package, or else a bug."""
     if known := explain_full(error) or explain_broken_package(error):
         return known
     words = " ".join(redact(str(error)).split())[:MOST_WORDS]
@@ -97,9 +96,8 @@ def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
 
 @contextmanager
 def recorded(shown: Listener, file: Path | None) -> Iterator[Log]:
-    """Context manager that writes the events of a command and the warnings of libraries to the log file, if there is
-    one; the last line says how the command ended. Raises OutputError for a file that cannot be written, and BugError
-    for an unexpected error, whose traceback is then in the file."""
+    """Context manager that logs the events of a command, warnings of libraries and how it ended. Raises OutputError for
+    a file that cannot be written, and BugError for an unexpected error, whose traceback is then in the file."""
     with _opened(file) as stream:
         log = Log(shown, stream)
         log.write("start", featcal=__version__, python=sys.version.split()[0], command=shlex.join(sys.argv))

@@ -42,8 +42,7 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Return the position of this process in the run; it is the only process unless the environment holds all of NAMES.
-    Raises RecipeError if these are not numbers."""
+    """Return the position of this process in the run. Raises RecipeError for variables that are no numbers."""
     if not all(os.environ.get(name) for name in NAMES):
         return Launch()
     try:
@@ -93,8 +92,7 @@ STARTED = time.monotonic()
 
 
 def check_surroundings() -> None:
-    """Let standard output take every character. Raises FeatCalError where the current folder is gone, where docstrings
-    were left out, and for arguments that are not UTF-8."""
+    """Let standard output take every character. Raises FeatCalError where a run could not work."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -111,11 +109,8 @@ def check_surroundings() -> None:
 
 
 def load_libraries() -> None:
-    """Import torch and transformers, which takes seconds, unless torch is imported already.
-
-    Call it in the main thread, after everything that can be found out and shown without these libraries. The garbage
-    collector is off meanwhile, because imports make no garbage and it would take a fifth of the time.
-    """
+    """Import torch and transformers in the main thread, after all that can be found out and shown without. The garbage
+    collector is off meanwhile: imports make no garbage, and it would take a fifth of the time."""
     if "torch" in sys.modules:
         return
     gc.disable()
@@ -128,8 +123,8 @@ def load_libraries() -> None:
 
 
 def end_at_once(code: object) -> None:
-    """Run the exit functions and end the process without freeing modules and models, which would take a second. Returns
-    if the output cannot be written, or if the code is a message, which the interpreter then prints."""
+    """Run the exit functions and end the process without freeing models, which would take a second. Returns if output
+    cannot be written, or if the code is a message."""
     if not (code is None or isinstance(code, int)):
         return
     # threads of an interrupted run may still be at work, and disturb what is done here, as when folders are deleted
@@ -164,8 +159,7 @@ def exit_code() -> int:
 
 
 def list_signals() -> list[signal.Signals]:
-    """Return the signals that interrupt this process: Ctrl-C, SIGTERM and SIGHUP. The last two are left out if they are
-    set to be ignored (as by nohup), or if torchrun, which ends processes itself, started this process."""
+    """Return the signals that interrupt this process, without those that are ignored (nohup) or torchrun's."""
     others = [] if all(os.environ.get(name) for name in NAMES) else [signal.SIGTERM, signal.SIGHUP]
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
@@ -185,8 +179,7 @@ def stop_when_signalled(message: str = STARTING) -> None:
 @contextmanager
 def interruptible(message: str = CALIBRATING) -> Iterator[None]:
     """Context manager in which an interrupt raises KeyboardInterrupt. The process is ended if the run does not end
-    within GRACE seconds (a thread may wait for a server), or at the second interrupt. Has no effect outside the main
-    thread."""
+    within GRACE seconds (a thread may wait for a server), or at the second interrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

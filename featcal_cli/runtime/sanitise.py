@@ -46,8 +46,7 @@ def exception_text(error: BaseException) -> str:
 
 
 def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", write: Callable[[str], str] = plain) -> str:
-    """Shorten a foreign list for a message to its first names, each written by `write`, and the number of further
-    names. `last` is put before the last name if all names are shown."""
+    """Shorten a foreign list to its first names, written by `write`, with `last` before the last, or a count."""
     left = iter(names)
     shown = [write(name) for name in islice(left, LISTED)]
     more = sum(1 for _ in left)
@@ -81,8 +80,7 @@ def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def for_html(text: str, longest: int = LONGEST_NAME) -> str:
-    """Return one line of text for a page's data or a picture, which users share: without tokens and this machine's
-    folders. The page's script must insert it as text, never as HTML."""
+    """Return one line for data of a page or picture that users share; a page must insert it as text."""
     return one_line(for_sharing(text), longest)
 
 
@@ -137,8 +135,7 @@ def redact(text: str) -> str:
 
 
 def without_tokens(text: str) -> str:
-    """Remove tokens and the values of secret environment variables from the text of a file that featcal composes (a
-    card, a report, a recipe); everything else stays."""
+    """Remove tokens and values of secret variables from the text of a file that featcal composes."""
     return TOKEN.sub(r"\1_…", _without_secret_values(text, SHORTEST_IN_FILES))
 
 

@@ -72,8 +72,7 @@ _Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 
 
 class _RecipeLoader(_Loader):
-    """A YAML loader that leaves numbers and switches as text, because the recipe's schema converts them. It refuses a
-    repeated key, where plain YAML would take the last value."""
+    """A YAML loader that refuses repeated keys and leaves values as text, which the schema converts."""
 
     yaml_implicit_resolvers = _resolve(_TYPES_OF_ALL)
 
@@ -104,8 +103,7 @@ def dump_yaml(content: Any, width: int = 80) -> str:
 
 
 def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
-    """Return the documents of a YAML text that are not empty. With `recipe`, values stay text and repeated keys are
-    refused. Raises ValueError with a short reason."""
+    """Return a YAML text's documents that are not empty; with `recipe`, values as text. Raises ValueError."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"it is longer than {MAX_CHARACTERS:,} characters")
     try:
@@ -138,8 +136,7 @@ def find_line(text: str, path: Sequence[str | int]) -> int:
 
 
 def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
-    """Split a card into its metadata ({} if there are none, None if they are not a mapping or cannot be read), the text
-    below, and the reason why the metadata cannot be read (empty if they can)."""
+    """Split a card into metadata (None if they cannot be read), the text below, and the reason if not."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if (top := REGEX_YAML_BLOCK.search(text)) is None:

@@ -51,8 +51,7 @@ class Outcome:
 
 
 def summarise(session: Session, plan: Plan, outcome: Outcome, stamps: Mapping[str, str]) -> Report:
-    """The report of a calibration that is through, on every rank; `plan` holds the recipe with the settings that were
-    chosen. stamps: of the files on this machine that the job reads, as they were when it began."""
+    """Return the report of a calibration, on every rank; `stamps`: of the local files when the job began."""
     calibration, job, step = plan.recipe.calibration, outcome.job, outcome.step
     blocks = []
     for block in outcome.blocks:  # of the changes of weights the share `step` is left

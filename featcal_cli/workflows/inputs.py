@@ -48,13 +48,9 @@ class Inputs:
 
 
 def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, copied: bool = False) -> Inputs:
-    """Complete the recipe from what repos state, and pin every repo to a commit. The first rank completes it for all
-    ranks.
-
-    others: further models by role.
-    copied: whether merged's files will be copied to an output.
-    Raises OpenQuestionsError if something can be found nowhere, LineageError, HubError and DataError.
-    """
+    """Complete the recipe from what repos state, and pin every repo to a commit, on the first rank for all. others:
+    further models by role; copied: merged's files will be copied. Raises OpenQuestionsError, LineageError, HubError and
+    DataError."""
     session.stage("finding models")
     ranks, further = session.ranks, dict(others or {})
     recipe, findings = _complete(session) if ranks.is_first else (Recipe.model_construct(), [])
@@ -73,8 +69,7 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
 
 
 def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
-    """Return the complete recipe and where each part of it was found. Whatever was looked up is noted as soon as it is
-    found, except in a dry run, which reports it as its result."""
+    """Return the complete recipe and where its parts were found, which is noted at once, but for a dry run."""
     noted: set[Finding] = set()
 
     def note(finding: Finding) -> None:
@@ -109,8 +104,7 @@ def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Reci
 
 
 def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
-    """Return the data source pinned to the dataset's current commit, or to the Hub's parquet copy of it; `note` is then
-    called with a message. Raises HubError, and DataError if there is nothing to read."""
+    """Return the source pinned to a commit, perhaps of the Hub's parquet copy. Raises HubError and DataError."""
     if data.dataset is None or data.is_self_written:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
@@ -146,8 +140,8 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
 
 
 def check_copyable(repo: Repo) -> None:
-    """Raise CheckpointError if the files of a model cannot be copied to an output: a folder has the name of a file that
-    featcal writes, a file cannot be read, or a link would bring other files of this machine into the output."""
+    """Raise CheckpointError if the files of a model cannot be copied to an output: unreadable, linked elsewhere, or a
+    folder with the name of a file that featcal writes."""
     for name in (CARD, REPORT, RECIPE, PICTURE):
         if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
             what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"

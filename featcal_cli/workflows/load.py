@@ -48,10 +48,9 @@ def load_models(
     ranks: Ranks | None = None,
     scratch: Path | None = None,
 ) -> Models:
-    """Load the models of `snapshots` (by role: merged, base, expert TASK). If `merge` is given, one rank on each
-    machine builds the merged model in the folder `built`; its name is `name`. scratch: a folder for weights that are
-    converted when they are loaded (such as a mixture's fused experts); without it they stay in memory. Raises
-    CheckpointError if a model cannot be loaded, and OutputError if the disk is full."""
+    """Load the models of `snapshots` (by role). With `merge`, one rank on each machine builds the merged model `name`
+    in the folder `built`. scratch: a folder for weights that are converted when they are loaded, which else stay in
+    memory. Raises CheckpointError and OutputError."""
 
     def keep(model: Model) -> Model:
         if scratch is not None:

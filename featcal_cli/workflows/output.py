@@ -1,5 +1,4 @@
-"""Checkpoint files: find each tensor on disk, overwrite the calibrated ones and nothing else, and verify the output
-before it is published. A merged model that featcal builds is written here too."""
+"""Checkpoint files: overwrite the calibrated tensors and nothing else, verify the output, or write a merged model."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
 
 
 def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Convert `parameters`, named by module path, to the tensors in the model's files, by their names and in their
-    dtypes. Raises CheckpointError if the files have no tensor of the same shape for a parameter."""
+    """Convert parameters by module path to the files' tensors by name, in their dtypes. Raises CheckpointError."""
     tensors = {}
     for name, tensor, stored in _match_names(model, parameters, entries):
         if stored is None or entries[stored].shape != tuple(tensor.shape):
@@ -64,8 +62,7 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mappi
 
 
 def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
-    """Raise CheckpointError if the files hold a parameter of a block in a dtype that only packed weights have. The
-    model may be without values. entries: the files' tensors by name; nothing is checked if they are not known."""
+    """Raise CheckpointError if a block's parameter is packed in the files, if their `entries` are known."""
     blocks = [path for block in architecture.blocks if (path := model.own_path(block.name)) is not None]
     inside = {
         f"{block}.{name}": value
@@ -79,8 +76,7 @@ def check_readable(model: Model, architecture: Architecture, entries: Mapping[st
 
 
 def check_writable(merged: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
-    """Raise CheckpointError if a calibrated parameter could not be written to the files. entries: the files' tensors by
-    name; nothing is checked if they are not known."""
+    """Raise CheckpointError if a calibrated parameter has no place in the files, if `entries` are known."""
     if entries is not None:
         solved = {
             f"{block.name}.{path}": parameter
@@ -115,8 +111,7 @@ def _match_names(
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
-    """Copy a checkpoint's files byte for byte into the new folder `target`; return which files were copied and which
-    were left out. Raises CheckpointError if a file that is no weight file links to a place outside the folder."""
+    """Copy a checkpoint's files into the new folder `target`, and return them. Raises CheckpointError."""
     files = divide_files(snapshot.folder)
     target.mkdir(parents=True)
     copy_files(snapshot.folder, files.kept, target, weights=[file.name for file in snapshot.weights()])
@@ -147,13 +142,9 @@ def write_output(
     check_inputs: Callable[[], None],
     stage: Callable[[str], None],
 ) -> Files:
-    """Write the output: copy the merged checkpoint, overwrite the calibrated tensors from `groups` (by name on disk),
-    add `contents` by file name, verify the result, and move it to its place. Returns which of merged's files were
-    copied.
-
-    check_inputs: raises if the merged model's files have changed. stage: called when the verification begins. Raises
-    OutputError.
-    """
+    """Write the output: copy the merged checkpoint, overwrite the calibrated tensors (`groups`, by name on disk), add
+    `contents` by file name, verify it, and move it to its place. Returns merged's files. check_inputs: raises if these
+    have changed. Raises OutputError."""
     check_inputs()
     built = workspace.built
     with workspace.writing():
@@ -173,9 +164,8 @@ def write_output(
 
 
 def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
-    """Write a checkpoint to the new folder `target`. It has the files of `layout` with the given tensors (by name on
-    disk) in place of its own, and the processor and tokenizer files of `spare` that `layout` lacks. Raises
-    OutputError."""
+    """Write a checkpoint to the new folder `target`: files of `layout` with the given tensors in place of its own, and
+    preprocessors of `spare` that it lacks. Raises OutputError."""
     try:
         sources = [source for source in spare.folder.iterdir() if source.is_file()]
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
@@ -196,13 +186,9 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
 def check_built(
     folder: Path, merged: Model, groups: Iterable[Mapping[str, Tensor]], contents: Mapping[str, bytes]
 ) -> None:
-    """Verify a finished output folder by reading it back: the calibrated tensors of `groups` (by name on disk) are
-    finite and stored correctly, every other byte equals merged's, the files of `contents` are complete, and the model
-    loads.
-
-    Raises OutputError if any of this fails, because of a faulty disk or a bug in featcal. Raises NumericsError if a
-    solution is too large for the dtype of the weights.
-    """
+    """Verify an output by reading it back: calibrated tensors are finite and stored, every other byte equals merged's,
+    `contents` are complete, and the model loads. Raises OutputError, because of a faulty disk or a bug, or
+    NumericsError if a solution is too large for the dtype of the weights."""
     written: dict[str, list[tuple[int, int]]] = {}
     slots = read_slots(merged.snapshot)
     for group in groups:

@@ -17,11 +17,8 @@ from featcal_cli.runtime.structured_text import dump_yaml
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML that `as_draft` can read. It leaves out `output`, because running a job again should
-    not publish it again.
-
-    The same recipe always gives the same text: it holds no date, and its comments hold no local path.
-    """
+    """Return the recipe as YAML that `as_draft` can read, without `output`, as running a job again should not publish
+    it again, and without dates and local paths in comments."""
     made = f"# Written by featcal {__version__}: the job that calibrated {_name_merged(recipe)},"
     again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
     return without_tokens(f"{made}\n{again}\n{_dump(recipe)}")

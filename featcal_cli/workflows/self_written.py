@@ -73,8 +73,7 @@ def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: Text
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
-    """Return placeholders for the examples that an expert will write, where only shapes matter. Each has the greatest
-    possible length. sampled: the number of fitted placeholders; None for `count`."""
+    """Return placeholders of the greatest length for `sampled` (None: `count`) examples that are to be written."""
     kept = min(count, sampled or count)
     inputs = {
         "input_ids": torch.zeros(1, reader.max_tokens).long(),
@@ -89,8 +88,7 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
 
 
 def add_writing(needs: Estimate, model: PreTrainedModel, device: torch.device) -> Estimate:
-    """Return the needs of a job in which experts like `model` first write examples: weights of a whole expert, keys and
-    values of the texts in progress, and the logits of a step."""
+    """Return the needs of a job in which whole experts like `model` first write examples."""
     config, weights = text_config(model), sum(x.nbytes for x in model.parameters())
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
@@ -110,9 +108,8 @@ def write_examples(
     folders: Mapping[str, Folders],
     text_models: Mapping[str, TextModels],
 ) -> dict[str, DrawnExamples]:
-    """Let the expert of each task in `folders` write examples, on the rank that has the task; rows in the cache are
-    reused. folders: by task, where its tokenizer may be. text_models: by task, the models that will read the texts.
-    Raises FeatCalError."""
+    """Let the expert of each task in `folders` (where its tokenizer may be) write examples, on the rank that has the
+    task; rows in the cache are reused. Raises FeatCalError."""
     calibration = recipe.calibration
     count, seed = calibration.examples, calibration.seed
     written: dict[str, list[Row]] = {}
@@ -187,8 +184,8 @@ class Writer:
     reader: TextReader
 
     def write(self, count: int, seed: int, tell: Callable[[int], None]) -> list[Row]:
-        """Write `count` different rows {messages} or {text}; they are the same for the same seed on the same device.
-        `tell` is called with the number of rows so far. Raises DataError if the expert writes too few."""
+        """Write `count` different rows, the same for the same seed and device. Raises DataError if there are too
+        few."""
         rows: dict[str, Row] = {}
         seeds = Random(seed)
         devices = [self.model.device] if self.model.device.type == "cuda" else []
@@ -218,8 +215,7 @@ class Writer:
                 yield {"text": text}
 
     def _converse(self, prefix: list[int], end: str, seed: int) -> Iterator[Row]:
-        """Yield conversations: the expert writes the user's question, and then its own answer. prefix: the tokens
-        before a question; end: the text that follows one."""
+        """Yield conversations: the expert writes a question between `prefix` and `end`, and then its own answer."""
         tokenizer, most = self.reader.tokenizer, self.reader.max_tokens
         asked = self._sample([prefix] * AT_ONCE, max(1, most // 2 - len(prefix)), seed)
         questions = [tokenizer.decode(ids, skip_special_tokens=True).partition(end or "\0")[0] for ids in asked]
@@ -235,8 +231,7 @@ class Writer:
                 yield {"messages": [turn, {"role": "assistant", "content": text}]}
 
     def _find_turn(self) -> tuple[list[int], str] | None:
-        """Return the tokens that the chat template puts before the user's message, and the text that it puts after it;
-        None if there is no template or nothing before the message."""
+        """Return what the chat template puts before the user's message (tokens) and after it (text), or None."""
         if not self.reader.tokenizer.chat_template:
             return None
         try:

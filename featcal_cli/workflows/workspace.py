@@ -36,8 +36,7 @@ def default_output(name: str) -> Path:
 
 
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
-    """Raise OutputError if the output would replace one of `sources` or the current folder, or lie inside one of
-    `sources`. Links and other names of the same folders are resolved."""
+    """Raise OutputError if the output would replace one of `sources` or the current folder, or lie in a source."""
     for source, is_input in ((Path.cwd(), False), *((source, True) for source in sources)):
         harm = "replace" if _is_in(source, target) else "lie in" if is_input and _is_in(target, source) else None
         if harm:
@@ -80,10 +79,8 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 
 def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: Draft) -> Report | None:
-    """The report of an output that this very job has made; None where there is none, or a broken one.
-
-    draft: what the user typed. Raises OutputError for the output of another job, and says what differs.
-    """
+    """Return the report of an output that this very job has made, or None. Raises OutputError for the output of another
+    job, and says what differs from what the user typed (`draft`)."""
     try:
         report = Report.from_json((target / REPORT).read_text(encoding="utf-8"))
         known, asked = deepcopy(report.recipe), dict(report.settings["asked"])
@@ -122,8 +119,7 @@ def stamp_inputs(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def _drop_commits(job: dict[str, Any], draft: Draft) -> None:
-    """Leave out of a job, before it is compared, the commits of base, experts and datasets whose revision nobody typed:
-    that such a repo has moved on is no reason to compute again, or to push nothing."""
+    """Leave commits that nobody typed out of a job: that such a repo has moved on is no reason to compute again."""
     if not (draft.base and "@" in draft.base):
         job["base"] = COMMIT.sub("", job["base"])
     for name, task in job["tasks"].items():
@@ -135,8 +131,7 @@ def _drop_commits(job: dict[str, Any], draft: Draft) -> None:
 
 
 def describe_output(report: Report, name: str, repo_id: str | None, merged_card: str | None) -> dict[str, str]:
-    """Return the report and the model card of an output by file name. repo_id: the repo to which it is pushed;
-    merged_card: the text of the merged model's card."""
+    """Return report and model card of an output by file name; `repo_id`: where it is pushed."""
     card = write_card(report, name=name, target=repo_id, merged_readme=merged_card, **report.loading)
     return {REPORT: report.to_json(), CARD: card}
 
@@ -166,11 +161,8 @@ class Workspace:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager in which only this run works in the folder. Afterwards only finished blocks, which a later
-        run can use, and files that are not featcal's are kept, whatever error ended the run.
-
-        Raises OutputError if another run works here, or if nothing can be written.
-        """
+        """Context manager in which only this run works in the folder; afterwards, finished blocks and files that are
+        not featcal's are kept. Raises OutputError if another run works here, or nothing can be written."""
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         with hold(self.folder, self.target):
             with self.writing():  # puts right what a run that was killed in the middle of `publish` left
@@ -187,8 +179,7 @@ class Workspace:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Context manager that gives a folder for temporary files on this process's machine: the work folder or, on
-        other machines of a torchrun job, a temporary folder."""
+        """Context manager that gives a folder for temporary files on this process's machine."""
         launch = read_launch()
         if launch.rank == 0 or launch.local_rank:  # the first process of a machine is the one to ask
             yield self.folder
@@ -197,9 +188,8 @@ class Workspace:
             yield Path(folder)
 
     def publish(self) -> None:
-        """Move the built output to its place after it is safely on the disk; only then are the older output and the
-        finished blocks removed. Raises OutputError, also if something that may not be replaced appeared at that place
-        during the run."""
+        """Move the built output, once it is safely on the disk, to its place; then remove the older one and the
+        finished blocks. Raises OutputError, also if what may not be replaced appeared there during the run."""
         with self.writing():
             for path in (*self.built.rglob("*"), self.built):
                 flush(path)
@@ -219,8 +209,7 @@ class Workspace:
             shutil.rmtree(self._replaced)
 
     def drop_old_blocks(self) -> None:
-        """Remove finished blocks that are older than the finished output: a run that was killed left them when its
-        output was already in its place. Newer ones are another run's."""
+        """Remove blocks older than the finished output, left by a run that was killed; newer are another run's."""
         made = (self.target / REPORT).stat().st_mtime
         if all(block.stat().st_mtime <= made for block in list_blocks(self.journal)):
             drop_journal(self.journal)
