@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ import typer
 
 from featcal_cli.cli import options
 from featcal_cli.recipe.schema import Calibration, Output
-from featcal_cli.runtime.errors import EXIT_CODES
+from featcal_cli.runtime.errors import EXIT_CODES, RecipeError
 
 HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
 
@@ -119,13 +120,11 @@ def calibrate(
           --data svhn=ufldl-stanford/svhn:cropped_digits
     """
     from featcal_cli.cli import results
-    from featcal_cli.cli.console import Screen
+    from featcal_cli.cli.console import begin
     from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
     from featcal_cli.reporting.verdict import check_grown, check_pushable
-    from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.runtime.process import interruptible
     from featcal_cli.workflows import verbs
-    from featcal_cli.workflows.recipe_files import check_save, save_recipe
+    from featcal_cli.workflows.inputs import check_save, save_recipe
     from featcal_cli.workflows.session import RunOptions, Session
     from featcal_cli.workflows.workspace import default_output
 
@@ -136,9 +135,8 @@ def calibrate(
         check_save(save, overwrite=how.overwrite, dry_run=how.dry_run)
     place = {"--output": Path(how.output or default_output(draft.name))}
     options.check_files({**place, "--log-file": log_file, "--save": save}, draft, recipe)
-    screen = Screen(quiet=quiet or json)
-    with recorded(screen, log_file) as log:
-        with interruptible(), screen.live():
+    with begin(json=json, quiet=quiet, log_file=log_file) as (screen, log):
+        with screen.live():
             session = Session(draft, how, log)
             found, target = verbs.find(session)
             if how.dry_run and not json:
@@ -197,12 +195,11 @@ def inspect_drift(
 
         featcal inspect-drift user/merged --max-drift 0.8
     """
-    from featcal_cli.cli.console import OUT, Screen
+    from featcal_cli.cli.console import OUT, begin
     from featcal_cli.cli.drift import show_inspection
     from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
     from featcal_cli.reporting.verdict import check_gate
-    from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.runtime.process import MEASURING, interruptible
+    from featcal_cli.runtime.process import MEASURING
     from featcal_cli.workflows.inspect_drift import inspect_drift as run
 
     overrides = collect_overrides(merged=model, **inputs, examples=examples, dtype=dtype, seed=seed)
@@ -210,10 +207,11 @@ def inspect_drift(
     written = {"plot": plot, "html": html, "markdown": markdown}
     by_option = {f"--{name}": file for name, file in written.items()}
     options.check_files({"--log-file": log_file, **by_option}, draft, recipe)
-    options.check_finite("--max-drift", max_drift)
-    screen = Screen(quiet=quiet or json)
-    with recorded(screen, log_file) as log:
-        with interruptible(MEASURING), screen.live():
+    if max_drift is not None and not isfinite(max_drift):
+        fix = "give --max-drift a number such as 0.8"
+        raise RecipeError(f"{max_drift} is no finite number", where="--max-drift", fix=fix)
+    with begin(json=json, quiet=quiet, log_file=log_file) as (screen, log):
+        with screen.live(MEASURING):
             inspection = run(draft, compare=compare, **running, **written, max_drift=max_drift, listener=log)
         if json:
             typer.echo(inspection.to_json(), nl=False)
@@ -248,18 +246,15 @@ def evaluate(
 
         featcal evaluate -r mine.yaml user/merged-featcal user/other-merge --json
     """
-    from featcal_cli.cli.console import Screen
+    from featcal_cli.cli.console import begin
     from featcal_cli.cli.results import show_evaluation
     from featcal_cli.recipe.reading import collect_overrides, find_recipe, names_merged, read_draft, read_tasks
-    from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.runtime.process import interruptible
     from featcal_cli.workflows.evaluate import evaluate as run
     from featcal_cli.workflows.evaluate import find_own_recipe
 
     options.check_files({"--log-file": log_file}, None, recipe)
-    screen = Screen(quiet=quiet or json)
-    with recorded(screen, log_file) as log:
-        with interruptible(), screen.live():
+    with begin(json=json, quiet=quiet, log_file=log_file) as (screen, log):
+        with screen.live():
             given = list(models or [])
             file = find_recipe(recipe) if recipe else find_own_recipe(given)
             merged = given.pop(0) if given and not merge and not (file and names_merged(file)) else None
@@ -328,14 +323,12 @@ def modules(model: options.Model, json: options.Json = False) -> None:
 
         featcal modules ./my-merge --json
     """
-    from featcal_cli.cli.console import Screen
+    from featcal_cli.cli.console import begin
     from featcal_cli.cli.results import show_inventory
     from featcal_cli.hub.snapshot import resolve_config
-    from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.runtime.process import MEASURING, interruptible
+    from featcal_cli.runtime.process import MEASURING
 
-    screen = Screen(quiet=json)
-    with recorded(screen, None) as log, interruptible(MEASURING), screen.live():
+    with begin(json=json) as (screen, log), screen.live(MEASURING):
         log.stage("reading the config")
         snapshot = resolve_config(model)
         log.stage("loading libraries")
@@ -361,17 +354,14 @@ def demo(
         featcal demo -o my-demo --json
     """
     from featcal_cli.cli import results
-    from featcal_cli.cli.console import Screen
-    from featcal_cli.runtime.errors import RecipeError
-    from featcal_cli.runtime.logfile import recorded
-    from featcal_cli.runtime.process import interruptible, read_launch
+    from featcal_cli.cli.console import begin
+    from featcal_cli.runtime.process import read_launch
 
     if read_launch().size > 1:
         raise RecipeError("the demo is made for one process", where="featcal demo", fix="leave --gpus out")
-    screen = Screen(quiet=quiet or json)
     if not (quiet or json):
         results.show_demo()
-    with recorded(screen, None) as log, interruptible(), screen.live():
+    with begin(json=json, quiet=quiet) as (screen, log), screen.live():
         from featcal_cli.workflows.verbs import calibrate as run
 
         place = output or Path("featcal-demo")

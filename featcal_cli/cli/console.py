@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -16,10 +17,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from featcal_cli.cli.tables import NARROWEST, draw_levels, escape, fit, fold
-from featcal_cli.runtime.countdown import Countdown
 from featcal_cli.runtime.errors import BugError, FeatCalError, SeveralErrors
-from featcal_cli.runtime.process import STARTED, list_launch_words
-from featcal_cli.runtime.progress import Listener, tell_change
+from featcal_cli.runtime.logfile import Log, recorded
+from featcal_cli.runtime.process import CALIBRATING, STARTED, interruptible, list_launch_words
+from featcal_cli.runtime.progress import Countdown, Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
 from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
 
@@ -82,18 +83,20 @@ class Screen(Listener):
         return _write_clock(self.seconds) + (f" · {_write_clock(left)} left" if left else "")
 
     @contextmanager
-    def live(self) -> Iterator[Screen]:
-        """Show the bar while this context lasts, or print the current step from time to time."""
+    def live(self, message: str = CALIBRATING) -> Iterator[None]:
+        """Show the bar while this context lasts, or print the current step from time to time. An interrupted run says
+        `message`."""
         over = threading.Event()
-        if not (self._quiet or ERR.is_interactive):
-            threading.Thread(target=self._speak_up, args=(over,), daemon=True).start()
-        try:
-            with self._bar:
-                yield self
-        finally:
-            over.set()
-        if self._has_noted:
-            ERR.print()
+        with interruptible(message):
+            if not (self._quiet or ERR.is_interactive):
+                threading.Thread(target=self._speak_up, args=(over,), daemon=True).start()
+            try:
+                with self._bar:
+                    yield
+            finally:
+                over.set()
+            if self._has_noted:
+                ERR.print()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -161,6 +164,14 @@ class Screen(Listener):
             self._drifts.setdefault(task, []).append(pair)
         if step.drifts and not self._bar.disable:
             self._bar.below = show_falling_drift(self._drifts, by_outputs=step.by_outputs)
+
+
+@contextmanager
+def begin(*, json: bool, quiet: bool = False, log_file: Path | None = None) -> Iterator[tuple[Screen, Log]]:
+    """Give a command its screen, which shows nothing beside JSON, and its log."""
+    screen = Screen(quiet=quiet or json)
+    with recorded(screen, log_file) as log:
+        yield screen, log
 
 
 def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, by_outputs: bool) -> Group:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import wraps
@@ -231,11 +230,6 @@ def check_words(words: Sequence[str]) -> None:
         before = words[number - 1] if number and words[number - 1].startswith("-") else "an argument"
         option = name.strip() or before
         raise RecipeError(f"{option} is empty", where=COMMAND_LINE, fix=f"give {option} a value, or leave it out")
-
-
-def check_finite(option: str, value: float | None) -> None:
-    if value is not None and not math.isfinite(value):
-        raise RecipeError(f"{value} is no finite number", where=option, fix=f"give {option} a number such as 0.8")
 
 
 def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe: str | None) -> None:

@@ -30,17 +30,23 @@ class Example:
     @cached_property
     def key(self) -> bytes:
         """A hash of names, dtypes, shapes and values; it is equal for two examples that a model cannot tell apart."""
-        digest = sha256()
-        for name, tensor in sorted(self.inputs.items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.digest()
+        dtypes = {name: tensor.dtype for name, tensor in sorted(self.inputs.items())}
+        return _hash(str(dtypes), self.inputs)
 
 
-def group_examples(examples: Sequence[Example], size: int) -> list[list[int]]:
+def _hash(prefix: str, inputs: Batch) -> bytes:
+    digest = sha256(prefix.encode())
+    for name, tensor in sorted(inputs.items()):
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def group_examples(examples: Sequence[Example], size: int, *, is_cut: bool = False) -> list[list[int]]:
     """Group examples into batches of at most `size`, and return their positions, in an order that does not depend on
-    it. Examples that share a batch have equal shapes, but for the number of tokens where a mask marks padding."""
-    padded = [name for name in (examples[0].inputs if examples else ()) if _is_per_token(name, examples)]
+    it. Examples that share a batch have equal shapes, but for the number of tokens where a mask marks padding (without
+    padding, `is_cut`, there is no exception)."""
+    padded = [name for name in (examples[0].inputs if examples else ()) if not is_cut and _is_per_token(name, examples)]
     groups: dict[Any, list[int]] = {}
     for position, example in enumerate(examples):
         kind: list[Any] = []
@@ -281,30 +287,17 @@ def count_tokens(batch: Batch) -> list[int]:
 
 def seed_examples(batch: Batch, seed: int) -> list[int]:
     """Return a seed for each example, made from its content without padding, not from its batch or place."""
-    seeds = []
-    for number in range(count_examples(batch)):
-        digest = sha256(str(seed).encode())
-        for name, tensor in sorted(cut_padding(take_examples(batch, [number])).items()):
-            if is_mask(name, tensor):  # a text without padding may have none
-                continue
-            digest.update(f"{name} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        seeds.append(int.from_bytes(digest.digest()[:7], "little"))
-    return seeds
+    examples = (cut_padding(take_examples(batch, [number])) for number in range(count_examples(batch)))
+    # a text without padding may have no mask
+    kept = ({name: tensor for name, tensor in example.items() if not is_mask(name, tensor)} for example in examples)
+    return [int.from_bytes(_hash(str(seed), inputs)[:7], "little") for inputs in kept]
 
 
 def remove_padding(batches: Sequence[Batch], size: int) -> list[Batch]:
     """Put the examples into new batches without padding, of equal shapes, in an order independent of `size`."""
-    alike: dict[tuple[tuple[str, torch.Size], ...], list[Batch]] = {}
-    for batch in batches:
-        for number in range(count_examples(batch)):
-            example = cut_padding(take_examples(batch, [number]))
-            alike.setdefault(tuple((name, tensor.shape) for name, tensor in example.items()), []).append(example)
-    return [
-        {name: torch.cat([example[name] for example in examples[start : start + size]]) for name in examples[0]}
-        for examples in alike.values()
-        for start in range(0, len(examples), size)
-    ]
+    numbered = ((batch, number) for batch in batches for number in range(count_examples(batch)))
+    examples = [Example(cut_padding(take_examples(batch, [number]))) for batch, number in numbered]
+    return [collate([examples[at] for at in group], 0) for group in group_examples(examples, size, is_cut=True)]
 
 
 def cut_padding(example: Batch) -> Batch:

@@ -58,7 +58,8 @@ def read_messages(value: Any) -> list[Message]:
         raise BadRowError("the messages are not a list of messages")
     messages: list[Message] = []
     for message in value:
-        role, content = (_first_of(message, keys) for keys in (("role", "from"), ("content", "value")))
+        given = {key: value for key, value in message.items() if value is not None}
+        role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
         if not isinstance(role, str):
             raise BadRowError("a message has no role")
         if content is None and not message.keys() & {"content", "value"} and not _calls(message):
@@ -68,25 +69,16 @@ def read_messages(value: Any) -> list[Message]:
             content = "\n".join(texts) if texts or not content else content  # images are no text
         named = {"role": SPEAKERS.get(role.lower(), role), "content": "" if content is None else content}
         messages.append({**message, **named})
-    if not any(map(_says_something, messages)):
+    contents = (message["content"] for message in messages)
+    said = [content.strip() if isinstance(content, str) else content for content in contents]
+    if not any(said) and not any(map(_calls, messages)):
         raise BadRowError("the messages have no text")
     return messages
-
-
-def _says_something(message: Message) -> bool:
-    """Whether a message has text or other parts, or calls a tool."""
-    content = message["content"]
-    return bool(content.strip() if isinstance(content, str) else content) or _calls(message)
 
 
 def _calls(message: Mapping[str, Any]) -> bool:
     """Whether a message calls a tool."""
     return any(message.get(key) for key in ("tool_calls", "function_call"))
-
-
-def _first_of(message: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the value of the first key whose value is not null, or None."""
-    return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
 Samples = Mapping[str, Sequence[Any]]

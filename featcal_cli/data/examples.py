@@ -99,16 +99,14 @@ class DrawnExamples:
         # where none are held out, the fitted ones that are measured have batches of their own: one pass for both
         first = 0 if self.held_out else _count_measured(len(self.fitted))
         lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
-        measured, rest, selection, held_out = (make_batches(self.reader, part, batch_size) for part in lists)
+        measured, rest, selection, held_out = (
+            [collate([part[at] for at in group], self.reader.padding) for group in group_examples(part, batch_size)]
+            for part in lists
+        )
         counts = len(self.fitted), len(self.selection), len(self.held_out)
         return TaskExamples(
             self.task, batch_size, [*measured, *rest], selection, held_out, self.notes, *counts, is_whole=self.is_whole
         )
-
-
-def make_batches(reader: Reader, examples: Sequence[Example], size: int) -> list[Batch]:
-    groups = group_examples(examples, size)
-    return [collate([examples[position] for position in group], reader.padding) for group in groups]
 
 
 def draw_examples(

@@ -10,9 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from huggingface_hub import constants, errors, get_token, is_offline_mode, set_client_factory
+from huggingface_hub import errors, get_token, is_offline_mode, set_client_factory
 from huggingface_hub.errors import (
     HfHubHTTPError,
     LocalEntryNotFoundError,
@@ -24,7 +23,7 @@ from huggingface_hub.utils._http import default_client_factory, hf_raise_for_sta
 
 from featcal_cli.runtime.errors import HubError, list_causes
 from featcal_cli.runtime.files import name_reason, tell_fix
-from featcal_cli.runtime.progress import announce, describe_status, host_of, hub_host, is_hub, name_host, name_hosts
+from featcal_cli.runtime.progress import announce, host_of, hub_host, is_hub, name_hosts
 from featcal_cli.runtime.sanitise import exception_text, for_terminal, redact
 
 Result = TypeVar("Result")
@@ -180,11 +179,12 @@ def is_conflict(error: BaseException) -> bool:
 def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
     """Say which host failed and how, without a full address. `by_name`: call the Hub by its host name, too."""
     cause: Any = root_of(error)
-    if isinstance(cause, HfHubHTTPError):
-        response = cause.response
-        return f"{name_host(str(response.url), by_name=by_name)} {describe_status(response.status_code)}"
     request = _request_of(cause)
-    who, kind = name_host(str(request.url) if request else "", by_name=by_name), type(cause).__name__
+    host = host_of(str(request.url) if request else "")
+    who = "the Hub" if is_hub(host) and not by_name else host
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        return f"{who} {'failed' if status >= 500 else 'refused'} ({status})"
     # featcal's own, once the Hub was given up
     if isinstance(cause, OfflineModeIsEnabled):
         return f"{who} does not answer"
@@ -192,7 +192,7 @@ def describe_failure(error: BaseException, *, by_name: bool = False) -> str:
         return f"{who} sent another number of bytes than it announced"
     how = "cut the connection" if isinstance(cause, CUT) else "cannot be reached"
     how = "does not answer" if isinstance(cause, httpx.TimeoutException) else how
-    return f"{who} {how} ({kind})"
+    return f"{who} {how} ({type(cause).__name__})"
 
 
 def _request_of(error: Any) -> Any:
@@ -262,10 +262,6 @@ WRITING = READING | {
     BROKEN: ("an upload to {hub} failed ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
 }  # fmt: skip
 """Message and fix for errors while a repo is written to."""
-
-
-def hub_page(repo: str) -> str:
-    return f"{urlsplit(constants.ENDPOINT).scheme}://{hub_host()}/{repo}"
 
 
 @contextmanager

@@ -118,10 +118,10 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
     return config
 
 
-def load_config(config_class: Any, folder: Path, *, role: str, name: str, trusted: bool = False) -> Any:
+def load_config(config_class: Any, folder: Path, *, role: str, name: str) -> Any:
     """Load the config in `folder` with `config_class` (or AutoConfig). role, name: the model's, for messages. Raises
     CheckpointError if the class cannot read the config, or could not write it again."""
-    options = {"trust_remote_code": trusted} if config_class.__name__ == "AutoConfig" else {}
+    options = {"trust_remote_code": False} if config_class.__name__ == "AutoConfig" else {}
     try:
         config = parse_config(config_class, folder, **options)
         config.to_dict()

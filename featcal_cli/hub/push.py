@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
 from huggingface_hub.utils.sha import git_hash
 
 from featcal_cli.hub import client
-from featcal_cli.hub.client import LOGIN, explained, gone, hub_page
+from featcal_cli.hub.client import LOGIN, explained, gone
 from featcal_cli.hub.repo import Watch
 from featcal_cli.hub.weight_files import find_second_copies
 from featcal_cli.runtime.errors import FeatCalError, HubError
 from featcal_cli.runtime.files import check_links, visible_files
+from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.sanitise import list_some
 
 KEEP_ALL = "# nothing is ignored\n"
@@ -222,7 +224,7 @@ def _look(target: Target, additions: Mapping[str, CommitOperationAdd]) -> tuple[
 
 
 def _as_pushed(target: Target, commit: str, pull_request: int | None) -> Pushed:
-    page = hub_page(target.repo_id)
+    page = f"{urlsplit(constants.ENDPOINT).scheme}://{hub_host()}/{target.repo_id}"
     return Pushed(f"{page}/discussions/{pull_request}" if pull_request else page, commit, pull_request)
 
 

@@ -103,19 +103,6 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
     return Origin(repo, "pickle")
 
 
-def find_config(name: str) -> tuple[str, Path]:
-    """Return the name of the full model behind `name` and a folder that holds its config.json; weights are not needed.
-    An adapter leads to the base that it names. Raises HubError like `find_origin`."""
-    base, model = split_adapter(name)
-    if base:
-        return find_config(base)
-    repo = open_repo(model)
-    if is_adapter(repo.files) and (named := _name_base(repo)):
-        repo = open_repo(split_adapter(named)[0] or named)
-    check_model(repo.name, repo.files)
-    return repo.name, repo.fetch_text("config.json").parent
-
-
 def check_model(name: str, files: Collection[str]) -> None:
     """Raise HubError if the files are not those of a transformers model."""
     if "config.json" not in files:
@@ -263,9 +250,15 @@ def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
 
 
 def resolve_config(name: str) -> Snapshot:
-    """Return a snapshot of `name` with its config alone; no weights are downloaded or needed. An adapter has the config
-    of its base. Raises HubError like `resolve`."""
-    return Snapshot(*find_config(name), None)
+    """Return a snapshot of `name` with its config alone, which is its base's for an adapter. Raises HubError."""
+    base, model = split_adapter(name)
+    if base:
+        return resolve_config(base)
+    repo = open_repo(model)
+    if is_adapter(repo.files) and (named := _name_base(repo)):
+        repo = open_repo(split_adapter(named)[0] or named)
+    check_model(repo.name, repo.files)
+    return Snapshot(repo.name, repo.fetch_text("config.json").parent, None)
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:

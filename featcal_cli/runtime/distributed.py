@@ -80,15 +80,11 @@ class Ranks:
             with _in_touch() as dist:
                 dist.broadcast(tensor, src=source, group=self._group)
 
-    def add_up(self, tensor: Tensor, to: int | None = None) -> None:
-        """Replace a tensor by its sum over all processes, or only on the rank `to`."""
-        if self._group is None:
-            return
-        with _in_touch() as dist:
-            if to is None:
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all processes."""
+        if self._group is not None:
+            with _in_touch() as dist:
                 dist.all_reduce(tensor, group=self._group)
-            else:
-                dist.reduce(tensor, dst=to, group=self._group)
 
     @contextmanager
     def on_its_own(self) -> Iterator[None]:

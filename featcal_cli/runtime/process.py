@@ -142,7 +142,6 @@ def end_at_once(code: object) -> None:
 
 GRACE = 1.0
 """Seconds that an interrupted run gets to end by itself. Files on the disk are complete at any time."""
-STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
 CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
@@ -164,13 +163,13 @@ def list_signals() -> list[signal.Signals]:
     return [signal.SIGINT, *(number for number in others if signal.getsignal(number) != signal.SIG_IGN)]
 
 
-def stop_when_signalled(message: str = STARTING) -> None:
+def stop_when_signalled() -> None:
     """Install handlers that end this process at once, with a message, on Ctrl-C, SIGTERM or SIGHUP. A KeyboardInterrupt
     would be turned into other errors by libraries that are being imported. Call it only in the main thread."""
 
     def handle(number: int, _: object) -> NoReturn:
         _came.append(number)
-        stop(message)
+        stop("interrupted")
 
     for number in list_signals():
         signal.signal(number, handle)

@@ -37,12 +37,11 @@ from featcal_cli.runtime.files import check_unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.build_report import Outcome, summarise
-from featcal_cli.workflows.inputs import Inputs
+from featcal_cli.workflows.inputs import Inputs, dump_recipe
 from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
 from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
-from featcal_cli.workflows.recipe_files import dump_recipe
 from featcal_cli.workflows.refine import Refiner, read_groups
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up

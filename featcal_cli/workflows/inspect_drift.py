@@ -18,8 +18,7 @@ from featcal_cli.reporting.verdict import find_excess, write_summary
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
-from featcal_cli.workflows.inputs import Inputs, find_inputs
-from featcal_cli.workflows.recipe_files import check_file
+from featcal_cli.workflows.inputs import Inputs, check_file, find_inputs
 from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed

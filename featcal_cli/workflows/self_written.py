@@ -46,13 +46,6 @@ MARK = "featcal"
 """Text that stands for the user's message while a chat template is split into the parts before and after it."""
 
 
-def can_write(model_class: type[PreTrainedModel]) -> bool:
-    """Return whether models of this class take only text as input and can continue it."""
-    names = inspect.signature(model_class.forward).parameters.keys()
-    reads_text = model_class.main_input_name == "input_ids" and not {"pixel_values", "input_features"} & names
-    return model_class.can_generate() and reads_text and "decoder_input_ids" not in names
-
-
 def open_self_written(
     task: str,
     model_class: type[PreTrainedModel],
@@ -61,8 +54,9 @@ def open_self_written(
     text_models: TextModels | None = None,
 ) -> TextReader:
     """Open a reader, for `model`, of the examples that an expert of `model_class` writes. Raises DataError."""
-    where = f"{task}: {SELF}"
-    if not can_write(model_class):
+    where, names = f"{task}: {SELF}", inspect.signature(model_class.forward).parameters.keys()
+    others = {"pixel_values", "input_features", "decoder_input_ids"} & names
+    if model_class.main_input_name != "input_ids" or others or not model_class.can_generate():
         what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
         raise DataError(what, where=where, fix=f"name some, of the kind it was made for: --data {task}=SOURCE")
     return _open(task, model, folders, text_models)

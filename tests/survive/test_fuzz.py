@@ -22,7 +22,7 @@ from featcal_cli.recipe.reading import as_draft, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.structured_text import load_documents
-from featcal_cli.workflows.recipe_files import dump_recipe
+from featcal_cli.workflows.inputs import dump_recipe
 
 FUZZ = settings(
     derandomize=True, database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck)

@@ -19,7 +19,7 @@ from featcal_cli.lineage.resolve import Lineage, find_lineage
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError, RecipeError
 from featcal_cli.runtime.structured_text import load_documents
-from featcal_cli.workflows.recipe_files import dump_recipe
+from featcal_cli.workflows.inputs import dump_recipe
 
 SAID = "the command line or recipe"
 CONFIG = "mergekit_config.yml of ORG/merged"

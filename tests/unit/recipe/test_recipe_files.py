@@ -13,7 +13,7 @@ from command_line import complete_draft, featcal_inside
 from featcal_cli.recipe.reading import as_draft, collect_overrides, print_shipped, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Merge, Recipe
 from featcal_cli.runtime.structured_text import split_front_matter
-from featcal_cli.workflows.recipe_files import dump_recipe
+from featcal_cli.workflows.inputs import dump_recipe
 
 ODD = """\
 merged: {method: ties, scale: 5e-1, density: 0.4}

@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from featcal_cli.cli.console import Screen
-from featcal_cli.runtime.countdown import ENOUGH, Countdown
-from featcal_cli.runtime.progress import Progress, tell_range
+from featcal_cli.runtime.progress import ENOUGH, Countdown, Progress, tell_range
 
 EXPECTED = {"first": 30.0, "second": 60.0, "head": 10.0}
 STEPS = [("first", 3), ("second", 12), ("head", 1)]
