@@ -1,5 +1,5 @@
-"""The inputs of a job: its models and data by name and commit, their sources, and the recipe files that featcal writes of
-them. Nothing here needs torch."""
+"""The inputs of a job: its models and data by name and commit, their sources, and recipe files that hold them. Nothing
+here needs torch."""
 
 from __future__ import annotations
 
