@@ -38,7 +38,6 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
@@ -77,7 +76,6 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def _calls(message: Mapping[str, Any]) -> bool:
-    """Whether a message calls a tool."""
     return any(message.get(key) for key in ("tool_calls", "function_call"))
 
 

@@ -41,8 +41,6 @@ FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 
 @dataclass(frozen=True)
 class TaskExamples:
-    """The batches of one task: fitted, selection and held-out examples."""
-
     task: str
     batch_size: int
     """Examples in a full batch; the last batch of a list may have fewer."""
@@ -70,7 +68,6 @@ class TaskExamples:
         return self.held_out_count or _count_measured(self.fitted_count)
 
     def remove_padding(self) -> None:
-        """Split the examples into batches without padding, in place."""
         first = 0 if self.held_out else self.measured_count
         parts = (take_range(self.fitted, start, stop) for start, stop in ((0, first), (first, self.fitted_count)))
         self.fitted[:] = [batch for part in parts for batch in remove_padding(part, self.batch_size)]
@@ -91,11 +88,9 @@ class DrawnExamples:
     is_whole: bool
 
     def longest(self) -> Batch:
-        """Return one example padded to the length of the longest batch."""
         return longest_example([*self.fitted, *self.selection, *self.held_out], self.reader.padding)
 
     def cut(self, batch_size: int) -> TaskExamples:
-        """Put the examples into batches of at most `batch_size`."""
         # where none are held out, the fitted ones that are measured have batches of their own: one pass for both
         first = 0 if self.held_out else _count_measured(len(self.fitted))
         lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
@@ -188,8 +183,6 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
 
 @dataclass
 class _UsableRows:
-    """The examples made from the usable rows of a source."""
-
     fitted: list[Example] = field(default_factory=list)
     further: list[Example] = field(default_factory=list)
     """Examples that all differ from each other and from the fitted ones."""
@@ -197,7 +190,6 @@ class _UsableRows:
     left_out: int = 0
     """Number of rows that are neither fitted nor held out, because they equal a row on the other side."""
     is_whole: bool = False
-    """Whether all rows of the source were read."""
 
     def divide(self, count: int, *, hold_out: bool) -> None:
         """Fit `count` rows, or as many as there are; with `hold_out`, fewer if too few rows would be left."""
@@ -267,7 +259,6 @@ def _check_finite(example: Example, where: str) -> None:
 
 
 def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
-    """Yield notes about bad, repeated and missing rows."""
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
     if usable.left_out:

@@ -30,12 +30,10 @@ def ignore(_: str) -> None:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of the path begins like the name of a hidden file."""
     return any(part.startswith((".", "__")) for part in path.split("/"))
 
 
 def is_table(path: str) -> bool:
-    """Whether a file has a table's ending and is not known to hold no examples."""
     return ending_of(path) in TABLE_FILES and PurePosixPath(path).name not in NO_ROWS
 
 
@@ -147,7 +145,6 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
 
 
 def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
-    """Open the rows of one split of a local source as tables. Raises DataError."""
     files, classes = list_files(data, split, note)
     if ending_of(files[0].name) in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
         return [_open_media(files, classes)]

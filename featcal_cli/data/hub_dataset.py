@@ -54,7 +54,6 @@ class HubSplit:
     format: str
     """The format of the files: parquet, or the name of the `datasets` builder that reads them."""
     sizes: Mapping[str, int]
-    """The size of each file in bytes, by its address."""
     splits: Splits
     """The addresses of the files of each split of the config."""
     system: Any
@@ -250,7 +249,6 @@ def _read_patterns(listed: Any) -> dict[str, list[str]]:
 
 
 def _match(pattern: str, paths: Collection[str]) -> list[str]:
-    """Return the paths that match a pattern."""
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
     pattern = pattern.removeprefix("./")
@@ -263,5 +261,4 @@ def _readable_files(repo: Repo) -> list[str]:
 
 
 def _infer_format(paths: Sequence[str]) -> str:
-    """Return the format of most of these files."""
     return Counter(TABLE_FILES[ending_of(path)] for path in paths).most_common(1)[0][0]

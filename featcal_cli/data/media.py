@@ -59,14 +59,11 @@ class MediaReader(Reader):
 
 
 class ImageReader(MediaReader):
-    """Turns images into model inputs."""
-
     def read(self, row: Row) -> Example:
         process = partial(self.processor, images=[self.picture(row)], return_tensors="pt")
         return Example(self.target.preprocess("pixel_values", process) | decoder_inputs(self.target.model, ()))
 
     def picture(self, row: Row) -> Image.Image:
-        """Return the decoded image of a row. Raises BadRowError."""
         value = row.get(self.column)
         if isinstance(value, list):
             if len(value) > 1:
@@ -104,12 +101,8 @@ Wave = NDArray[numpy.float32]
 
 @dataclass(frozen=True)
 class AudioReader(MediaReader):
-    """Turns recordings into model inputs."""
-
     transcript: str | None
-    """The column with the transcript; None if there is none."""
     tokens: TextTokens | None
-    """The tokens of the transcripts."""
 
     def read(self, row: Row) -> Example:
         model = self.target.model
@@ -172,8 +165,6 @@ MARK = "<image>"
 
 @dataclass(frozen=True)
 class PairReader(Reader):
-    """Turns rows into an image and a text, each processed by its own preprocessor."""
-
     images: ImageReader
     texts: TextReader
 

@@ -29,7 +29,6 @@ from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
-"""Forward arguments that hold token ids."""
 SHOWN = 3
 """Tokens that a message shows when it quotes a text or a list of tokens."""
 
@@ -55,7 +54,6 @@ class Vocabulary:
         return next((token for token in tokens if token is not None), 0)
 
     def spell(self, ids: Iterable[int]) -> list[str]:
-        """Return the tokens with these ids."""
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]
 
     def cut(self, text: str) -> list[str]:
@@ -207,7 +205,6 @@ Folders = Sequence[Path] | Mapping[Path, str]
 
 SAFE = {"trust_remote_code": False, "local_files_only": True}
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
-"""Files with the settings of image processors, feature extractors and processors."""
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model",
     "sentencepiece.bpe.model",

@@ -28,7 +28,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 READERS = 8
-"""Number of requests that are sent at the same time."""
 BUFFER_ROWS = 2**11
 """Number of rows of a stream that are buffered and drawn from at random."""
 MOST_SHARDS = 16
@@ -105,7 +104,6 @@ class _RowGroup:
     number: int
     rows: int
     size: int
-    """Compressed size in bytes."""
 
 
 def open_row_groups(split: HubSplit, count: int, seed: int) -> list[Table]:

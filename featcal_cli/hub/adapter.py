@@ -37,7 +37,6 @@ class Adapter:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    """Content of adapter_config.json."""
 
     @property
     def base(self) -> str:

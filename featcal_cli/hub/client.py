@@ -37,9 +37,7 @@ LONGEST_PAUSE = 300.0
 SILENCE = 60.0
 """Seconds for which a Hub that was given up is not asked again: a job reads many repos, and waits for one alone."""
 TRIES = 5
-"""How often a request is made before it counts as failed."""
 CUT = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-"""Errors that mean that the connection was cut."""
 PAUSE = 1.0
 """Seconds to wait before the second try; doubled before every further try, as in huggingface_hub."""
 

@@ -27,7 +27,6 @@ KEEP_ALL = "# nothing is ignored\n"
 """Replaces the repo's own .gitignore, which would silently keep files out of the commit."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 RIGHTS = frozenset({"repo.write", "discussion.write"})
-"""The rights to commit and to open a pull request."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,7 @@ class Target:
 @dataclass(frozen=True)
 class Pushed:
     url: str
-    """The page of the repo, or of the pull request."""
     commit: str
-    """The commit's hash, 40 hexadecimal digits."""
     pull_request: int | None
 
 
@@ -82,7 +79,6 @@ class _Head:
 
     commit: str
     private: bool
-    """Whether the repo is private."""
     files: Mapping[str, Any]
     """Path → the Hub's entry for the file: size, blob_id and, if it is large, lfs."""
 

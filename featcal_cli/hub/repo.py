@@ -59,7 +59,6 @@ BAD_HEADER = (
 @dataclass(frozen=True)
 class RepoFile:
     size: int
-    """Size in bytes."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ BELOW = ("onnx/*", "openvino/*", "coreml/*", "*.mlpackage/*", "original/*.pth", 
 """Path patterns of subfolders in which frameworks keep a whole model."""
 ANYWHERE = ("*.gguf", "*.ggml")
 EARLIER = re.compile(r"(checkpoint-|global_step)\d+/.*\.(safetensors|bin|pt|pth|index\.json)")
-"""Path pattern of checkpoints from earlier training steps."""
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 
@@ -56,7 +55,6 @@ class Entry:
     start: int
     """Offset of the tensor's first byte in the file."""
     size: int
-    """Size in bytes."""
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -19,7 +19,6 @@ from featcal_cli.runtime.sanitise import quoted
 from featcal_cli.runtime.structured_text import load_documents, split_front_matter
 
 MOST_TEXT = 200_000
-"""The most characters of a card's text that are searched."""
 _FENCED = re.compile(r"^[ \t>]*(`{3,20}|~{3,20})[ \t]*([\w-]*)[^\n]*\n(.*?)^[ \t>]*\1", re.MULTILINE | re.DOTALL)
 _MERGE = re.compile(r"^[ \t>]*merge_method[ \t]*:", re.MULTILINE)
 
@@ -105,7 +104,6 @@ class Claim:
     experts: Mapping[str, str] = field(default_factory=dict)
     """Expert → the name of its task; empty if the source gives none."""
     mixed: bool = False
-    """Whether the base may be among the experts."""
     data: Mapping[str, Data] = field(default_factory=dict)
     """Expert → the data of its task."""
     note: str = ""

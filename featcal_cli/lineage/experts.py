@@ -33,7 +33,6 @@ from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
 _SEPARATORS = re.compile(r"([-_.])")
 
 Experts = dict[str, Finding]
-"""Task → expert."""
 
 
 def find_experts(search: Search, claim: Claim | None, base: Finding | None) -> Experts:
@@ -163,7 +162,6 @@ def holds(long: str, short: str) -> bool:
 
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""Endings of the class names of causal language models."""
 
 TaskData = tuple[Data, str]
 """The source of a task's examples, and where it was named."""

@@ -264,7 +264,6 @@ FORMATS = {
     ".tsv": Format("csv", partial(_open_csv, separator="\t")),
     ".txt": Format("", partial(_open_lines, parse=lambda line, *_: {"text": line.strip()})),
 }
-"""The format of each ending of a data file."""
 TABLE_FILES = {ending: known.builder for ending, known in FORMATS.items() if known.builder}
 """The format, as `datasets` calls it, of each ending of a file of rows in folders and repos."""
 DATA_ENDINGS = (*FORMATS, ".gz", ".safetensors")

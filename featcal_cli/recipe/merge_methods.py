@@ -35,8 +35,6 @@ BINS = 2**16
 
 @dataclass(frozen=True)
 class MergeMethod:
-    """One way to merge experts."""
-
     title: str
     """The method's name in sentences and repo names."""
     numbers: tuple[str, ...]
@@ -50,7 +48,6 @@ class MergeMethod:
 
 
 def _average(_: Merge, __: Parameters) -> Rule:
-    """Return the rule for the experts' mean."""
     import torch
 
     def combine(_: str, sources: Sources) -> Tensor:

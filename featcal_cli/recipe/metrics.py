@@ -21,7 +21,6 @@ class Metric:
     """One way to compare predictions with labels."""
 
     title: str
-    """The metric's name in tables and sentences."""
     symbol: str
     """Short name shown after a task in tables with several metrics; empty for accuracy, the default."""
     hub_name: str
@@ -37,9 +36,7 @@ class Metric:
     of_texts: bool = False
     """Whether it says how well a language model predicts a task's own texts; there are no labels then."""
     scale: float = 100
-    """Factor with which scores are shown."""
     digits: int = 1
-    """Digits after the point in a shown score."""
 
 
 def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
@@ -51,7 +48,6 @@ def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
 
 
 def _pair_numbers(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
-    """Return predictions and labels as numbers, [examples, 2]."""
     import numpy
 
     columns = [list(map(read_number, predictions)), list(map(read_number, labels))]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfUri
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNORECASE)
-"""Beginning of a text that is an address."""
 
 
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:

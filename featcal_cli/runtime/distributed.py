@@ -30,12 +30,10 @@ class Ranks:
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
-        """The number of this process in the run."""
         self.size, self._group = size, group
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0."""
         return self.rank == 0
 
     def own(self, tasks: Iterable[str]) -> list[str]:

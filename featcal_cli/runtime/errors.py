@@ -38,7 +38,6 @@ class FeatCalError(Exception):
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", task: str = "", command: str = "") -> None:
         self.what = what
-        """A sentence that says what is wrong."""
         self.where = f"{task}: {where}" if task else where
         """The repo, file, tensor, key or option that the error was found in."""
         advice = ": ".join(filter(None, (fix, command)))
@@ -65,7 +64,6 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
     def __init__(self, summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> None:
         self.summary = summary
         self.lines = [_describe(error) for error in errors[:MOST_ERRORS]]
-        """One line for each listed error."""
         if len(errors) > MOST_ERRORS:
             self.lines.append(f"and {len(errors) - MOST_ERRORS} more")
         self.errors = errors

@@ -194,7 +194,6 @@ def explain_losses(inputs: Sequence[Path]) -> Iterator[None]:
 
 
 LOCK = "lock"
-"""Name of the lock file in a hidden folder."""
 HELD = "another run is working on this output"
 WAIT = "wait for it, stop it, or give another --output"
 

@@ -21,7 +21,6 @@ from typing import NoReturn
 from featcal_cli.runtime.errors import INTERRUPTED, OutputError, RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that torchrun sets."""
 RUN_ID = "featcal"
 """Value of TORCHELASTIC_RUN_ID in processes that `featcal --gpus` has started."""
 
@@ -31,13 +30,9 @@ class Launch:
     """The position of this process among all processes of a run."""
 
     rank: int = 0
-    """The number of this process in the run; process 0 prints and writes."""
     size: int = 1
-    """Number of processes in the run."""
     local_rank: int = 0
-    """The number of this process on this machine."""
     local_size: int = 1
-    """Number of processes on this machine."""
     by_torchrun: bool = False
 
 
@@ -149,7 +144,6 @@ CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
 _told = threading.Lock()
 """A lock that whoever prints the message of the interruption takes and never releases, so that it is printed once."""
 _came: list[int] = []
-"""The signals that interrupted this process, in order."""
 
 
 def exit_code() -> int:

@@ -167,10 +167,8 @@ class Countdown:
         self._began: tuple[float, float] | None = None
         """The time at which the first stage began, and the expected seconds of stages that were left out before it."""
         self._reached = 0.0
-        """The time at which the current step began."""
 
     def __contains__(self, stage: str) -> bool:
-        """Return whether the stage is among those whose time is counted."""
         return stage in self._expected
 
     def reach(self, stage: str, finished: int, count: int, now: float, *, restored: bool = False) -> None:
@@ -200,7 +198,6 @@ class Countdown:
 
 
 UNITS = {"seconds": 1, "minutes": 60, "hours": 3600}
-"""Units of a range of durations, in seconds."""
 Watch: TypeAlias = "Callable[[Progress], None]"
 
 
@@ -211,7 +208,6 @@ class Progress:
     block: str
     """The current block. It is empty while something else is counted, by `finished` and `blocks`."""
     finished: int
-    """The number of finished blocks."""
     blocks: int
     task: str = ""
     """The task whose features are being read."""

@@ -15,7 +15,6 @@ LONGEST_WORDS = 240
 LONGEST_QUOTED = 80
 """Maximum number of characters that a message quotes from any other text."""
 LONGEST_NAME = 200
-"""Maximum number of characters of a name in a card, a page or a picture."""
 
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories of characters that move the cursor, change the writing direction, or start a terminal command."""
@@ -123,7 +122,6 @@ PATTERNS = (
 )
 """Patterns of secrets in messages and logs, each with its replacement."""
 TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
-"""Pattern of the Hub's access tokens."""
 
 
 def redact(text: str) -> str:

@@ -18,7 +18,6 @@ MAX_CHARACTERS = 1_000_000
 MAX_VALUES = 1_000_000
 """Maximum number of values that a YAML text may unfold to; a few lines of aliases can unfold to gigabytes."""
 MAX_DEPTH = 60
-"""Maximum number of levels of nested values."""
 _YAML_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors that yaml.SafeLoader raises for text that is not YAML: its own ones, and others for odd tags (`!!int ""`)."""
 

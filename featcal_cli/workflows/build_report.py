@@ -42,7 +42,6 @@ class Outcome:
     job: Job
     blocks: list[BlockReport]
     step: float
-    """The factor by which the final check scaled all updates, from 0 to 1."""
     pulled: str
     """A sentence on why `step` is less than 1; empty if it is 1."""
     refined: Refinement | None = None

@@ -30,17 +30,13 @@ State = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str
     state: State
     """"note": a run works, but perhaps not as wanted; "problem": a run would stop."""
     text: str
-    """The result in words, with numbers."""
     fix: str = ""
     """How to fix a note or a problem; empty if nothing needs to be done."""
     command: str = ""
-    """The shell command for the fix, if any."""
 
 
 def examine() -> Iterator[Finding]:

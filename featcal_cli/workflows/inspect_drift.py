@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
-"""Examples per task, if the user does not set a number."""
 SEED = 43
 """Default seed of the examples, not calibration's: it is not judged by the examples it was fitted to."""
 

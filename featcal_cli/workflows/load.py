@@ -21,14 +21,11 @@ from featcal_cli.workflows.session import EXPERT, Session
 
 @dataclass(frozen=True)
 class Models:
-    """All models of a job, memory-mapped."""
-
     merged: Model
     student: Model
     """A second copy of the merged model that shares its tensors; only this one is changed by calibration."""
     base: Model
     experts: Mapping[str, Model]
-    """Experts by task."""
 
 
 def fetch_models(session: Session, plan: Plan) -> dict[str, Snapshot]:

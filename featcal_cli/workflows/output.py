@@ -131,7 +131,6 @@ def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tup
 
 
 CHUNK = 1 << 24
-"""Number of bytes of two files that are compared at a time."""
 
 
 def write_output(

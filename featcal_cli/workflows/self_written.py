@@ -37,7 +37,6 @@ from featcal_cli.workflows.session import EXPERT, Session
 VERSION = 1
 """Version of the sampling procedure; rows written by another version are not reused."""
 AT_ONCE = 32
-"""Number of texts that are generated together."""
 PASSES = 4
 """Factor by which more texts than needed may be generated, because some are empty or repeat others."""
 LOGITS = 3
@@ -262,7 +261,6 @@ class Writer:
         return [ids[: next((place for place, x in enumerate(ids) if x in ends), len(ids))] for ids in written]
 
     def _ends(self) -> set[int]:
-        """Return the tokens that end a text: all special tokens."""
         tokenizer, known = self.reader.tokenizer, getattr(self.model.config, "eos_token_id", None)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         return {*special, *tokenizer.all_special_ids, *([known] if isinstance(known, int) else known or [])}

@@ -153,9 +153,7 @@ class Workspace:
             what = f"this cannot be a folder: {name_reason(error)}"
             raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
         self.journal = self.folder / "journal"
-        """Folder of finished blocks."""
         self.built = self.folder / "output"
-        """Folder in which the output is built before it is moved to its place."""
         self._replaced = self.folder / "replaced"
         """Place of the older output while the new one replaces it."""
 
