@@ -79,10 +79,8 @@ def _call() -> None:
         fix = f"did you mean {guess}" if asked else ""
         # an option that is unknown, unlike one whose value is missing, comes with its possibilities
         if hasattr(error, "possibilities") and hasattr(error, "option_name"):
-            what, fix = (
-                str(getattr(error, "message", "")),
-                suggest_for_option(error.option_name, error.possibilities or ()),
-            )
+            what = str(getattr(error, "message", ""))
+            fix = suggest_for_option(error.option_name, error.possibilities or ())
         what = tell_wanted(re.sub(r"^Invalid value for '([^']+)': Input should be", r"\1 must be", what))
         what, command = what[:1].lower() + what[1:], _name_command()
         help_line = "" if fix else f"{command} --help"

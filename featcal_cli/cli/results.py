@@ -124,11 +124,8 @@ def show_calibration(
         _show_scores(report.scores, "" if report.accuracy else of_run)
     OUT.print()
     if report.worse:
-        _print(
-            f"warning: {report.judged_by} grew on {', '.join(report.worse)}: look at this before you publish",
-            ERR,
-            "bold red",
-        )
+        grown = f"{report.judged_by} grew on {', '.join(report.worse)}"
+        _print(f"warning: {grown}: look at this before you publish", ERR, "bold red")
     places = [str(output), *([pushed.url] if pushed else [])]
     text = " and ".join([*_describe_scores(report.scores), _describe_drift(report)])
     where = " and at ".join(places)

@@ -83,7 +83,7 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
         name: [f"{root}/{path}" for path in paths if TABLE_FILES[ending_of(path)] == kind]
         for name, paths in source.splits.items()
     }
-    sizes = {url: repo.files[url.removeprefix(f"{root}/")].size for url in splits[chosen]}
+    sizes = {url: repo.files[url.removeprefix(f"{root}/")] for url in splits[chosen]}
     return HubSplit(chosen, kind, sizes, splits, system)
 
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from huggingface_hub import (
     HfApi,
+    RepoFile,
     get_cached_repo_tree,
     hf_hub_download,
     is_offline_mode,
     snapshot_download,
     try_to_load_from_cache,
 )
-from huggingface_hub import RepoFile as ListedFile
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, SafetensorsParsingError
 from huggingface_hub.utils import filter_repo_objects, tqdm  # type: ignore[attr-defined]  # public by its docs
 from huggingface_hub.utils._verification import verify_maps
@@ -57,11 +57,6 @@ BAD_HEADER = (
 
 
 @dataclass(frozen=True)
-class RepoFile:
-    size: int
-
-
-@dataclass(frozen=True)
 class Repo:
     """A repo at one commit, or a folder; nothing is downloaded until it is read."""
 
@@ -82,8 +77,8 @@ class Repo:
         return explained(self.name, self.commit or "", self.kind)
 
     @cached_property
-    def files(self) -> Mapping[str, RepoFile]:
-        """Path → file, for every file of the repo. Raises HubError if neither the Hub nor the cache can list them."""
+    def files(self) -> Mapping[str, int]:
+        """Path → size in bytes, for every file. Raises HubError if neither the Hub nor the cache can list them."""
         if self.folder is not None:
             return _list_folder(self.folder)
         with self.explained():
@@ -115,8 +110,8 @@ class Repo:
         """Return the local path of a small file, which is downloaded if necessary. Raises HubError."""
         if self.folder:
             return self.folder / path
-        if self.files[path].size > MAX_TEXT_BYTES:
-            what = f"{path} has {self.files[path].size:,} bytes, which is no {path}"
+        if self.files[path] > MAX_TEXT_BYTES:
+            what = f"{path} has {self.files[path]:,} bytes, which is no {path}"
             raise HubError(what, where=self.name, fix="use another repo or revision")
         fetch = partial(hf_hub_download, self.name, path, revision=self.commit, repo_type=self.kind)
         with self.explained():
@@ -187,10 +182,10 @@ def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
             what = f"{name} of {repo.name} cannot be read: {name_reason(error)}"
             raise HubError(what, where=str(file), fix=tell_fix(error, "make the file readable")) from error
     fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
-    return as_entries(with_retries(fetch).tensors, repo.files[name].size)
+    return as_entries(with_retries(fetch).tensors, repo.files[name])
 
 
-def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+def _list_files(name: str, commit: str, kind: Kind) -> dict[str, int]:
     """List every file of a commit: from a stored listing, from the Hub, or of a whole model in the cache."""
     try:
         files = _read_listing(get_cached_repo_tree(name, revision=commit, repo_type=kind), name)
@@ -209,19 +204,19 @@ def _list_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     return files
 
 
-def _read_listing(tree: Iterable[object], name: str) -> dict[str, RepoFile]:
-    files: dict[str, RepoFile] = {}
+def _read_listing(tree: Iterable[object], name: str) -> dict[str, int]:
+    files: dict[str, int] = {}
     for file in tree:
-        if not isinstance(file, ListedFile):
+        if not isinstance(file, RepoFile):
             continue
         if file.path in files:  # pages that lead to each other would never end
             what = f"{hub_host()} does not answer like a Hub: it lists {quoted(file.path)} twice"
             raise HubError(what, where=name, fix=CHECK_ENDPOINT)
-        files[file.path] = RepoFile(file.size)
+        files[file.path] = file.size
     return files
 
 
-def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
+def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, int]:
     """List the cached files of a commit if they are a whole model; else none, as some may be missing."""
     try:
         folder = Path(snapshot_download(name, revision=commit, repo_type=kind, local_files_only=True))
@@ -232,9 +227,9 @@ def _cached_files(name: str, commit: str, kind: Kind) -> dict[str, RepoFile]:
     return files if is_whole or (is_adapter(files) and ADAPTER_WEIGHTS in files) else {}
 
 
-def _list_folder(folder: Path) -> dict[str, RepoFile]:
+def _list_folder(folder: Path) -> dict[str, int]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): RepoFile(path.stat().st_size) for path in files}
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 # Downloads
@@ -264,8 +259,8 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
             raise unwritable_cache(marks, error) from error
 
     def fetch() -> str:
-        left = sum(repo.files[path].size for path in missing_files(repo, only=only, skip=skip))
-        total = sum(repo.files[path].size for path in missing)
+        left = sum(repo.files[path] for path in missing_files(repo, only=only, skip=skip))
+        total = sum(repo.files[path] for path in missing)
         bars = _make_bar(total - left, lambda done: watch(repo.name, min(done, total), total) if watch else None)
         options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
         return str(snapshot_download(repo.name, repo_type=repo.kind, revision=repo.commit, tqdm_class=bars, **options))
@@ -320,7 +315,7 @@ def _verify(repo: Repo, folder: Path, paths: Sequence[str]) -> None:
     local = {path: folder / path for path in paths}
     with repo.explained():
         listing = HfApi().list_repo_tree(repo.name, recursive=True, revision=repo.commit, repo_type=repo.kind)
-        remote = {entry.path: entry for entry in listing if isinstance(entry, ListedFile) and entry.path in local}
+        remote = {entry.path: entry for entry in listing if isinstance(entry, RepoFile) and entry.path in local}
     found = verify_maps(remote_by_path=remote, local_by_path=local, revision=str(repo.commit), verified_path=folder)
     damaged = [mismatch["path"] for mismatch in found.mismatches]
     for path in damaged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from math import inf, isfinite, nan
 from operator import getitem
@@ -292,18 +292,12 @@ class Report:
         """Rows of the table of the values in `judged`: one per task and, if there are several, their mean last."""
         if not self.output_distances:
             return self.drift_rows
+        pairs = self.output_distances.items()
+        if self.is_refined:  # distances of base were measured in another way
+            return _add_mean(DriftRow(task, *pair, None) for task, pair in pairs)
         bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
-        if self.is_refined:  # it was measured in another way
-            bases = dict.fromkeys(self.drift)
-        return _add_mean(
-            replace(
-                row,
-                before=before,
-                after=after,
-                base=base.relative if (base := bases.get(row.task)) else None if self.is_refined else row.base,
-            )
-            for row, (before, after) in zip(self.drift_rows, self.output_distances.values(), strict=False)
-        )
+        known = {task: base.relative for task, base in bases.items() if base}
+        return _add_mean(DriftRow(task, *pair, known.get(task, self.drift[task].base)) for task, pair in pairs)
 
     @property
     def mean_judged(self) -> tuple[float, float]:

@@ -321,12 +321,10 @@ def _find_excess(task: TaskInspection) -> float:
 def check_held_out(fitted: Mapping[str, int]) -> None:
     """Raise RecipeError for --strict if `fitted`, the fitted rows of tasks without held-out ones, has a task."""
     for task, rows in fitted.items():
-        fewer = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
-        raise RecipeError(
-            f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out",
-            where=f"--strict, task {task}",
-            fix=f"{fewer}give more different rows, or leave --strict out",
-        )
+        what = f"--strict has nothing to judge by: all {rows} rows of {task} are fitted, and none are held out"
+        fix = f"fit fewer of them (-n {rows - max(4, rows // 5)}), " if rows >= 10 else ""
+        fix += "give more different rows, or leave --strict out"
+        raise RecipeError(what, where=f"--strict, task {task}", fix=fix)
 
 
 def check_grown(report: Report, output: Path) -> None:
@@ -335,18 +333,14 @@ def check_grown(report: Report, output: Path) -> None:
         return
     task = max(report.worse, key=lambda task: report.judged[task][1] - report.judged[task][0])
     (before, after), also = report.judged[task], _count_others("it did", len(report.worse) - 1)
-    raise GateError(
-        f"{report.judged_by} grew on {task}, from {before:.3f} to {after:.3f}{also}",
-        where=str(output),
-        fix="give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed",
-    )
+    what = f"{report.judged_by} grew on {task}, from {before:.3f} to {after:.3f}{also}"
+    fix = "give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed"
+    raise GateError(what, where=str(output), fix=fix)
 
 
 def check_pushable(report: Report, output: Path, push_to: str | None) -> None:
     """Raise GateError if a calibration that is to be pushed made the mean drift, or distance of outputs, grow."""
     if push_to and report.has_grown:
-        raise GateError(
-            f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}",
-            where=str(output),
-            fix="look at it first; the same command with --push-anyway pushes it, and computes nothing again",
-        )
+        what = f"{report.headline.removeprefix('WARNING: ')}, so it is not pushed to {push_to}"
+        fix = "look at it first; the same command with --push-anyway pushes it, and computes nothing again"
+        raise GateError(what, where=str(output), fix=fix)

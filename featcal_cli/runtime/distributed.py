@@ -177,8 +177,6 @@ def _in_touch() -> Iterator[Any]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise LostRankError(
-            "another process of this run has ended, or cannot be reached",
-            where=str(error).strip().split("\n")[0],
-            fix="look at what it said; the same command goes on from the last finished block",
-        ) from error
+        what, where = "another process of this run has ended, or cannot be reached", str(error).strip().split("\n")[0]
+        fix = "look at what it said; the same command goes on from the last finished block"
+        raise LostRankError(what, where=where, fix=fix) from error

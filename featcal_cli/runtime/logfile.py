@@ -87,11 +87,9 @@ def explain(error: Exception, log_file: Path | None = None) -> FeatCalError:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(OURS)]
     where = f"{Path(frames[-1].filename).relative_to(OURS.parent)}, line {frames[-1].lineno}" if frames else ""
     with_log = "" if log_file else "run the same command again with --log-file FILE, which keeps the traceback, and "
-    return BugError(
-        f"featcal stopped where it should not have: {type(error).__name__}: {words}".removesuffix(": "),
-        where=where,
-        fix=f"{with_log}report this as an issue, with {log_file or 'that file'}; finished work is kept",
-    )
+    what = f"featcal stopped where it should not have: {type(error).__name__}: {words}".removesuffix(": ")
+    fix = f"{with_log}report this as an issue, with {log_file or 'that file'}; finished work is kept"
+    return BugError(what, where=where, fix=fix)
 
 
 @contextmanager

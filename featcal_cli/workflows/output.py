@@ -51,11 +51,9 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mappi
     tensors = {}
     for name, tensor, stored in _match_names(model, parameters, entries):
         if stored is None or entries[stored].shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"the files have no place for the parameter {name} {list(tensor.shape)}",
-                where=model.snapshot.name,
-                fix="please report this checkpoint; its tensor names are not understood",
-            )
+            what = f"the files have no place for the parameter {name} {list(tensor.shape)}"
+            fix = "please report this checkpoint; its tensor names are not understood"
+            raise CheckpointError(what, where=model.snapshot.name, fix=fix)
         _check_dtype(model, stored, entries[stored].dtype)
         tensors[stored] = tensor.to(DTYPES[entries[stored].dtype])
     return tensors
@@ -175,11 +173,11 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
             write_tensors(target, slots, ((name, tensor) for name, tensor in group.items() if name in slots))
         copy_files(spare.folder, (name for name in spared if not (target / name).exists()), target)
     except OSError as error:
-        raise OutputError(
+        what, fix = (
             f"the merged model cannot be written: {name_reason(error)}",
-            where=str(target),
-            fix=tell_fix(error, "choose another --output"),
-        ) from None
+            tell_fix(error, "choose another --output"),
+        )
+        raise OutputError(what, where=str(target), fix=fix) from None
 
 
 def check_built(
@@ -240,8 +238,5 @@ def _same_but_for(original: Path, copy: Path, spans: Sequence[tuple[int, int]]) 
 
 
 def _wrong(place: Path, what: str) -> OutputError:
-    return OutputError(
-        f"the output was written and is not good: {what}",
-        where=str(place),
-        fix="check the disk and run the same command again; if it stays, please report it",
-    )
+    fix = "check the disk and run the same command again; if it stays, please report it"
+    return OutputError(f"the output was written and is not good: {what}", where=str(place), fix=fix)

@@ -54,7 +54,7 @@ def count_transfer(origin: Origin) -> dict[str, int]:
     missing = set() if repo.folder else set(missing_files(repo))
     sizes = count_transfer(origin.base) if origin.base else {"missing": 0, "here": 0}
     for path in chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo)):
-        sizes["missing" if path in missing else "here"] += repo.files[path].size
+        sizes["missing" if path in missing else "here"] += repo.files[path]
     return sizes
 
 

@@ -40,9 +40,8 @@ def check_apart(target: Path, sources: Iterable[Path]) -> None:
     for source, is_input in ((Path.cwd(), False), *((source, True) for source in sources)):
         harm = "replace" if _is_in(source, target) else "lie in" if is_input and _is_in(target, source) else None
         if harm:
-            raise OutputError(
-                f"the output would {harm} {source}", where=str(target), fix="choose another folder with --output"
-            )
+            fix = "choose another folder with --output"
+            raise OutputError(f"the output would {harm} {source}", where=str(target), fix=fix)
 
 
 def _is_in(inner: Path, outer: Path) -> bool:
@@ -226,11 +225,8 @@ class Workspace:
         try:
             yield
         except OSError as error:
-            raise OutputError(
-                f"cannot write: {name_reason(error)}",
-                where=str(self.target),
-                fix=f"{tell_fix(error, 'choose another --output')}, and run the same command again",
-            ) from None
+            fix = f"{tell_fix(error, 'choose another --output')}, and run the same command again"
+            raise OutputError(f"cannot write: {name_reason(error)}", where=str(self.target), fix=fix) from None
 
     def _tidy(self, missing: list[Path]) -> None:
         """Delete what no later run needs, and empty folders of this run; never files that are not featcal's."""

@@ -14,7 +14,7 @@ from hub_server import HubServer
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
-from featcal_cli.hub.repo import Kind, Opener, Repo, RepoFile, open_repo
+from featcal_cli.hub.repo import Kind, Opener, Repo, open_repo
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
 
@@ -35,9 +35,9 @@ class TextRepo(Repo):
     is_gated: bool = False
 
     @cached_property
-    def files(self) -> Mapping[str, RepoFile]:
+    def files(self) -> Mapping[str, int]:
         weights = "adapter_model.safetensors" if "adapter_config.json" in self.texts else "model.safetensors"
-        return {path: RepoFile(1) for path in (*self.texts, weights)}
+        return dict.fromkeys((*self.texts, weights), 1)
 
     def read_text(self, path: str, errors: str = "strict") -> str | None:  # noqa: ARG002 - as every repo has it
         assert not path.endswith(".safetensors"), "weights are not read for it"
