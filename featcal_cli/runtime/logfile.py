@@ -133,10 +133,8 @@ def _opened(file: Path | None) -> Iterator[BinaryIO | None]:
     try:
         stream = file.open("ab", buffering=0)
     except OSError as error:
-        what, fix = (
-            f"the log cannot be written: {name_reason(error)}",
-            "give the path of a file in a folder that exists",
-        )
+        what = f"the log cannot be written: {name_reason(error)}"
+        fix = "give the path of a file in a folder that exists"
         raise OutputError(what, where=f"--log-file {file}", fix=fix) from None
     try:
         yield stream

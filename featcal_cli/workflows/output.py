@@ -173,11 +173,8 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
             write_tensors(target, slots, ((name, tensor) for name, tensor in group.items() if name in slots))
         copy_files(spare.folder, (name for name in spared if not (target / name).exists()), target)
     except OSError as error:
-        what, fix = (
-            f"the merged model cannot be written: {name_reason(error)}",
-            tell_fix(error, "choose another --output"),
-        )
-        raise OutputError(what, where=str(target), fix=fix) from None
+        what = f"the merged model cannot be written: {name_reason(error)}"
+        raise OutputError(what, where=str(target), fix=tell_fix(error, "choose another --output")) from None
 
 
 def check_built(
