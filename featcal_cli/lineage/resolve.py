@@ -124,7 +124,7 @@ def find_lineage(
     if not experts and not search.asked:
         _ask_for_all(search, base)
     here = _open_all(search, experts)
-    if base is None and here and not any(("--base", "REPO") in question.options for question in search.asked):
+    if base is None and here and not any(("--base", "REPO") in (question.options or ()) for question in search.asked):
         base = find_ancestor(search, {expert.value: expert.source for expert in here.values()})
     if base:
         here = _settle(search, here, base)

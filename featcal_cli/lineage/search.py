@@ -40,36 +40,25 @@ class Finding:
     """The place where the value was read: the command line or recipe, or a file of a repo."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """Something that the user has to decide, because no source says it or it is ambiguous."""
-
-    problem: str
-    options: tuple[Option, ...] = ()
-    """Command-line options that answer it, with REPO, SOURCE, CONFIG or TASK as placeholders for what is missing."""
-    where: str = ""
-    fix: str = ""
-
-
 class OpenQuestionsError(LineageError):
     """Everything that is still missing for a job."""
 
-    def __init__(self, draft: Draft, questions: Iterable[Question], experts: Iterable[Option] = ()) -> None:
+    def __init__(self, draft: Draft, questions: Sequence[LineageError], experts: Iterable[Option] = ()) -> None:
         """experts: options for the experts that were found. They are added to the command if it has to name another
         expert, as naming any expert means naming all; everything else is found again."""
-        self.questions = list(questions)
-        asked = [option for question in self.questions for option in question.options]
+        self.questions = questions
+        asked = [option for question in questions for option in question.options or ()]
         known = experts if any(name == "--expert" for name, _ in asked) else ()
         self.options = sorted(dict.fromkeys([*known, *asked]), key=lambda option: _ORDER.index(option[0]))
         left_out = [value for name, value in self.options if name == "--skip-expert"]
         blanks = re.findall(r"(?:^|[ =:])(REPO|SOURCE|CONFIG|TASK(?==))", " ".join(value for _, value in self.options))
         steps = [f"go on without {enumerate_names(left_out)}"] if left_out else []
         steps += [f"fill in {enumerate_names(list(dict.fromkeys(blanks)))}"] if blanks else []
-        fixes = list(dict.fromkeys(question.fix for question in self.questions if question.fix))
+        fixes = list(dict.fromkeys(question.fix for question in questions if question.fix))
         merged = [*([] if isinstance(draft.merged, str) else ["--merge"]), show_merged(draft.merged)]
         super().__init__(
-            _join([question.problem for question in self.questions]),
-            where=_join([question.where for question in self.questions if question.where]),
+            _join([question.what for question in questions]),
+            where=_join([question.where for question in questions if question.where]),
             fix="; or ".join([_join(fixes)] * bool(fixes) + [" and ".join([*steps, "type"])] * bool(self.options)),
             command=self.complete(["calibrate", *merged]) if self.options else "",
         )
@@ -112,7 +101,8 @@ class Search:
         """The merged repo's claims, the most trustworthy first."""
         self.notes: list[str] = []
         """Decisions that were made and their reasons, one sentence each."""
-        self.asked: list[Question] = []
+        self.asked: list[LineageError] = []
+        """What the user has to decide, because no source says it or it is ambiguous."""
         self._open_repo = cache(open_repo)
 
     @property
@@ -125,8 +115,11 @@ class Search:
         return bool(self.draft.tasks) and all(task.expert for task in self.draft.tasks.values())
 
     def ask(self, problem: str, *options: Option, where: str = "", fix: str = "") -> None:
-        """Add a question about something that no source says; `options` are the command-line options that answer it."""
-        self.asked.append(Question(problem, options, where, fix))
+        """Add a question about something that no source says. `options` answer it on the command line, with REPO, SOURCE,
+        CONFIG or TASK for what is missing."""
+        question = LineageError(problem, where=where, fix=fix)
+        question.options = options
+        self.asked.append(question)
 
     def means(self, name: str, reference: str) -> bool:
         """Whether a name in the merged repo's files refers to the model `reference`, ignoring revisions."""
