@@ -121,15 +121,14 @@ class TextModels:
         others = [other for other in found if other is not None and other.ids != cutting.ids]
         target = self.vocabularies.find(self.target) if self.target else None
         table = None if target is None else map_ids(cutting, target)
+        source = f"its expert ({self.target} has the same vocabulary)"
         if cutting.role != self.expert:
-            return TextTokens(cutting, others, table, f"{cutting}, as its expert has none", where)
-        if target is None:
+            source = f"{cutting}, as its expert has none"
+        elif target is None:
             source = f"its expert, as {self.target} has none" if self.target else "its expert"
-            return TextTokens(cutting, others, table, source, where)
-        text = f"{self.target} has the same vocabulary"
-        if table is not None:
-            text = f"{self.target} has another vocabulary: ids are mapped by token"
-        return TextTokens(cutting, others, table, f"its expert ({text})", where)
+        elif table is not None:
+            source = f"its expert ({self.target} has another vocabulary: ids are mapped by token)"
+        return TextTokens(cutting, others, table, source, where)
 
 
 def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:

@@ -115,8 +115,8 @@ class Search:
         return bool(self.draft.tasks) and all(task.expert for task in self.draft.tasks.values())
 
     def ask(self, problem: str, *options: Option, where: str = "", fix: str = "") -> None:
-        """Add a question about something that no source says. `options` answer it on the command line, with REPO, SOURCE,
-        CONFIG or TASK for what is missing."""
+        """Add a question about something that no source says. `options` answer it on the command line, with REPO or the
+        like for what is missing."""
         question = LineageError(problem, where=where, fix=fix)
         question.options = options
         self.asked.append(question)
