@@ -184,7 +184,7 @@ def _make_environment(report: Report) -> Environment:
 
     # trim and lstrip: a line that holds a statement alone leaves none behind
     environment = Environment(finalize=finalize, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
+    filters: dict[str, Any] = {
         "markdown": Markup,
         "message": lambda text: _show_message(text, report),
         "names": _show_names,
@@ -195,6 +195,7 @@ def _make_environment(report: Report) -> Environment:
         "size": tell_bytes,
         "seconds": tell_seconds,
     }
+    environment.filters |= filters
     return environment
 
 

@@ -78,11 +78,16 @@ class Ranks:
             with _in_touch() as dist:
                 dist.broadcast(tensor, src=source, group=self._group)
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all processes."""
-        if self._group is not None:
-            with _in_touch() as dist:
+    def add_up(self, tensor: Tensor, to: int | None = None) -> None:
+        """Replace a tensor by its sum over all processes. With `to`, only that rank gets the sum, and the tensors of
+        the others must not be used any more."""
+        if self._group is None:
+            return
+        with _in_touch() as dist:
+            if to is None:
                 dist.all_reduce(tensor, group=self._group)
+            else:
+                dist.reduce(tensor, dst=to, group=self._group)
 
     @contextmanager
     def on_its_own(self) -> Iterator[None]:
