@@ -137,6 +137,7 @@ def end_at_once(code: object) -> None:
 
 GRACE = 1.0
 """Seconds that an interrupted run gets to end by itself. Files on the disk are complete at any time."""
+STARTING = "interrupted"
 CALIBRATING = "interrupted: the same command goes on from here"
 MEASURING = "interrupted: nothing was written"
 CLEAR_LINE = "\r\x1b[2K\x1b[?25h"
@@ -163,7 +164,7 @@ def stop_when_signalled() -> None:
 
     def handle(number: int, _: object) -> NoReturn:
         _came.append(number)
-        stop("interrupted")
+        stop(STARTING)
 
     for number in list_signals():
         signal.signal(number, handle)
