@@ -104,8 +104,7 @@ def read_lines(file: Path, longest: int = -1) -> Iterator[str]:
         encoding = "utf-16" if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
         text = TextIOWrapper(stream, encoding, newline="\n")
         try:
-            while line := text.readline(longest):
-                number += 1
+            for number, line in enumerate(iter(partial(text.readline, longest), ""), 1):  # noqa: B007
                 yield line
         except UnicodeDecodeError as error:
             # what could not be decoded comes behind the last whole line

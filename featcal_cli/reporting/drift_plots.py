@@ -31,12 +31,9 @@ LEFT, RIGHT, TOP, BOTTOM = 0.65, 0.15, 1.15, 0.6
 MERGED, CALIBRATED, SECOND = "#d55e00", "#0072b2", "#009e73"
 """Colours, for colour-blind readers too, of a merged and a calibrated model, and of a second of either."""
 ROLES = {
-    "base": ("#8c8c8c", 1.2),
-    "merged": (MERGED, 1.6),
-    "model": (MERGED, 1.6),
-    "calibrated": (CALIBRATED, 2.0),
+    "base": ("#8c8c8c", 1.2), "merged": (MERGED, 1.6), "model": (MERGED, 1.6), "calibrated": (CALIBRATED, 2.0),
     "other": (MERGED, 2.0),
-}
+}  # fmt: skip
 """Colour and line width of every role, in the order in which they are drawn."""
 MEASURES: dict[str, tuple[str, Literal["-", "--", ":"]]] = {
     "relative": ("drift", "-"),

@@ -34,11 +34,9 @@ MERGED_CARD = "README.merged.md"
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
 """Pattern that the Hub's names of licences match."""
 TASK_TYPES = {
-    "texts": "text-generation",
-    "zero-shot": "zero-shot-image-classification",
-    "generation": "text2text-generation",
+    "texts": "text-generation", "zero-shot": "zero-shot-image-classification", "generation": "text2text-generation",
     "lm-eval": "text-generation",
-}
+}  # fmt: skip
 """The Hub's task type for each evaluation protocol; other protocols use the merged card's pipeline tag."""
 VARIABLES = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image_processor"}
 """Variable names for these classes in the card's example code; all others are called processor."""
