@@ -102,8 +102,8 @@ METHODS: dict[MethodName, MergeMethod] = {
         "task arithmetic", ("scale",), _add_task_vectors, "base + scale · Σ (expert − base)", "task_arithmetic:0.3",
     ),
     "ties": MergeMethod(
-        "TIES merge", ("scale", "density"), _ties, "likewise, but of an expert's changes only the largest count, and of "
-        "these only those with the sign of their sum", "ties:0.3:0.2 (scale, density)",
+        "TIES merge", ("scale", "density"), _ties, "likewise, but of an expert's changes only the largest count, and "
+        "of these only those with the sign of their sum", "ties:0.3:0.2 (scale, density)",
     ),
     "dare_ties": MergeMethod(
         "DARE-TIES merge", NUMBERS, _dare_ties, "of changes that are kept at random and divided by `density`, those "
