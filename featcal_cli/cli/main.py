@@ -27,7 +27,10 @@ def main() -> None:
         with _silent() if launch.rank else nullcontext():
             _call()
     except FeatCalError as error:
-        error.where = _name_option_with_verb(error.where)
+        if error.where == COMMAND_LINE:
+            error.where = _name_command()
+        elif error.where.startswith("--"):
+            error.where = f"{_name_command()} {error.where}"
         if launch.by_torchrun:
             from featcal_cli.runtime.distributed import is_first_to_fail
 
@@ -91,13 +94,6 @@ def _name_command() -> str:
     """Return the command that was typed, as `featcal VERB`, or `featcal` alone where no verb was."""
     verbs = {str(known.name or getattr(known.callback, "__name__", "")) for known in app.registered_commands}
     return " ".join(["featcal", *[word for word in sys.argv[1:] if word in verbs][:1]])
-
-
-def _name_option_with_verb(where: str) -> str:
-    """Return the place of an error with the verb before it if that is an option or the whole command line."""
-    if where == COMMAND_LINE:
-        return _name_command()
-    return f"{_name_command()} {where}" if where.startswith("--") else where
 
 
 def _leave(code: int) -> NoReturn:

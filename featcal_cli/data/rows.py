@@ -79,14 +79,6 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
                     yield from batch.to_pylist()
 
 
-def read_hub_classes(split: HubSplit, column: str) -> list[str] | None:
-    """Return the class names of a column by number, from the features in the files; None without them."""
-    if split.format == "parquet":
-        with split.open(next(iter(split.sizes))) as stream:
-            return _read_footer_classes(open_parquet(stream), column)
-    return getattr((_open_stream(split).features or {}).get(column), "names", None)
-
-
 def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield the results for all items in order, computing READERS of them at a time."""
     left = iter(items)
@@ -209,7 +201,11 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
     None without any of these. Raises DataError and HubError."""
     if data.dataset is not None:
         with explaining_hub(data):
-            return read_hub_classes(find_split(data, split), column)
+            found = find_split(data, split)
+            if found.format == "parquet":
+                with found.open(next(iter(found.sizes))) as stream:
+                    return _read_footer_classes(open_parquet(stream), column)
+            return getattr((_open_stream(found).features or {}).get(column), "names", None)
     files, folders = list_files(data, split)
     if folders or ending_of(files[0].name) != ".parquet":
         return folders or None

@@ -81,10 +81,6 @@ def _ties(merge: Merge, parameters: Parameters) -> Rule:
     )
 
 
-def _dare_ties(merge: Merge, parameters: Parameters) -> Rule:
-    return _elect_signs(merge, parameters, partial(drop_at_random, merge))
-
-
 def drop_at_random(merge: Merge, name: str, sources: Sources) -> Iterator[Tensor]:
     """Keep each step with probability `density` and divide it by `density`, as DARE does; else yield 0."""
     import torch
@@ -106,8 +102,9 @@ METHODS: dict[MethodName, MergeMethod] = {
         "of these only those with the sign of their sum", "ties:0.3:0.2 (scale, density)",
     ),
     "dare_ties": MergeMethod(
-        "DARE-TIES merge", NUMBERS, _dare_ties, "of changes that are kept at random and divided by `density`, those "
-        "with the sign of their sum", "dare_ties:0.3:0.2:42 (seed)",
+        "DARE-TIES merge", NUMBERS, lambda merge, them: _elect_signs(merge, them, partial(drop_at_random, merge)), "of "
+        "changes that are kept at random and divided by `density`, those with the sign of their sum",
+        "dare_ties:0.3:0.2:42 (seed)",
     ),
 }  # fmt: skip
 

@@ -207,7 +207,9 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
         {
             "link": _link(source),
             "role": source.role,
-            "commit": Markup("none" if source.name == ITSELF else _show_commit(source)),
+            "commit": Markup(
+                "none" if source.name == ITSELF else f"`{str(source.commit)[:7]}`" if _on_hub(source) else "local"
+            ),
             "license": source.license or "not named",
             "found_in": _show_message(source.found_in, report),
         }
@@ -268,10 +270,6 @@ def _list_other_metrics(report: Report) -> Iterator[str]:
     for task, scores in report.accuracy.items():
         if scores.metric in METRICS and METRICS[scores.metric].symbol:
             yield f"{task}: 100 · {METRICS[scores.metric].title}"
-
-
-def _show_commit(source: Source) -> str:
-    return f"`{source.commit[:7]}`" if source.commit and _on_hub(source) else "local"
 
 
 def _link(source: Source) -> Markup:

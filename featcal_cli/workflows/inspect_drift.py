@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import MERGED, TaskScores
+from featcal_cli.evaluation.results import MERGED
 from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.html_page import write_page
@@ -69,7 +69,11 @@ def inspect_drift(
     inputs = find_inputs(session, {OTHER: compare} if compare else None)
     session.load_libraries()
     plan, job = _measure(session, inputs)
-    perplexity = _measure_perplexity(session, plan, job)
+    job.retire()
+    from featcal_cli.workflows.perplexity import measure_if_possible
+
+    of_examples = dict.fromkeys(job.experts, "examples")
+    perplexity = measure_if_possible(session, job, plan.recipe, job.drift.runners, of_examples)
     inspection = replace(_describe(plan, session, job), perplexity=perplexity)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
@@ -116,13 +120,6 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     session.share_notes()
     job.share_readings()
     return plan, job
-
-
-def _measure_perplexity(session: Session, plan: Plan, job: Job) -> dict[str, TaskScores]:
-    from featcal_cli.workflows.perplexity import measure_if_possible
-
-    job.retire()
-    return measure_if_possible(session, job, plan.recipe, job.drift.runners, dict.fromkeys(job.experts, "examples"))
 
 
 def _describe(plan: Plan, session: Session, job: Job) -> Inspection:
