@@ -1,19 +1,6 @@
 """featcal: calibrate the features of merged models to those of their experts.
 
-The packages, each of which imports only packages below it (`lint-imports` checks this):
-
-    cli          commands, options and terminal output: the only package that imports typer and rich
-    workflows    the verbs calibrate, inspect_drift, evaluate and demo, with their checks and their output files
-    reporting    schemas of results, the model card, pictures, the HTML page, limits of drift
-    evaluation   accuracy: protocols, and scores with their intervals
-    calibration  the method: Algorithm 1, normal equations, closed forms, hyperparameters
-    engine       runs expert and students block by block side by side: hooks, token weights, offload, drift metrics
-    models       loads, aligns, patches and merges checkpoints, and finds their blocks
-    data         turns a source of examples into model-ready batches
-    lineage      finds a merged repo's base, its experts and their data
-    hub          lists, downloads, converts and writes repos at a commit
-    recipe       turns a YAML file and options into one validated object
-    runtime      used by all others: errors, files, processes, devices, memory, sanitising, logs
+Each package below says in its first line what it holds, and imports only packages below it: `lint-imports` checks this.
 """
 
 from __future__ import annotations
