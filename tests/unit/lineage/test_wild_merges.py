@@ -55,7 +55,7 @@ def test_a_merge_is_found_or_asked_for_in_one_round(merge: Merge) -> None:
         command = caught.value.command
         for words in merge.words:
             assert words in str(caught.value)
-        asked = [" ".join(pair) for question in caught.value.questions for pair in question.options]
+        asked = [" ".join(pair) for question in caught.value.questions for pair in question.options or ()]
         assert sorted(asked) == sorted(merge.asks)
         names_experts = any(one.startswith("--expert") for one in asked)
         for task, expert in merge.experts.items():
