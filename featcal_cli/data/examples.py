@@ -36,7 +36,7 @@ SOUND = ("input_values", "input_features")
 SEED = 42
 """Seed for choosing labelled rows when only some of them are evaluated."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
-"""Of FEWEST_ROWS different rows or more, one in HELD_OUT_SHARE is held out, at least FEWEST_IN_HALF a half."""
+"""One in HELD_OUT_SHARE of FEWEST_ROWS different rows or more is held out, at least FEWEST_IN_HALF a half."""
 
 
 @dataclass(frozen=True)

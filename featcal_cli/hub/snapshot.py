@@ -226,7 +226,7 @@ class Snapshot:
     """A model on this machine; the files in `folder` never change for a given `commit`."""
 
     name: str
-    """What the user typed, without the revision: Hub id or folder; of BASE+ADAPTER, the adapter's."""
+    """The name that the user typed, without the revision: Hub id or folder; of BASE+ADAPTER, the adapter's."""
     folder: Path
     commit: str | None
     """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own."""

@@ -96,7 +96,7 @@ _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says of a merge; references as written there: `PATH[@REVISION][+LORA[@REVISION]]`."""
+    """One source's words on a merge; references are as written there: `PATH[@REVISION][+LORA[@REVISION]]`."""
 
     source: str
     base: str | None = None

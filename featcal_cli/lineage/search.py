@@ -102,7 +102,7 @@ class Search:
         self.notes: list[str] = []
         """Decisions that were made and their reasons, one sentence each."""
         self.asked: list[LineageError] = []
-        """What the user has to decide, because no source says it or it is ambiguous."""
+        """Questions to the user about what no source says, or what is ambiguous."""
         self._open_repo = cache(open_repo)
 
     @property

@@ -42,7 +42,7 @@ class MergeMethod:
     make_rule: Callable[[Merge, Parameters], Rule]
     """Function from settings and parameters, which it may read first, to the rule for each parameter."""
     about: str
-    """What it does, in the help of a recipe's key."""
+    """A description, for the help of a recipe's key."""
     example: str
     """A value of --merge, in its help."""
 

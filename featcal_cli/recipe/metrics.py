@@ -32,7 +32,7 @@ class Metric:
     measure: Callable[[Numbers], float]
     """Function from these rows to the score."""
     about: str
-    """What it measures, in the help of a recipe's key."""
+    """A description, for the help of a recipe's key."""
     of_texts: bool = False
     """Whether it says how well a language model predicts a task's own texts; there are no labels then."""
     scale: float = 100
