@@ -72,7 +72,6 @@ class Screen(Listener):
 
     @property
     def seconds(self) -> float:
-        """Seconds since the command began."""
         return time.monotonic() - self._began
 
     def tell_time(self, task: Task) -> str:
@@ -193,8 +192,6 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, b
 
 
 class _Clock(ProgressColumn):
-    """A column with the screen's times."""
-
     def __init__(self, screen: Screen) -> None:
         super().__init__(Column(no_wrap=True))
         self._screen = screen
@@ -238,7 +235,6 @@ def show_error(error: FeatCalError, who: str = "") -> None:
 
 
 def _count_lines(head: str, text: str) -> int:
-    """Count the lines of the terminal that one part of an error message takes."""
     lines = fold(shorten_commits(text), ERR.width, f"{head} ") if text else []
     return sum(-(-cell_len(line) // ERR.width) for line in lines)
 

@@ -58,7 +58,6 @@ def describe_key(section: type[Section], key: str) -> Any:
 
 
 def list_keys(section: type[Section]) -> dict[str, Any]:
-    """Return the annotations of all options of a recipe's section, by key."""
     return {key: describe_key(section, key) for key, field in section.model_fields.items() if AsOption.of(field)}
 
 
@@ -137,7 +136,6 @@ def _flag(
     names: str,
     help: str,  # noqa: A002 - typer's word
 ) -> Any:
-    """Return the annotation of a flag, which is True where given."""
     return Annotated[bool, _option(group, *names.split(), help=help)]
 
 

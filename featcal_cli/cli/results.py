@@ -66,7 +66,6 @@ def show_inputs(inputs: Inputs) -> None:
 
 
 def show_plan(plan: Plan) -> None:
-    """Show what a job would do, and its cost."""
     needs = plan.estimate
     missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
     calibrated = f"{plan.modules} modules in {plan.blocks} blocks" + (f" and {plan.head}" if plan.head else "")
@@ -201,7 +200,6 @@ def _show_drift(report: Report) -> None:
 
 
 def show_evaluation(evaluation: Evaluation, seconds: float) -> None:
-    """Show the table of scores, and how long they took."""
     _show_scores(evaluation.tasks, "randomly chosen " if evaluation.limit is not None else "")
     OUT.print()
     tasks = len(evaluation.tasks)
@@ -260,7 +258,6 @@ def show_inventory(inventory: Inventory) -> None:
 
 
 def show_recipes(files: Sequence[Path]) -> None:
-    """List the recipes and the other files (COMPANIONS) that come with the package."""
     purposes = {file.stem: describe_recipe(file) for file in files} | {"": ""} | COMPANIONS
     OUT.print(make_list([f"[bold]{escape(name)}[/bold]", escape(purpose)] for name, purpose in purposes.items()))
     ERR.print()
@@ -268,7 +265,6 @@ def show_recipes(files: Sequence[Path]) -> None:
 
 
 def show_demo() -> None:
-    """Print what the demo does."""
     _hint(
         "Five experts were fine-tuned from one small vision transformer, each for another question about handwritten "
         "digits, and merged by task arithmetic. The demo calibrates the merged model; `featcal recipes demo` shows its "
@@ -296,7 +292,6 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def _print(text: str, console: Console = OUT, style: str = "none") -> None:
-    """Print a text that is wrapped at words."""
     for line in fold(text, console.width, rest=""):
         console.print(f"[{style}]{escape(line)}[/]", soft_wrap=True)
 

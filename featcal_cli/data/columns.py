@@ -142,7 +142,6 @@ def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
 
 
 def names_text(data: Data) -> bool:
-    """Whether the recipe names a text column or a template."""
     return data.template is not None or bool({"text", "prompt", "messages"} & data.columns.keys())
 
 

@@ -40,7 +40,6 @@ class Vocabulary:
     role: str
     """The model's part in the job, such as `merged` or `expert red`."""
     name: str
-    """The repo or folder that the tokenizer comes from."""
     tokenizer: Any
     ids: Mapping[str, int]
 

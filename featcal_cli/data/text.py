@@ -136,8 +136,6 @@ def _say(role: str, content: str) -> Message:
 
 
 def _fill(template: str, row: Row) -> str:
-    """Fill a template with the values of a row. Raises BadRowError."""
-
     def value_of(field: re.Match[str]) -> str:
         name, key = field.groups()
         if name is None:

@@ -352,7 +352,6 @@ def _find_kind(error: BaseException, cause: BaseException, writing: bool) -> obj
 
 
 def _quote(error: BaseException) -> str:
-    """Return the error's class and message, without secrets."""
     words, kind = name_hosts(redact(exception_text(error))), type(error).__name__
     return _shorten(kind if words == kind else f"{kind}: {words.removeprefix(f'{kind}: ')}")
 

@@ -73,7 +73,6 @@ class Repo:
         return f"{self.name}@{self.commit}" if self.commit else str(self.folder)
 
     def explained(self) -> AbstractContextManager[None]:
-        """Turn errors that huggingface_hub raises about the repo into a HubError."""
         return explained(self.name, self.commit or "", self.kind)
 
     @cached_property

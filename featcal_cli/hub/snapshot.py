@@ -164,7 +164,6 @@ def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
 
 
 def find(text: str, repo: Repo | None, kind: Kind = "model") -> str | None:
-    """Return the reference that `locate` gives, or None if it raises UnusableError."""
     try:
         return locate(text, repo, kind)
     except UnusableError:

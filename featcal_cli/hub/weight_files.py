@@ -76,7 +76,6 @@ def find_second_copies(paths: Iterable[str]) -> list[str]:
 
 
 def read_shards(index: Path) -> list[str]:
-    """List the files that a local index names, in order. Raises HubError."""
     try:
         return parse_index(index.read_bytes(), str(index))
     except OSError as error:

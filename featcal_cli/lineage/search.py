@@ -148,7 +148,6 @@ class Search:
                 repo.read_text(ADAPTER_CONFIG if is_adapter(repo.files) else "config.json")
 
     def read_card(self, name: str, source: str = FROM_USER, kind: Kind = "model") -> Card:
-        """Return the card of a model or dataset. Raises HubError."""
         card = read_card(self.open(name, kind, source).read_card())
         self.notes += [f"the card of {name}: {card.problem}"] if card.problem else []
         return card

@@ -147,7 +147,6 @@ def _parse_line(line: str, file: Path, number: int) -> Row:
 
 
 def _parse_json(text: str, file: Path, line: int) -> Any:
-    """Parse JSON text that begins at this line of the file. Raises DataError."""
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:

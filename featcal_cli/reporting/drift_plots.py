@@ -58,7 +58,6 @@ class Chart:
 
     @property
     def highest(self) -> float:
-        """The largest drift of a model other than base."""
         drifts = (value for (role, _), values in self.curves.items() if role != "base" for value in values)
         return max(filter(isfinite, drifts), default=0.0)
 

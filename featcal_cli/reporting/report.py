@@ -45,8 +45,6 @@ class PlaceDrift:
 
 @dataclass(frozen=True)
 class BlockDrift:
-    """The drift at one block and at the modules inside it."""
-
     name: str
     drift: PlaceDrift
     """Drift of the block's output."""
@@ -79,8 +77,6 @@ class OutputDrift:
 
 @dataclass(frozen=True)
 class ModelDrift:
-    """The drift of one model on one task."""
-
     stem: PlaceDrift
     """Drift before the first block."""
     blocks: list[BlockDrift]
@@ -91,14 +87,11 @@ class ModelDrift:
 
     @property
     def last(self) -> PlaceDrift:
-        """Drift after the last block."""
         return self.blocks[-1].drift
 
 
 @dataclass(frozen=True)
 class TaskInspection:
-    """The drift of all models on one task."""
-
     examples: int
     models: dict[str, ModelDrift]
     """Drift by role: model, base, and other where a second model is compared."""
@@ -117,8 +110,6 @@ class TaskInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that one run of inspect-drift measured."""
-
     featcal_version: str
     names: dict[str, str]
     """Name of each role as the user typed it: model, base, other, and expert TASK."""
@@ -191,8 +182,6 @@ ITSELF = "the expert itself"
 
 @dataclass(frozen=True)
 class Source:
-    """A model or a dataset that a run read."""
-
     role: str
     """The role: merged, base, expert TASK, or data TASK."""
     name: str
@@ -211,8 +200,6 @@ JUDGED = ("merged", "calibrated")
 
 @dataclass(frozen=True)
 class Report:
-    """The report on a whole run."""
-
     featcal_version: str
     recipe: dict[str, Any]
     environment: dict[str, str]
@@ -301,7 +288,6 @@ class Report:
 
     @property
     def mean_judged(self) -> tuple[float, float]:
-        """The mean of `judged` over all tasks, with equal weights, before and after."""
         mean = self.judged_rows[-1]
         return mean.before, mean.after
 

@@ -70,7 +70,6 @@ def _examine_packages() -> Iterator[Finding]:
 
 
 def _examine_machine() -> Iterator[Finding]:
-    """Check the devices and their memory as torch sees them."""
     try:
         import torch
 

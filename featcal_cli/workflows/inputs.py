@@ -33,7 +33,6 @@ class Inputs:
     """A complete job, without model weights."""
 
     recipe: Recipe
-    """The recipe with every Hub repo and dataset pinned to its current commit."""
     findings: Sequence[Finding]
     """Names of merged, base, and each task's expert and data, with the source of each."""
     origins: Mapping[str, Origin]
