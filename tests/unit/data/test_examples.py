@@ -262,7 +262,7 @@ def test_images_that_cannot_be_used_are_refused_with_the_reason(at: Folder, monk
     images = [{"bytes": encode_image(7), "path": None}] * 2
     at.refuse(tiny("vit"), at.file("two.parquet", [{"image": images}]), "has 2 images")
     at.refuse(tiny("vit"), at.file("numbers.parquet", [{"image": list(range(784))}]), "no column holds images")
-    monkeypatch.setattr("featcal_cli.data.tables.LARGEST_FILE", 20)
+    monkeypatch.setattr("featcal_cli.data.rows.LARGEST_FILE", 20)
     at.refuse(tiny("vit"), at.file("large.parquet", image_rows(3)), r"cannot be decoded \(it has more than 20 bytes\)")
     at.refuse(tiny("vit"), at.images({"a.png": encode_image(1)}), r"bytes \(at most 20 are read\)")
 

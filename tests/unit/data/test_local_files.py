@@ -15,8 +15,8 @@ import pytest
 from example_folder import Folder, lines
 from PIL import Image
 
-from featcal_cli.data.local_files import open_file
 from featcal_cli.data.rows import draw_rows, read_classes, read_rows
+from featcal_cli.recipe.data_formats import open_file
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -195,6 +195,17 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
 def test_files_that_would_be_misread_are_refused(at: Folder, name: str, content: str | bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(read_rows(at.file(name, content), None))
+
+
+def test_a_json_file_that_is_too_long_to_be_read_whole_is_refused(at: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = json.dumps(ROWS)
+    for name, written in (("a.json", content), ("a.json.gz", zipped(content))):
+        monkeypatch.setattr("featcal_cli.recipe.data_formats.LONGEST_JSON", len(content))
+        assert list(read_rows(at.file(name, written), None)) == ROWS
+        monkeypatch.setattr("featcal_cli.recipe.data_formats.LONGEST_JSON", len(content) - 1)
+        message = rf"{name} has more than {len(content) - 1:,} characters, and[^$]*each line of a .jsonl file"
+        with pytest.raises(DataError, match=message):
+            list(read_rows(at.file(name, written), None))
 
 
 def test_tables_that_no_row_can_hold_are_refused(at: Folder) -> None:

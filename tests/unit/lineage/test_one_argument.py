@@ -24,8 +24,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.reading import collect_overrides, read_draft
+from featcal_cli.recipe.references import bare_id
 from featcal_cli.recipe.schema import Draft
-from featcal_cli.runtime.references import bare_id
 
 FIRST_BYTES = 100_000
 pytestmark = pytest.mark.usefixtures("undrawn")
