@@ -24,6 +24,7 @@ from hub_server import HubServer
 
 if TYPE_CHECKING:
     from bad_input import Stage
+    from families import Saved
     from zygote import Zygote
 
 # huggingface_hub reads its settings once, when it is imported
@@ -108,6 +109,22 @@ def zygote() -> Zygote:
     from zygote import Zygote
 
     return Zygote()
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A tiny BERT with three experts and 20 examples of each task, which is only read."""
+    from families import BY_NAME, save_family
+
+    return save_family(tmp_path_factory.mktemp("bert"), BY_NAME["bert"])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    """The same in a folder of its own, to be changed."""
+    from families import BY_NAME, save_family
+
+    return save_family(tmp_path, BY_NAME["bert"])
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +63,30 @@ class Saved:
         }
 
 
+_KEPT = tempfile.TemporaryDirectory(prefix="featcal-families-")
+_MADE: dict[str, tuple[Saved, Tensor]] = {}
+"""What was saved before in this process, with the state of the random numbers after that."""
+
+
 def save_family(
     folder: Path, family: Family, *, examples: int = 20, spread: float = 0.3, dtype: torch.dtype = torch.float32
 ) -> Saved:
-    """Save base, merged and an expert per task: experts differ from base by `spread` of each tensor's own size."""
+    """Save base, merged and an expert per task: experts differ from base by `spread` of each tensor's own size.
+
+    Each is made once in a process, and copied from then on.
+    """
+    key = f"{family.name} {family.model} {family.config} {family.inputs} {examples} {spread} {dtype}"
+    if key not in _MADE:
+        made = _make_family(Path(_KEPT.name) / str(len(_MADE)), family, examples, spread, dtype)
+        _MADE[key] = made, torch.get_rng_state()
+    made, state = _MADE[key]
+    torch.set_rng_state(state)
+    shutil.copytree(made.folder, folder, dirs_exist_ok=True)
+    inputs = {task: {name: value.clone() for name, value in given.items()} for task, given in made.inputs.items()}
+    return Saved(folder, family, inputs)
+
+
+def _make_family(folder: Path, family: Family, examples: int, spread: float, dtype: torch.dtype) -> Saved:
     torch.manual_seed(0)
     model = build_lively(family).to(dtype)
     model.save_pretrained(folder / "base")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,47 +89,57 @@ def find_notes(job: Mapping[str, Any], others: Mapping[str, str] | None = None) 
     return "\n".join(session.notes)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "unigram"])
-def test_the_order_of_tokens_changes_nothing(tmp_path: Path, kind: str) -> None:
-    plain = save_family(tmp_path / "plain", kind)
-    other = save_family(tmp_path / "other", kind, {name: seed for seed, name in enumerate(MODELS, 1)})
-    expected, found = (calibrate(job, output=tmp_path / name) for name, job in (("a", plain), ("b", other)))
-
-    before, one, two = (blocks_of(folder) for folder in (tmp_path / "plain" / "merged", tmp_path / "a", tmp_path / "b"))
-    assert max(float((one[name] - before[name]).abs().max()) for name in one) > 0.01
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert found.report.drift == expected.report.drift
-    assert {task: x.base for task, x in found.report.drift.items()} != dict.fromkeys(TASKS)
-    embeddings = [load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in
-                  (tmp_path / "other" / "merged", tmp_path / "b")]  # fmt: skip
-    assert torch.equal(*embeddings)
-    card = (tmp_path / "b" / "README.md").read_text()
-    assert "merged has another vocabulary: ids are mapped by token" in card
-    assert "merged has the same vocabulary" in (tmp_path / "a" / "README.md").read_text()
+ORDERS = {name: seed for seed, name in enumerate(MODELS, 1)}
+SOME: dict[str, Any] = {"orders": {"merged": 1, "base": 2}}
+EXTRA = {"merged": ["<a>", "<b>"], "red": ["<b>", "<a>"], "green": ["<b>"], "base": []}
 
 
-def test_the_default_method_and_an_inspection_find_the_same_in_any_order(tmp_path: Path) -> None:
-    jobs = [save_family(tmp_path / "plain"), save_family(tmp_path / "other", orders={"merged": 1, "base": 2})]
+@pytest.mark.parametrize(
+    ("family", "other", "settings"),
+    [
+        ({"kind": "bytes"}, {"orders": ORDERS}, {}),
+        ({"kind": "unigram"}, {"orders": ORDERS}, {}),
+        ({}, SOME, {"method": "featcal"}),
+        ({}, SOME, {"data": "self"}),
+        ({}, {"extra": EXTRA}, {}),
+        ({"begins": True}, SOME, {}),
+    ],
+    ids=["bytes", "unigram", "the default method", "examples that experts write", "added tokens", "special tokens"],
+)
+def test_the_order_of_tokens_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, other: Any, settings: dict[str, Any]
+) -> None:
+    """Nor do embeddings with room for more tokens, nor which special tokens merged's tokenizer puts around a text."""
+    monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / "cache"))
+    jobs = [save_family(tmp_path / "plain", **family), save_family(tmp_path / "other", **family, **other)]
+    if "extra" in other:
+        module = LlamaForCausalLM.from_pretrained(tmp_path / "other" / "merged")
+        module.resize_token_embeddings(64)
+        module.save_pretrained(tmp_path / "other" / "merged")
+    if "begins" in family:
+        make_tokenizer("words", shuffled(spell("words"), 1)).save_pretrained(tmp_path / "other" / "merged")
     for job in jobs:
-        job["calibration"]["method"] = "featcal"
-    one, two = (calibrate(job, output=tmp_path / f"out-{number}").output for number, job in enumerate(jobs))
-    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
-
-    found = [inspect_drift(job, compare=job["merged"]).tasks for job in jobs]
-    assert found[0] == found[1]
-
-
-def test_embeddings_with_room_and_added_tokens_at_other_places(tmp_path: Path) -> None:
-    plain = save_family(tmp_path / "plain")
-    extra = {"merged": ["<a>", "<b>"], "red": ["<b>", "<a>"], "green": ["<b>"], "base": []}
-    other = save_family(tmp_path / "other", extra=extra)
-    module = LlamaForCausalLM.from_pretrained(tmp_path / "other" / "merged")
-    module.resize_token_embeddings(64)
-    module.save_pretrained(tmp_path / "other" / "merged")
-
-    one, two = (calibrate(job, output=tmp_path / name).output for name, job in (("a", plain), ("b", other)))
-    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
-    assert load_file(two / "model.safetensors")["model.embed_tokens.weight"].shape == (64, 32)
+        job["calibration"]["method"] = settings.get("method", "paper")
+        for task in job["tasks"].values():
+            task["data"] = settings.get("data", task["data"])
+    plain, found = (calibrate(job, output=tmp_path / f"out-{number}") for number, job in enumerate(jobs))
+    before, one, two = map(blocks_of, (tmp_path / "plain" / "merged", plain.output, found.output))
+    assert max(float((one[name] - before[name]).abs().max()) for name in one) > 0.001
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    embeddings = [
+        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        for folder in (tmp_path / "other" / "merged", found.output)
+    ]
+    assert torch.equal(*embeddings)
+    if "method" in settings:
+        seen = [inspect_drift(job, compare=job["merged"]).tasks for job in jobs]
+        assert seen[0] == seen[1]
+    if other == {"orders": ORDERS}:
+        assert found.report.drift == plain.report.drift
+        assert {task: x.base for task, x in found.report.drift.items()} != dict.fromkeys(TASKS)
+        told = "merged has another vocabulary: ids are mapped by token"
+        assert told in (found.output / "README.md").read_text()
+        assert "merged has the same vocabulary" in (plain.output / "README.md").read_text()
 
 
 def test_texts_that_are_cut_otherwise_are_refused_with_both_names(tmp_path: Path) -> None:
@@ -170,22 +179,25 @@ def test_a_base_without_the_experts_tokens_is_compared_by_its_weights(tmp_path: 
     assert all("base" not in task.models for task in inspect_drift(job).tasks.values())
 
 
-def test_a_merge_without_a_tokenizer_has_its_experts_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lacks", "notes"),
+    [
+        ("merged", ["tokenizer from its expert, as merged has none"]),
+        (
+            "red",
+            [
+                "red: column text as text (of text), at most 32 tokens, tokenizer from merged (merged), as its expert",
+                "green: column text as text (of text), at most 32 tokens, tokenizer from its expert (merged has",
+            ],
+        ),
+    ],
+)
+def test_where_a_model_has_no_tokenizer_anothers_is_read(tmp_path: Path, lacks: str, notes: list[str]) -> None:
     job = save_family(tmp_path / "world")
-    for file in (tmp_path / "world" / "merged").glob("token*"):
+    for file in (tmp_path / "world" / lacks).glob("token*"):
         file.unlink()
-    assert "tokenizer from its expert, as merged has none" in find_notes(job)
-
-
-def test_where_only_merged_has_a_tokenizer_this_is_said(tmp_path: Path) -> None:
-    job = save_family(tmp_path / "world")
-    for file in (tmp_path / "world" / "red").glob("token*"):
-        file.unlink()
-    notes = find_notes(job)
-    assert (
-        "red: column text as text (of text), at most 32 tokens, tokenizer from merged (merged), as its expert" in notes
-    )
-    assert "green: column text as text (of text), at most 32 tokens, tokenizer from its expert (merged has" in notes
+    found = find_notes(job)
+    assert all(note in found for note in notes)
 
 
 def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Path) -> None:
@@ -203,17 +215,6 @@ def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Pa
     assert "green.safetensors" in raised.value.where and "texts" in raised.value.fix
 
 
-def test_experts_in_other_orders_write_their_own_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / "cache"))
-    save_family(tmp_path / "plain")
-    save_family(tmp_path / "other", orders={"merged": 1, "base": 2})
-    shutil.copytree(tmp_path / "plain" / "red", tmp_path / "other" / "red", dirs_exist_ok=True)
-    folders = [tmp_path / "plain", tmp_path / "other"]
-    own = dict.fromkeys(TASKS, "self")
-    one, two = (calibrate(job_of(at, own), output=tmp_path / f"out-{at.name}").output for at in folders)
-    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
-
-
 def test_experts_in_different_orders_are_not_merged_row_by_row(tmp_path: Path) -> None:
     for name, order in (("plain", 0), ("other", 1)):
         job = save_family(tmp_path / name, orders={"green": order})
@@ -223,14 +224,6 @@ def test_experts_in_different_orders_are_not_merged_row_by_row(tmp_path: Path) -
                 find_notes(job)
         else:
             assert "merged has the same vocabulary" in find_notes(job)
-
-
-def test_special_tokens_around_a_text_are_the_experts(tmp_path: Path) -> None:
-    plain = save_family(tmp_path / "plain", begins=True)
-    other = save_family(tmp_path / "other", orders={"merged": 1}, begins=True)
-    make_tokenizer("words", shuffled(spell("words"), 1)).save_pretrained(tmp_path / "other" / "merged")
-    one, two = (calibrate(job, output=tmp_path / name).output for name, job in (("a", plain), ("b", other)))
-    assert all(torch.equal(x, blocks_of(two)[name]) for name, x in blocks_of(one).items())
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
