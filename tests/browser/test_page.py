@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from featcal_cli.reporting.html_page import TEMPLATE, write_page
-from featcal_cli.reporting.report import (
-    BlockDrift,
-    Inspection,
-    ModelDrift,
-    OutputDrift,
-    PlaceDrift,
-    TaskInspection,
-)
+from featcal_cli.reporting.report import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Dialog, Locator, Page

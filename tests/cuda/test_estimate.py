@@ -72,15 +72,10 @@ CASES: dict[str, tuple[tuple[int, int, int], tuple[int, int] | None, dict[str, A
 
 @pytest.mark.usefixtures("gradients_on_cpu")
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [*product(["llama"], CASES), ("bert", "default"), ("vit", "default"), ("t5", "wide")],
+    ("name", "case"), [*product(["llama"], CASES), ("bert", "default"), ("vit", "default"), ("t5", "wide")]
 )
 def test_the_estimate_is_near_the_peak(
-    tmp_path: Path,
-    device: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    case: str,
+    tmp_path: Path, device: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, case: str
 ) -> None:
     size, rooms, settings = CASES[case]
     recipe = save(tmp_path, name, *size)

@@ -130,10 +130,8 @@ CASES: list[Case] = [
     (tensors(labels=IDS[:, 0].contiguous()), ["nothing but labels"]),
     (tensors(input_ids=IDS[:0]), ["do not agree"]),
     (no_tokenizer, ["no tokenizer can be loaded"]),
-    (
-        options({"base/tokenizer.json": "[" * 100_000, "rows.txt": "w2 w3\n" * 20}, data="red={}/rows.txt"),
-        ["no tokenizer can be loaded"],
-    ),
+    (options({"base/tokenizer.json": "[" * 100_000, "rows.txt": "w2 w3\n" * 20}, data="red={}/rows.txt"),
+     ["no tokenizer can be loaded"]),
     (tokenizer_of_a_larger_model, ["token 1000000", "99 tokens"]),
     (images(b"no image"), ["rows cannot be used", "0.png", "example 1"]),
     (images(png(20_000, 20_000)), ["'0.png'", "red", "400000000 pixels", "example 1"]),
@@ -150,19 +148,9 @@ CASES: list[Case] = [
     (hub_dataset("data/nothing", README__md="# nothing"), ["no files of a kind"]),
     (hub_dataset("data/script", script__py="import os"), ["no files of a kind"]),
     (hub_dataset("data/laughs", README__md=f"---\n{LAUGHS}\n---\n", a__txt="w2"), ["README.md", "unfolds"]),
-    (
-        hub_dataset(
-            "data/elsewhere",
-            README__md="---\nconfigs: [{config_name: a, data_files: 'https://x/y.txt'}]\n---\n",
-            a__jsonl="{}",
-        ),
-        ["no file of the dataset", "https://x/y.txt"],
-    ),
-    (
-        hub_dataset(
-            "data/above", README__md="---\nconfigs: [{config_name: a, data_files: '../../**'}]\n---\n", a__jsonl="{}"
-        ),
-        ["no file of the dataset", "../../**"],
-    ),
+    (hub_dataset("data/elsewhere", README__md="---\nconfigs: [{config_name: a, data_files: 'https://x/y.txt'}]\n---\n",
+     a__jsonl="{}"), ["no file of the dataset", "https://x/y.txt"]),
+    (hub_dataset("data/above", README__md="---\nconfigs: [{config_name: a, data_files: '../../**'}]\n---\n",
+     a__jsonl="{}"), ["no file of the dataset", "../../**"]),
     (hub_dataset("data/zip", a__zip=b"PK\x05\x06" + bytes(18)), ["data/zip", "no files of a kind", "hf download"]),
-]
+]  # fmt: skip

@@ -51,10 +51,8 @@ CASES: list[Case] = [
     (options(data="red=rows.jsonl:a"), ["rows.jsonl"]),
     (options(push_to="name"), ["--push-to", "USER/name"]),
     (options(push_to="user/na me"), ["user/na me", "USER/NAME"]),
-    (
-        options({"r.yaml": "calibration: {seed: 7}"}, r="{}/r.yaml", log_file="{}/r.yaml"),
-        ["--log-file", "write over", "--recipe"],
-    ),
+    (options({"r.yaml": "calibration: {seed: 7}"}, r="{}/r.yaml", log_file="{}/r.yaml"), ["--log-file", "write over",
+     "--recipe"]),
     (options(log_file="{}/red.safetensors"), ["--log-file", "write over", "red.safetensors"]),
     (options(log_file="{}/merged/log.jsonl"), ["--log-file", "write into", "merged"]),
     (options(log_file="{}/out"), ["--log-file", "--output"]),
@@ -96,4 +94,4 @@ CASES: list[Case] = [
     (inspect(plot="drift.gif"), ["drift.gif", ".png or .svg"]),
     (inspect(html="nowhere/drift.html"), ["no folder", "nowhere"]),
     (inspect(compare="nobody/nothing"), ["nobody/nothing"]),
-]
+]  # fmt: skip

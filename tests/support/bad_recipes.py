@@ -43,10 +43,8 @@ CASES: list[Case] = [
     (recipe("calibration: {ridge: .nan}"), ["ridge", "finite"]),
     (recipe("calibration: {alpha: .nan}"), ["alpha", "finite"]),
     (recipe("calibration: [1, 2]"), ["calibration"]),
-    (
-        recipe("calibration:\n  rigde: 1\n  examples: many", n=None),
-        ["2 mistakes", "line 2: unknown key rigde", "line 3"],
-    ),
+    (recipe("calibration:\n  rigde: 1\n  examples: many", n=None), ["2 mistakes", "line 2: unknown key rigde",
+     "line 3"]),
     (recipe("tasks: {red: {evaluate: {metric: luck}}}"), ["metric", "accuracy"]),
     (recipe('base: "user/\\e[31mred"', base=None), ["base", "control character", "\\x1b"]),
     (recipe('merged: "user/a\\0b"', merged=None), ["merged", "control character"]),
@@ -63,4 +61,4 @@ CASES: list[Case] = [
     (data(columns="{text: nothing}"), ["no column nothing", "text, other"]),
     (data(split="test"), ["no split test"]),
     (recipe("tasks: [1]", expert=None, data=None), ["tasks", "a section of keys"]),
-]
+]  # fmt: skip

@@ -108,10 +108,7 @@ CASES: list[Case] = [
     (no_config, ["config.json"]),
     (pickles_on_the_hub, ["no safetensors", "--allow-pickle"]),
     (adapter_that_names_a_folder_here, ["strangers/adapter", "path on its author's machine", "BASE+"]),
-    (
-        card("strangers/merged", "---\nbase_model: {}/base\n---\n"),
-        ["base of strangers/merged", "its author's machine"],
-    ),
+    (card("strangers/merged", "---\nbase_model: {}/base\n---\n"), ["base of strangers/merged", "its author's machine"]),
     (card("strangers/laughs", f"---\n{LAUGHS}\nbase_model: *a11\n---\n"), ["nothing says what the base"]),
     (card("strangers/long", "x" * 11_000_000), ["README.md has 11,000,000 bytes"]),
     (offline, ["offline mode", "never-seen"]),

@@ -15,26 +15,20 @@ from transformers import PreTrainedModel
 WIDTH, LAYERS, VOCABULARY, TOKENS, PROMPT = 32, 2, 99, 9, 7
 IMAGE_TOKEN = VOCABULARY - 1
 
-VISION_SIZES = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 48,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
-TEXT_SIZES = {
-    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 48,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+VISION_SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 48,
+    "image_size": 32, "patch_size": 8}  # fmt: skip
+TEXT_SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "intermediate_size": 48, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 GROUPED_SIZES = {**TEXT_SIZES, "num_key_value_heads": 2}
 """With fewer key and value heads than query heads."""
-BART_SIZES = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": 2,
-}  # fmt: skip
-T5_SIZES = {
-    "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+BART_SIZES = {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "forced_eos_token_id": 2}  # fmt: skip
+T5_SIZES = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4,
     "pad_token_id": 0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-}  # fmt: skip
+    "relative_attention_max_distance": 16}  # fmt: skip
 
 Batch = dict[str, Tensor]
 MaskRule = Callable[[str, int, Batch], Tensor | None]

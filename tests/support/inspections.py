@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 
-from featcal_cli.reporting.report import (
-    BlockDrift,
-    Inspection,
-    ModelDrift,
-    OutputDrift,
-    PlaceDrift,
-    TaskInspection,
-)
+from featcal_cli.reporting.report import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
 
 LEVELS = {"model": 1.0, "other": 0.6, "base": 1.5}
 """Relative drift of each role after the last block."""

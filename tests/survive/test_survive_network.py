@@ -124,12 +124,7 @@ def check_finished(here: Path, hub: HubServer, expected: dict[str, object]) -> N
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "503"])  # as 500
 def test_what_fails_once_wherever_it_does_changes_nothing(
-    hub: HubServer,
-    here: Path,
-    expected: dict[str, object],
-    work: Work,
-    request: pytest.FixtureRequest,
-    fault: str,
+    hub: HubServer, here: Path, expected: dict[str, object], work: Work, request: pytest.FixtureRequest, fault: str
 ) -> None:
     if fault == "slow":
         request.getfixturevalue("impatient")

@@ -149,10 +149,7 @@ def is_clean(lines: list[str]) -> bool:
     return not any("━" in line or re.search(r"\d:\d\d:\d\d", line) for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("moment", "number"),
-    [("calibrating", signal.SIGINT), ("uploading", signal.SIGTERM)],
-)
+@pytest.mark.parametrize(("moment", "number"), [("calibrating", signal.SIGINT), ("uploading", signal.SIGTERM)])
 def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(
     hub: HubServer, merge: Path, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:

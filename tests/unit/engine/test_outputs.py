@@ -10,13 +10,7 @@ import torch
 from answers import choice_covariance
 from torch import Tensor, nn
 
-from featcal_cli.engine.outputs import (
-    draw_noise,
-    gives_logits,
-    logit_norm,
-    project_randomly,
-    weigh_logits,
-)
+from featcal_cli.engine.outputs import draw_noise, gives_logits, logit_norm, project_randomly, weigh_logits
 
 Z = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

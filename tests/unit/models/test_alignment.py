@@ -64,10 +64,7 @@ def test_what_fine_tuning_leaves_in_a_config_is_nothing_to_speak_of(tmp_path: Pa
     assert compare(tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel, **FINE_TUNED) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("num_attention_heads", 8), ("is_decoder", True)],
-)
+@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", 8), ("is_decoder", True)])
 def test_another_function_of_the_same_shapes_is_refused(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(
         CheckpointError, match=rf"expert red and merged would compute .*{key} {value}, merged's"

@@ -88,10 +88,7 @@ def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("name", ["recipes", "modules as JSON", "calibrate"])
 @pytest.mark.parametrize(
     "environment",
-    [
-        {"LC_ALL": "POSIX"},
-        {"PYTHONIOENCODING": "latin-1", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "20"},
-    ],
+    [{"LC_ALL": "POSIX"}, {"PYTHONIOENCODING": "latin-1", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "20"}],
     ids=["posix", "narrow and latin"],
 )
 def test_an_encoding_without_letters_and_a_path_with_them(

@@ -159,10 +159,7 @@ def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path, mon
 
 def test_memory_is_what_the_control_groups_leave_of_it(tmp_path: Path) -> None:
     groups = "9:name=systemd:/\n0::/user/mine\n"
-    limits = {
-        "user/mine/memory.max": "max",
-        "memory.max": "6000000000",
-    }
+    limits = {"user/mine/memory.max": "max", "memory.max": "6000000000"}
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")

@@ -50,8 +50,7 @@ def paths_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("clip-vision", "one file"), ("bert", "sharded"), ("gpt2", "sharded"), ("llama", "bfloat16")],
+    ("name", "layout"), [("clip-vision", "one file"), ("bert", "sharded"), ("gpt2", "sharded"), ("llama", "bfloat16")]
 )
 def test_only_calibrated_tensors_change(tmp_path: Path, name: str, layout: str) -> None:
     """And what else is in the folder is there again; but weights in other formats, which would be stale."""
@@ -204,12 +203,16 @@ def test_a_refused_file_is_named_with_what_moves_it(tmp_path: Path) -> None:
 
 # What lies beside the weights: components stay byte for byte, copies of the same tensors go.
 
-KEPT = """1_Pooling/config.json 2_Dense/pytorch_model.bin 2_Dense/config.json lora/adapter_model.safetensors
-    vision_tower/model.safetensors unet/diffusion_pytorch_model.bin sparse_linear.pt model_head.pkl training_args.bin
-    original/params.json adapter/adapter_model.safetensors""".split()
-GONE = """onnx/model.onnx openvino/openvino_model.bin model-Q4_K_M.gguf gguf/model.gguf tf_model.h5
-    consolidated.safetensors original/consolidated.00.pth optimizer.pt pytorch_model.bin checkpoint-500/optimizer.pt
-    flax_model.msgpack model.safetensors.index.json""".split()
+KEPT = (
+    "1_Pooling/config.json", "2_Dense/pytorch_model.bin", "2_Dense/config.json", "lora/adapter_model.safetensors",
+    "vision_tower/model.safetensors", "unet/diffusion_pytorch_model.bin", "sparse_linear.pt", "model_head.pkl",
+    "training_args.bin", "original/params.json", "adapter/adapter_model.safetensors",
+)  # fmt: skip
+GONE = (
+    "onnx/model.onnx", "openvino/openvino_model.bin", "model-Q4_K_M.gguf", "gguf/model.gguf", "tf_model.h5",
+    "consolidated.safetensors", "original/consolidated.00.pth", "optimizer.pt", "pytorch_model.bin",
+    "checkpoint-500/optimizer.pt", "flax_model.msgpack", "model.safetensors.index.json",
+)  # fmt: skip
 
 
 def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> None:
@@ -247,9 +250,7 @@ def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> N
     assert [text for text in told if "0_Transformer/model.safetensors" in text and "copied unchanged" in text]
 
 
-def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(
-    saved: Saved, hub: HubServer, tmp_path: Path
-) -> None:
+def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(saved: Saved, hub: HubServer) -> None:
     folder = saved.folder / "merged"
     write(folder, "2_Dense/pytorch_model.bin", b"no pickle at all")
     write(folder, "onnx/model.onnx")

@@ -14,13 +14,7 @@ import transformers
 from recipe_world import shake
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
 
 from featcal_cli.runtime.errors import CheckpointError, DataError
