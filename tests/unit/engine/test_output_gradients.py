@@ -23,24 +23,43 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.output_gradients import measure_output_gradients
 from featcal_cli.engine.outputs import choose_rows, draw_noise, find_owners, read_output
-from featcal_cli.models.architecture import Architecture, module_at
-from featcal_cli.models.loading import Model, share_model
+from featcal_cli.models.architecture import module_at
+from featcal_cli.models.loading import share_model
 from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS
 from featcal_cli.models.tracing import all_finite
 from featcal_cli.runtime.distributed import Ranks
 
-EXAMPLES, SEED, ALONE = 4, 7, Ranks()
+EXAMPLES, SEED = 4, 7
 PROJECTIONS = output_gradients.MOST_PROJECTIONS
 DIRECTIONS = 128
 """More than outputs of the tiny models have."""
 """So few examples get the most."""
 
 
-def measure_plainly(
-    expert: Model, architecture: Architecture, entry: str, batches: Sequence[Batch]
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+class Case:
+    """The first expert of a family's job, and its examples."""
+
+    def __init__(self, folder: Path, name: str, batch_size: int = 2, examples: int = EXAMPLES) -> None:
+        self.prepared = prepare(save_family(folder, BY_NAME[name]), batch_size=batch_size, examples=examples)
+        self.architecture = self.prepared.architecture
+        task = next(iter(self.prepared.examples))
+        self.expert, self.entry = self.prepared.models.experts[task], self.architecture.entries[task]
+        self.batches = self.prepared.examples[task].fitted
+
+    def runner(self, dtype: torch.dtype = torch.float32) -> BlockRunner:
+        return BlockRunner(share_model(self.expert), self.architecture, self.prepared.device, dtype)
+
+    def measure(self, runner: BlockRunner | None = None, checked: Sequence[Batch] = ()) -> Any:
+        runner = runner or self.runner()
+        found = measure_output_gradients(runner, self.architecture, self.entry, self.batches, checked, SEED, Ranks())
+        runner.retire()
+        return found
+
+
+def measure_plainly(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The same by hooks on the whole model and one backward pass a projection, in float64 sums; and, by batch, ‖g‖² at
     the rows of every module [..]."""
+    expert = share_model(case.expert)
     sums: dict[str, Tensor] = {}
     sizes: list[dict[str, Tensor]] = []
 
@@ -79,7 +98,7 @@ def measure_plainly(
         return y
 
     handles = []
-    for block in architecture.blocks:
+    for block in case.architecture.blocks:
         for module in (x for x in block.modules if x.kind in LINEAR_KINDS):
             path = f"{block.name}.{module.name}"
             if module.functional is not None:
@@ -88,11 +107,11 @@ def measure_plainly(
                 continue
             child = expert.module.get_submodule(expert.own_path(path) or "")
             handles.append(child.register_forward_hook(partial(watch, path)))
-    own = expert.own_path(entry) if entry else ""
+    own = expert.own_path(case.entry) if case.entry else ""
     model = expert.module.get_submodule(own or "")
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    for batch in batches:
+    for batch in case.batches:
         sizes.append({})
         given = {name: x for name, x in batch.items() if name in forward_names(model)}
         with (
@@ -141,19 +160,13 @@ WIDE = sorted({*SPREAD, "lfm2", "llama4", "recurrent-gemma", "wavlm"})
 def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies between blocks, however often they run; also where batches go in several groups, and where the
     graphs of all blocks are kept, of the first one alone, or of none."""
-    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)
-    task = next(iter(prepared.examples))
-    expert, entry = prepared.models.experts[task], prepared.architecture.entries[task]
-    batches = prepared.examples[task].fitted
-    expected, _ = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
+    monkeypatch.setattr(gradient_sums, "DIRECTIONS", 128)  # more than any output here has
+    case = Case(tmp_path, name)
+    expected, _ = measure_plainly(case)
     for kept_bytes, graph_bytes in ((output_gradients.KEPT_BYTES, output_gradients.GRAPH_BYTES), (1, 1), (1, 0)):
         monkeypatch.setattr(output_gradients, "KEPT_BYTES", kept_bytes)
         monkeypatch.setattr(output_gradients, "GRAPH_BYTES", graph_bytes)
-        runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
-        measured = measure_output_gradients(
-            runner, prepared.architecture, entry, batches, DIRECTIONS, SEED, ALONE
-        ).factors
-        runner.retire()
+        measured = case.measure().factors
         assert measured.keys() == expected.keys()
         for path, factor in measured.items():
             sums = expected[path] / expected[path].diagonal().mean()
@@ -163,16 +176,12 @@ def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize("name", few_of(["bert", "vit", "t5", "llama", "gpt2", "lfm2", "wav2vec2"], ("bert", "t5")))
 def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None:
     """Over their mean at the tokens that count, whatever the batches."""
-    prepared = prepare(save_family(tmp_path, BY_NAME[name]), batch_size=2, examples=EXAMPLES)
-    task = next(iter(prepared.examples))
-    expert, entry = prepared.models.experts[task], prepared.architecture.entries[task]
-    batches = prepared.examples[task].fitted
-    _, expected = measure_plainly(share_model(expert), prepared.architecture, entry, batches)
-    runner = BlockRunner(share_model(expert), prepared.architecture, prepared.device, torch.float32)
-    factors, found = measure_output_gradients(runner, prepared.architecture, entry, batches, DIRECTIONS, SEED, ALONE)
-    runner.retire()
-    assert found.keys() == factors.keys()
-    for path, relative in found.items():
+    case = Case(tmp_path, name)
+    _, expected = measure_plainly(case)
+    factors, fitted, checked = case.measure(checked=case.batches)
+    batches = case.batches
+    assert fitted.keys() == checked.keys() == factors.keys()
+    for path, relative in fitted.items():
         sizes = [lay_out(of[path], batch) for of, batch in zip(expected, batches, strict=True)]
         masks = [BY_NAME[name].mask(path, 0, dict(batch)) for batch in batches]
         counted = [torch.ones_like(of) if mask is None else mask for of, mask in zip(sizes, masks, strict=True)]
@@ -187,15 +196,10 @@ def test_they_do_not_depend_on_batches(name: str, tmp_path: Path) -> None:
     """Where torch misreads gradients in memory (CvT's batch norms), where they are rounding alone (DETR's first
     attention, whose values are all equal), where all examples read one table (DeBERTa's positions), and where what a
     Linear returned is changed in place (Longformer's queries)."""
-    saved, found = save_family(tmp_path, BY_NAME[name]), []
+    found = []
     examples = 2 * EXAMPLES if name == "longformer" else EXAMPLES  # of which some are equally long
     for batch_size in (1, examples):
-        prepared = prepare(saved, batch_size=batch_size, examples=examples)
-        task = next(iter(prepared.examples))
-        runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.float32)
-        entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-        measured = measure_output_gradients(runner, prepared.architecture, entry, batches, DIRECTIONS, SEED, ALONE)
-        runner.retire()
+        measured = Case(tmp_path / str(batch_size), name, batch_size, examples).measure()
         metrics = {path: factor.T @ factor for path, factor in measured.factors.items()}
         found.append({"factors": metrics, "sizes": measured.sizes})
     for field, ours in found[0].items():
@@ -208,9 +212,8 @@ def test_they_do_not_depend_on_batches(name: str, tmp_path: Path) -> None:
 def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device in which there is no room for the whole expert."""
     monkeypatch.setattr(output_gradients, "GRAPH_BYTES", 0)
-    prepared = prepare(save_family(tmp_path, BY_NAME["llama"]), batch_size=2, examples=EXAMPLES)
-    task, blocks = next(iter(prepared.examples)), prepared.architecture.blocks
-    runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.bfloat16)
+    case = Case(tmp_path, "llama")
+    runner, blocks = case.runner(torch.bfloat16), case.architecture.blocks
     converted, bring = Counter[int](), runner.bring
 
     def count_at_bring(path: str) -> None:
@@ -219,8 +222,7 @@ def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatc
         converted[sum(torch.bfloat16 in found for found in dtypes)] += 1
 
     monkeypatch.setattr(runner, "bring", count_at_bring)
-    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-    assert measure_output_gradients(runner, prepared.architecture, entry, batches, DIRECTIONS, SEED, ALONE).factors
+    assert case.measure(runner).factors
     # no block's weights are there while inputs are prepared
     assert len(blocks) > 1 and converted.keys() <= {0, 1} and converted[1] > 0
 
@@ -228,8 +230,7 @@ def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatc
 def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = prepare(save_family(tmp_path, BY_NAME["llama"]), batch_size=2, examples=EXAMPLES)
-    task = next(iter(prepared.examples))
+    case = Case(tmp_path, "llama")
     overflows: Iterator[bool] = iter(())
 
     def overflow_at_first(values: Any) -> Tensor:
@@ -241,30 +242,18 @@ def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
         return torch.tensor(not next(overflows))
 
     monkeypatch.setattr("featcal_cli.engine.paused_forward.all_finite", overflow_at_first)
-    factors = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = share_model(prepared.models.experts[task])
-        runner = BlockRunner(model, prepared.architecture, prepared.device, dtype)
-        entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-        factors.append(
-            measure_output_gradients(runner, prepared.architecture, entry, batches, DIRECTIONS, SEED, ALONE).factors
-        )
-        runner.retire()
-    assert len(runner.overflowed_blocks) == len(prepared.architecture.blocks)
+    factors = [case.measure().factors]
+    runner = case.runner(torch.bfloat16)
+    factors.append(case.measure(runner).factors)
+    assert len(runner.overflowed_blocks) == len(case.architecture.blocks)
     for path, exact in factors[0].items():
         found = factors[1][path]
         assert (found.T @ found - exact.T @ exact).norm() <= 0.1 * (exact.T @ exact).norm(), path
 
 
 def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare(save_family(tmp_path, BY_NAME["bert"]), batch_size=2, examples=EXAMPLES)
-    task = next(iter(prepared.examples))
     monkeypatch.setattr(output_gradients, "MOST_TOKENS", 1)
-    runner = BlockRunner(prepared.models.experts[task], prepared.architecture, prepared.device, torch.float32)
-    entry, batches = prepared.architecture.entries[task], prepared.examples[task].fitted
-    for sizes in measure_output_gradients(
-        runner, prepared.architecture, entry, batches, DIRECTIONS, SEED, ALONE
-    ).sizes.values():
+    for sizes in Case(tmp_path, "bert").measure().fitted.values():
         assert len(sizes) == EXAMPLES
         assert sizes[:2].std() > 0 and sizes[2:].eq(1).all()
 
@@ -331,5 +320,5 @@ def test_gradients_too_small_to_be_divided_by_are_finite(size: float) -> None:
     assert sums.factors(DIRECTIONS)["module"].isfinite().all()
     traced: Any = SimpleNamespace(sizes={"module": torch.tensor([[size**2, 0.0]])}, counts={"module": torch.tensor(2)})
     batch = {"input_ids": torch.zeros(1, 2)}
-    sizes = output_gradients._relative_sizes([(range(1), traced)], [batch], ALONE)["module"]
+    sizes = output_gradients._relative_sizes([(range(1), traced)], [batch], Ranks())["module"]
     assert sizes.isfinite().all()
