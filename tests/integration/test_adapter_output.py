@@ -22,16 +22,22 @@ REPLACED_BIASES = {"whisper"}
 
 
 @pytest.mark.parametrize("name", few_of(FULL, ("bert",)))
-def test_peft_makes_the_calibrated_model_of_the_merged_one(tmp_path: Path, name: str) -> None:
-    saved = save_family(tmp_path, BY_NAME[name])
-    result = calibrate(saved.recipe(norms="all"), output=tmp_path / "out", as_adapter=32)  # which holds every update
+def test_peft_makes_the_calibrated_model_of_the_merged_one(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also from the Hub, where the adapter goes with the output."""
+    saved, repo = save_family(tmp_path, BY_NAME[name]), f"alice/{name}"
+    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
+    recipe = {**saved.recipe(norms="all"), "output": {"push_to": repo}}
+    result = calibrate(recipe, output=tmp_path / "out", push_anyway=True, as_adapter=32)  # which holds every update
     assert result.report.adapter is not None
     assert result.report.adapter.share > 0.9999
     assert not result.report.adapter.left_out
     merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
     inputs = next(iter(saved.inputs.values()))
     before, after = answer(merged, inputs), answer(calibrated, inputs)
-    adapted = PeftModel.from_pretrained(merged, str(tmp_path / "out"), subfolder="adapter")
+    adapted = PeftModel.from_pretrained(merged, repo, subfolder="adapter")
+    assert 'subfolder="adapter"' in (tmp_path / "out" / "README.md").read_text()
     assert (before - after).norm() > 5e-3 * after.norm()
     torch.testing.assert_close(answer(adapted, inputs), after, rtol=1e-3, atol=1e-4)
     if name not in REPLACED_BIASES:
@@ -81,24 +87,6 @@ def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Pa
     before, after = (answer(load(result, tmp_path / name), inputs) for name in ("merged", "out"))
     assert (answer(adapted, inputs) - after).norm() < 0.2 * (before - after).norm()
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
-
-
-@pytest.mark.matrix
-def test_the_adapter_goes_to_the_hub_with_the_output(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
-    recipe = {**saved.recipe(), "output": {"push_to": "alice/pushed"}}
-    result = calibrate(recipe, output=tmp_path / "out", push_anyway=True, as_adapter=32)
-    adapted = PeftModel.from_pretrained(load(result, tmp_path / "merged"), "alice/pushed", subfolder="adapter")
-    inputs = next(iter(saved.inputs.values()))
-    after = answer(load(result, "alice/pushed"), inputs)
-    torch.testing.assert_close(answer(adapted, inputs), after, rtol=1e-3, atol=1e-4)
-    before = load(result, tmp_path / "merged")
-    with adapted.disable_adapter():  # unload() leaves norms, which peft keeps whole
-        torch.testing.assert_close(answer(adapted, inputs), answer(before, inputs))
-    assert 'subfolder="adapter"' in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from command_line import featcal_inside
-from families import FAMILIES, save_family
+from families import BY_NAME, save_family
 
-VIT = next(family for family in FAMILIES if family.name == "vit")
 LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
 DRY = {**LOCAL, "--dry-run": "", "-o": "out"}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    save_family(folder, VIT, examples=20)
-    return folder
-
-
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_family(tmp_path, BY_NAME["vit"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

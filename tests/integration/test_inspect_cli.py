@@ -169,28 +169,6 @@ def test_it_writes_the_files_that_were_asked_for_and_no_others(
     assert {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")} == models
 
 
-@pytest.mark.parametrize(
-    ("option", "file", "word"),
-    [
-        ("plot", "drift.pdf", "drift.png"),
-        ("plot", "drift", "drift.png"),
-        ("html", "drift.svg", "drift.html"),
-        ("markdown", "drift.txt", "drift.md"),
-        ("plot", "none/drift.png", "there is no folder none"),
-        ("html", "none/drift.html", "there is no folder none"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, option: str, file: str, word: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = write_recipe(tmp_path / "recipe.yaml")
-    run = inspect(capsys, tmp_path / "nowhere", recipe, **{option: file})  # work would begin with this folder
-    assert (run.code, run.stdout) == (2, "")
-    assert run.stderr.count("error:") == 1 and word in run.stderr and "nowhere" not in run.stderr
-    assert [found.name for found in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
 def test_too_much_drift_ends_with_3_and_names_the_task(demo: Demo, compared: Any, capsys: Capture) -> None:
     last = {name: read_drifts(task, "model")[-1] for name, task in compared["tasks"].items()}
     worst = max(last, key=lambda task: last[task])

@@ -12,7 +12,6 @@ from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
 TASKS = ("red", "green")
@@ -116,14 +115,6 @@ def test_a_head_that_no_file_holds_decides_nothing(tmp_path: Path) -> None:
         results.append(run(folder, inputs, metric=None, **models))
     check_equal(tmp_path / "1", tmp_path / "2")
     assert results[0].report.measures["red"].models["merged"].output is None
-
-
-def test_a_head_that_no_file_holds_is_no_metric(tmp_path: Path) -> None:
-    models = {"merged": classifier(0, 3), "base": bert(1), "red": bert(2), "green": bert(3)}
-    with pytest.raises(NumericsError, match="the head of the expert of red is in no file") as error:
-        run(tmp_path, text(), metric="output", **models)
-    assert "metric: output" in error.value.fix
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_resized_vocabulary_is_left_alone(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def run(saved: Saved, **calibration: Any) -> tuple[Path, Any]:
     ("model", "config", "settings"),
     [
         ("LlamaForCausalLM", LLAMA, {}),
-        ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, {"refine": True}),
+        pytest.param(
+            "LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, {"refine": True}, marks=pytest.mark.matrix
+        ),
         # so bold that all updates are reduced or undone
         ("LlamaForCausalLM", LLAMA, {"alpha": 1.0, "ridge": 1e-6, "examples": 16}),
         ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, {"method": "paper"}),
@@ -105,30 +107,3 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: dict[str, list[Batch
     means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
     roles = f"{means['model']} of it and {means['base']} of the base model; {means['expert']} of the experts"
     assert f"Mean perplexity: {roles}." in sentences
-
-
-def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: dict[str, list[Batch]]) -> None:
-    saved = save_family(tmp_path, BY_NAME["llama"], examples=40)
-    shutil.copytree(tmp_path / "merged", tmp_path / "other")
-    found = evaluate(saved.recipe(examples=8), [str(tmp_path / "other")], limit=12)
-    assert measured.keys() == found.tasks.keys() == saved.inputs.keys()
-    assert found.limit == 12 and list(found.names) == ["expert", "merged", "other", "base"]
-    for task, scored in found.tasks.items():
-        folders = {"expert": task, "merged": "merged", "other": "merged", "base": "base"}
-        assert sum(len(batch["input_ids"]) for batch in measured[task]) == 12
-        for role, folder in folders.items():
-            wanted = perplexity_of(tmp_path / folder, saved.family.model, measured[task])
-            assert scored.scores[role].value == pytest.approx(wanted, rel=1e-4)
-
-
-def test_evaluate_of_other_models_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"], examples=40)
-    monkeypatch.setattr("featcal_cli.workflows.load.load_models", None)  # it is said before weights are read
-    with pytest.raises(RecipeError, match="no task says how it is evaluated"):
-        evaluate(saved.recipe(examples=8))
-
-
-@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
-def test_other_models_have_none(tmp_path: Path, measured: dict[str, list[Batch]], name: str) -> None:
-    _, report = run(save_family(tmp_path, BY_NAME[name], examples=40))
-    assert not measured and report["perplexity"] == {}

@@ -195,19 +195,6 @@ def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path)
     assert all(module.relative_change == 0 for block in report.blocks for module in block.modules)
 
 
-def test_settings_of_the_users_are_written_under_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Terminal, card and report; the exit code is 0, as nothing was to be pushed."""
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    far = {"ridge": 1000.0, "rho": 30.0, "alpha": 0.0, "method": "paper"}
-    run = run_inside(capsys, saved, tmp_path / "out", far)
-    assert run.code == 0
-    assert "WARNING: mean drift grew" in run.stdout
-    report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
-    assert report["settings"]["step"] == 1
-    assert report["headline"].startswith("WARNING: mean drift grew from") and "held-out rows" in report["headline"]
-    assert "**Warning:** mean drift grew from" in (tmp_path / "out" / "README.md").read_text()
-
-
 @pytest.mark.parametrize("given", [{}, {"method": "paper"}])
 def test_figures_of_fitted_rows_say_so_everywhere_and_are_no_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]

@@ -118,7 +118,6 @@ CASES: list[Case] = [
     (push("bob/result", "alice"), ["bob", "alice"]),
     (push_over_a_model, ["already holds a model", "--create-pr"]),
     (cache_that_cannot_be_written, ["cache folder", "FEATCAL_CACHE"]),
-    (options(device="cuda:99"), ["cuda:99", "cpu"]),
     (options(device="cuda:999"), ["no device cuda:999", "cpu"]),
     (options(device="mps"), ["mps", "float64", "cpu"]),
 ]

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -55,34 +56,38 @@ class Spoken:
         return next(at for at, line in self.lines if text in line)
 
 
-@pytest.mark.parametrize(
-    ("command", "kind", "fault", "told"),
-    [
-        (("calibrate", f"{ORG}/merged", "-o", "out"), "dataset tree", "500", "HTTP Error 500 thrown"),
-        (("modules", f"{ORG}/merged"), "model tree", "reset", "Retrying in 1s"),
-        (("calibrate", f"{ORG}/merged", "--dry-run"), "dataset tree", STALL, "Retrying in"),
-    ],
-    ids=["calibrate, 500", "modules, reset", "dry run, no answer"],
-)
+ENDLESS = {
+    "one": (("calibrate", "one/merged", "-o", "out"), "dataset tree", FAULTS["500"], "HTTP Error 500 thrown"),
+    "two": (("modules", "two/merged"), "model tree", FAULTS["reset"], "Retrying in 1s"),
+    "three": (("calibrate", "three/merged", "--dry-run"), "dataset tree", STALL, "Retrying in"),
+}
+"""By the owner of what is asked for: a command, what never works, and what the command says of it."""
+
+
 def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_two_minutes(
-    hub: HubServer, merge: Path, tmp_path: Path, command: tuple[str, ...], kind: str, fault: str | Fault, told: str
+    hub: HubServer, merge: Path, tmp_path: Path
 ) -> None:
-    publish(hub, merge, ORG)
-    failed: list[float] = []
-    usual = FAULTS[fault] if isinstance(fault, str) else fault
-    hub.fail(kind, replace(usual, action=lambda: failed.append(time.monotonic())), times=None)
-    spoken = Spoken(tmp_path, *command)
-    text = "\n".join(line for _, line in spoken.lines)
-    assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
-    assert told in text, text
-    if isinstance(fault, str):
-        assert spoken.first(told) - failed[0] < SHORTLY, text
-    # the Hub that does not answer does not note when it was asked
-    assert spoken.longest_silence(failed[0] if failed else spoken.lines[0][0]) < SILENCE, text
-    assert spoken.ended - (failed[0] if failed else spoken.first(told)) < LONGEST, text
-    if kind == "dataset tree" and "--dry-run" not in command:  # which says all that it found at its end
-        assert spoken.first("expert red: ") < spoken.first(told), text
-    assert "http:" not in text, text
+    """Of three commands that wait side by side."""
+    failed: dict[str, list[float]] = {org: [] for org in ENDLESS}
+    for org, (_, kind, fault, _) in ENDLESS.items():
+        publish(hub, merge, org)
+        note = replace(fault, action=lambda times=failed[org]: times.append(time.monotonic()))
+        hub.fail(kind, note, path=f"/{org}/", times=None)
+    with ThreadPoolExecutor() as pool:
+        runs = {org: pool.submit(Spoken, tmp_path, *command) for org, (command, *_) in ENDLESS.items()}
+    for org, (command, _, fault, told) in ENDLESS.items():
+        spoken, times = runs[org].result(), failed[org]
+        text = "\n".join(line for _, line in spoken.lines)
+        assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
+        assert told in text and "http:" not in text, text
+        if fault is STALL:  # which does not note when it was asked
+            began, first = spoken.lines[0][0], spoken.first(told)
+        else:
+            began = first = times[0]
+            assert spoken.first(told) - first < SHORTLY, text
+        assert spoken.longest_silence(began) < SILENCE and spoken.ended - first < LONGEST, text
+        if command[-1] == "out":  # a dry run says all that it found at its end
+            assert spoken.first("expert red: ") < spoken.first(told), text
 
 
 def show(written: bytes, width: int = 80) -> tuple[list[str], bool]:

@@ -143,25 +143,19 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
     assert min(chosen) == 0.0 and max(chosen) == 1.0 and any(0 < step < 1 for step in chosen)
 
 
-@pytest.fixture(scope="module")
-def overfit(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A family with a wide input, and few examples to fit."""
-    return save_family(tmp_path_factory.mktemp("overfit"), BY_NAME["bert"])
-
-
 def recipe(saved: Saved, **calibration: object) -> dict[str, Any]:
     return saved.recipe(**{**vars(OVERFIT), "examples": FITTED, **calibration})
 
 
-def test_modules_that_are_pulled_back_are_in_the_report(overfit: Saved, tmp_path: Path) -> None:
-    guarded = calibrate(recipe(overfit, method="featcal"), output=tmp_path / "guarded").report
+def test_modules_that_are_pulled_back_are_in_the_report(bert: Saved, tmp_path: Path) -> None:
+    guarded = calibrate(recipe(bert, method="featcal"), output=tmp_path / "guarded").report
     left = guarded.settings["step"]  # of all updates, after that of each
-    to_the_letter = calibrate(recipe(overfit, method="paper"), output=tmp_path / "paper").report
+    to_the_letter = calibrate(recipe(bert, method="paper"), output=tmp_path / "paper").report
     assert guarded.settings["guard"] and not to_the_letter.settings["guard"]
     steps = [module.step for block in guarded.blocks for module in block.modules]
     assert all(step is not None and 0 <= step <= 1 for step in steps) and set(steps) != {1.0}
     assert all(module.step is None for block in to_the_letter.blocks for module in block.modules)
-    folders = overfit.folder / "merged", tmp_path / "guarded", tmp_path / "paper"
+    folders = bert.folder / "merged", tmp_path / "guarded", tmp_path / "paper"
     merged, ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     of_paper = {module.name: module for module in to_the_letter.blocks[0].modules}
     for module in guarded.blocks[0].modules:  # further on, features differ

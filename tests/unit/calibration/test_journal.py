@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BY_NAME, Saved, save_family
+from families import Saved
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +18,6 @@ from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputErro
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
-BERT = BY_NAME["bert"]
 TAKEN_OVER = "blocks were taken over from an earlier run"
 
 
@@ -46,23 +45,19 @@ def interrupt() -> None:
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save_family(tmp_path_factory.mktemp("bert"), BERT)
-
-
-@pytest.fixture(scope="module")
-def whole(bert: Saved) -> bytes:
+def whole(bert: Saved, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The weights of a job that nothing happened to."""
-    calibrate(bert.recipe(), output=bert.folder / "whole")
-    return (bert.folder / "whole" / "model.safetensors").read_bytes()
+    output = calibrate(bert.recipe(), output=tmp_path_factory.mktemp("whole") / "out").output
+    return (output / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def left(bert: Saved) -> Path:
+def left(bert: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The hidden folder of a run that was stopped when all of its blocks were finished."""
+    folder = tmp_path_factory.mktemp("left")
     with pytest.raises(KeyboardInterrupt):
-        calibrate(bert.recipe(), output=bert.folder / "left", listener=Watcher(2, interrupt))
-    return bert.folder / ".left.featcal"
+        calibrate(bert.recipe(), output=folder / "out", listener=Watcher(2, interrupt))
+    return folder / ".out.featcal"
 
 
 @pytest.fixture
@@ -121,17 +116,6 @@ def test_a_block_that_is_not_what_was_written_is_computed_again_with_all_after_i
     assert weights == whole
     assert f"1 of 2 {TAKEN_OVER}" in notes if number else TAKEN_OVER not in notes
     assert (f"block {number + 1} of an earlier run was damaged on the disk" in notes) == (name != "gone")
-
-
-@pytest.mark.survive
-def test_blocks_of_another_job_are_not_dropped_where_the_first_is_torn(bert: Saved, journal: Path) -> None:
-    os.truncate(journal / "block-0000.safetensors", 100)
-    before = {path.name: path.read_bytes() for path in journal.glob("block-*")}
-    with pytest.raises(OutputError, match=r"--ridge was 0\.05, and is 0\.5") as refused:
-        calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out")
-    assert "--restart" in refused.value.fix
-    assert {path.name: path.read_bytes() for path in journal.glob("block-*")} == before
-    calibrate(bert.recipe(ridge=0.5), output=journal.parent.parent / "out", restart=True)
 
 
 def test_every_block_says_of_which_job_it_is(journal: Path) -> None:
@@ -206,9 +190,8 @@ def swap_weights(file: Path, how: str) -> None:
     ],
 )
 def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_kept(
-    tmp_path: Path, role: str, how: str
+    saved: Saved, tmp_path: Path, role: str, how: str
 ) -> None:
-    saved = save_family(tmp_path, BERT)
     file = tmp_path / role / "model.safetensors"
     original, status = file.read_bytes(), file.stat()
     change = Watcher(1, lambda: swap_weights(file, how))
@@ -227,7 +210,6 @@ def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_
 
 
 @pytest.mark.survive
-@pytest.mark.survive
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
@@ -235,9 +217,9 @@ def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_
         ("calibrating", "merged"), ("writing", "merged"), ("writing", "base"),
     ],
 )  # fmt: skip
-def test_a_model_that_vanishes_at_any_moment_is_one_message(tmp_path: Path, stage: str, name: str) -> None:
-    saved = save_family(tmp_path, BERT)
-
+def test_a_model_that_vanishes_at_any_moment_is_one_message(
+    saved: Saved, tmp_path: Path, stage: str, name: str
+) -> None:
     class Thief(Watcher):
         def stage(self, text: str) -> None:
             if text == stage and (tmp_path / name).exists():
@@ -249,9 +231,8 @@ def test_a_model_that_vanishes_at_any_moment_is_one_message(tmp_path: Path, stag
 
 
 @pytest.mark.survive
-def test_a_merged_folder_that_vanishes_and_comes_back_costs_nothing(tmp_path: Path) -> None:
+def test_a_merged_folder_that_vanishes_and_comes_back_costs_nothing(saved: Saved, tmp_path: Path) -> None:
     """Also where it comes back as a copy."""
-    saved = save_family(tmp_path, BERT)
     vanish = Watcher(2, lambda: (tmp_path / "merged").rename(tmp_path / "elsewhere"))
     with pytest.raises(CheckpointError, match="was changed, replaced or deleted"):
         calibrate(saved.recipe(), output=tmp_path / "out", listener=vanish)
@@ -265,21 +246,20 @@ def test_a_merged_folder_that_vanishes_and_comes_back_costs_nothing(tmp_path: Pa
 # What differs
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
+def test_what_differs_is_named_as_it_is_typed_and_blocks_of_another_job_stay(bert: Saved, journal: Path) -> None:
+    """Also where the first of them is torn."""
+    os.truncate(journal / "block-0000.safetensors", 100)
+    before = {path.name: path.read_bytes() for path in journal.glob("block-*")}
+    for changes, what in (
         ({"examples": 9, "alpha": 0.5}, ["--examples was 12, and is 9", "--alpha was 0.3, and is 0.5"]),
         ({"token_weights": "cls", "seed": 7}, ["token_weights was auto, and is cls", "--seed was 42, and is 7"]),
-    ],
-)
-def test_what_differs_is_named_as_it_is_typed(
-    bert: Saved, journal: Path, changes: dict[str, object], what: list[str]
-) -> None:
-    with pytest.raises(OutputError) as refused:
-        calibrate(bert.recipe(**changes), output=journal.parent.parent / "out")
-    assert all(part in refused.value.what for part in what), refused.value.what
-    assert "--restart" in refused.value.fix
-    assert "examples of" not in refused.value.what
+    ):
+        with pytest.raises(OutputError) as refused:
+            calibrate(bert.recipe(**changes), output=journal.parent.parent / "out")
+        assert all(part in refused.value.what for part in what), refused.value.what
+        assert "--restart" in refused.value.fix and "examples of" not in refused.value.what
+    assert {path.name: path.read_bytes() for path in journal.glob("block-*")} == before
+    calibrate(bert.recipe(examples=9, alpha=0.5), output=journal.parent.parent / "out", restart=True)
 
 
 def test_another_size_of_batches_goes_on_with_the_same_blocks(bert: Saved, journal: Path) -> None:
@@ -287,8 +267,7 @@ def test_another_size_of_batches_goes_on_with_the_same_blocks(bert: Saved, journ
     assert any(TAKEN_OVER in note for note in done.report.notes)
 
 
-def test_examples_that_differ_are_said_without_a_hash(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BERT)
+def test_examples_that_differ_are_said_without_a_hash(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(2, interrupt))
     ids = load_file(tmp_path / "red.safetensors")

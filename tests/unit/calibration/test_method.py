@@ -93,6 +93,7 @@ def test_the_method_says_whether_updates_are_checked_and_the_recipe_in_the_outpu
     assert (settings["metric"], settings["order"]) == (("output", "module") if checks else ("features", "block"))
     assert chosen(settings) == chosen(asdict(FEATCAL["module"] if checks else PAPER["CLIP"]))
     assert any(step is not None for block in report.blocks for step in [m.step for m in block.modules]) == checks
+    assert not report.perplexity, "of no language model"
     assert any(note.startswith(f"settings: method {method}, ridge {settings['ridge']:g}") for note in report.notes)
     assert f"({settings['chosen_by']})" in (tmp_path / "out" / "README.md").read_text()
     written = yaml.safe_load((tmp_path / "out" / "featcal.yaml").read_text())["calibration"]
@@ -183,6 +184,9 @@ def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
         assert said.count(f"drift grew on {task}, from {drift.before:.3f} to {drift.after:.3f}") == 1
         assert not hub.repos["model", "alice/strict"].log if ("model", "alice/strict") in hub.repos else True
     assert "nothing is computed again" in said
+    assert report.settings["step"] == 1 and report.headline.startswith("WARNING: mean drift grew from")
+    assert "WARNING: mean drift grew" in run.stdout and "held-out rows" in report.headline
+    assert "**Warning:** mean drift grew from" in (output / "README.md").read_text()
     written = weights(output)
     run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **push)
     assert run.code == 3 and "nothing is computed again" in said and "--push-anyway" in said

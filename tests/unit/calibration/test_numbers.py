@@ -35,27 +35,26 @@ def vit(tmp_path: Path) -> Saved:
     return save_family(tmp_path, BY_NAME["vit"])
 
 
-def test_an_example_with_nan_is_named_before_anything_runs(vit: Saved, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "value", "method", "what", "where"),
+    [
+        # of 20: 12 are fitted, 4 and 4 held out; what is finite may be too large for what the model makes of it
+        (14, float("nan"), "paper", "pixel_values holds NaN or infinity", "green: example 15"),
+        (7, 3e38, "paper", r"features of .* are not finite at .*layer", "green: example 8"),
+        (13, 3e38, "featcal", r"features of .* are not finite at .*layer", "green: held-out example 2"),
+    ],
+)
+def test_an_example_that_breaks_features_is_named(
+    vit: Saved, tmp_path: Path, number: int, value: float, method: str, what: str, where: str
+) -> None:
+    """By model, module and example; one that is held out matters to the guard alone."""
     pixels = vit.inputs["green"]["pixel_values"].clone()
-    pixels[14, 0, 3, 3] = float("nan")  # of 20: 12 are fitted, 4 and 4 held out
+    pixels[number] = value
     save_file({"pixel_values": pixels}, tmp_path / "green.safetensors")
-    with pytest.raises(DataError, match="pixel_values holds NaN or infinity") as raised:
-        calibrate(vit.recipe(), output=tmp_path / "out")
-    assert raised.value.where == "green: example 15"
-    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.featcal").exists()
-
-
-@pytest.mark.parametrize("fitted", [True, False])
-def test_features_that_explode_are_named_by_model_module_and_example(vit: Saved, tmp_path: Path, fitted: bool) -> None:
-    """An example that is finite, and too large for what the model makes of it; one held out matters to the guard."""
-    pixels = vit.inputs["green"]["pixel_values"].clone()
-    number = 7 if fitted else 13
-    pixels[number] = 3e38
-    save_file({"pixel_values": pixels}, tmp_path / "green.safetensors")
-    with pytest.raises(NumericsError, match=r"features of .* are not finite at .*layer") as raised:
-        calibrate(vit.recipe(method="paper" if fitted else "featcal"), output=tmp_path / "out", batch_size=5)
-    assert raised.value.where == ("green: example 8" if fitted else "green: held-out example 2")
-    if not fitted:
+    with pytest.raises((DataError, NumericsError), match=what) as raised:
+        calibrate(vit.recipe(method=method), output=tmp_path / "out", batch_size=5)
+    assert raised.value.where == where and not (tmp_path / "out").exists()
+    if method == "featcal":
         calibrate(vit.recipe(), output=tmp_path / "out")
 
 
@@ -132,22 +131,27 @@ def in_float16(folder: Path, **first: float) -> Saved:
     return saved
 
 
-def test_a_result_that_is_too_large_for_float16_is_told_with_the_module_and_the_number(tmp_path: Path) -> None:
-    """A large ridge leads to the anchor, 2 · merged − base = 120000."""
-    saved = in_float16(tmp_path, merged=4e4, base=-4e4)
+@pytest.mark.parametrize(
+    ("first", "merge", "what", "fix"),
+    [
+        # a large ridge leads to the anchor, 2 · merged − base = 120000
+        ({"merged": 4e4, "base": -4e4}, None, "1.2e+05", "bfloat16"),
+        # base + 2 · (expert − base) = 180000, and three experts that are alike
+        ({"base": -4e4, "red": 0.0, "green": 0.0, "blue": 6e4}, 2.0, "3.2e+05", "scale"),
+    ],
+    ids=["a result", "a merge"],
+)
+def test_what_is_too_large_for_float16_is_told_with_the_module_and_the_number(
+    tmp_path: Path, first: dict[str, float], merge: float | None, what: str, fix: str
+) -> None:
+    recipe = in_float16(tmp_path, **first).recipe(ridge=1e6, rho=2.0, alpha=0.3)
+    if merge is not None:
+        recipe["merged"] = {"method": "task_arithmetic", "scale": merge}
     with pytest.raises(NumericsError) as raised:
-        calibrate(saved.recipe(ridge=1e6, rho=2.0, alpha=0.3), output=tmp_path / "out")
-    assert QUERY in raised.value.what and "float16" in raised.value.what and "1.2e+05" in raised.value.what
-    assert "bfloat16" in raised.value.fix and "broken" not in raised.value.fix
-
-
-def test_a_merge_that_is_too_large_for_float16_is_told(tmp_path: Path) -> None:
-    """base + 2 · (expert − base) = 180000, and three experts that are alike."""
-    saved = in_float16(tmp_path, base=-4e4, red=0.0, green=0.0, blue=6e4)
-    recipe = {**saved.recipe(), "merged": {"method": "task_arithmetic", "scale": 2.0}}
-    with pytest.raises(NumericsError, match="the merge does not fit") as raised:
         calibrate(recipe, output=tmp_path / "out")
-    assert QUERY in raised.value.what and "3.2e+05" in raised.value.what and "scale" in raised.value.fix
+    assert QUERY in raised.value.what and what in raised.value.what
+    assert ("the merge does not fit" if merge else "float16") in raised.value.what
+    assert fix in raised.value.fix and "broken" not in raised.value.fix
 
 
 def test_a_disk_that_changes_what_is_written_is_found_out(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BY_NAME, save_family
+from families import Saved
 
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.runtime.distributed import Ranks
@@ -70,10 +70,9 @@ class ShortOnce(Listener):
             raise self._errors.pop()
 
 
-def test_blocks_of_this_run_are_no_earlier_runs(tmp_path: Path) -> None:
+def test_blocks_of_this_run_are_no_earlier_runs(bert: Saved, tmp_path: Path) -> None:
     """After memory ran out, blocks that this run has finished are read again, and not told as those of another."""
-    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
     alone = ShortOnce()
-    calibrate(recipe, output=tmp_path / "alone", listener=alone)
+    calibrate(bert.recipe(), output=tmp_path / "alone", listener=alone)
     assert any("memory ran out" in note for note in alone.notes)
     assert not any("earlier run" in note for note in alone.notes)

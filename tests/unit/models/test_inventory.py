@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 from command_line import featcal_inside
 from compatibility import calibrated_share
-from families import FAMILIES, Family, few_of, save_family
+from families import BY_NAME, Family, few_of, save_family
 from hub_server import HubServer
 
 from featcal_cli.hub.snapshot import Snapshot, resolve_config
 from featcal_cli.models.inventory import take_inventory
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
-BY_NAME = {family.name: family for family in FAMILIES}
 SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "llava"]
 
 

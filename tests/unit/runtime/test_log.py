@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import featcal, featcal_inside
-from families import FAMILIES, save_family
+from families import BY_NAME, save_family
 
 from featcal_cli.runtime.errors import BugError, OutputError
 from featcal_cli.runtime.logfile import recorded
@@ -18,7 +18,6 @@ from featcal_cli.runtime.sanitise import redact
 
 TOKEN = "hf_" + "aB3dE6gH" * 3
 WORD = "opensesame"
-BERT = next(family for family in FAMILIES if family.name == "bert")
 
 
 def test_a_line_of_the_log_is_json_whatever_was_measured(tmp_path: Path) -> None:
@@ -59,14 +58,14 @@ def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeyp
 def test_every_line_of_a_log_is_json_with_a_time_and_the_last_one_says_how_it_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved = save_family(tmp_path, BERT)
+    saved = save_family(tmp_path, BY_NAME["bert"])
     (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
     options = {"-r": tmp_path / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
     assert featcal_inside(capsys, "calibrate", options).code == 0
     lines = read(tmp_path / "log.jsonl")
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", str(line["time"])) for line in lines)
     assert [lines[0]["event"], lines[-1]["event"], lines[-1]["exit_code"]] == ["start", "end", 0]
-    assert [line["finished"] for line in lines if line["event"] == "block"][-1] == len(BERT.block_names)
+    assert [line["finished"] for line in lines if line["event"] == "block"][-1] == len(BY_NAME["bert"].block_names)
     again = featcal_inside(capsys, "calibrate", {**options, "--examples": 7})
     assert again.code == 2
     more = [line for line in read(tmp_path / "log.jsonl")[len(lines) :] if line["event"] not in ("stage", "note")]
@@ -114,7 +113,7 @@ def test_a_bug_is_one_message_with_its_own_words_and_the_log_holds_the_traceback
 @pytest.mark.parametrize("log", [[], ["--log-file", "log.jsonl"]], ids=["no log", "log"])
 def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path, log: list[str]) -> None:
     """A package that breaks in the middle of a run, once it is imported, is as good a fault as any."""
-    saved = save_family(tmp_path, BERT)
+    saved = save_family(tmp_path, BY_NAME["bert"])
     (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text(

@@ -46,7 +46,6 @@ def test_where_they_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert str(raised.value.where) == str(tmp_path / "none") and raised.value.fix
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_mixture_is_calibrated_alike_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save_family(tmp_path, BY_NAME["mixtral"])
     calibrate(saved.recipe(), output=tmp_path / "in memory")

@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, save_family
+from families import BY_NAME, save_family
 
 from featcal_cli.__main__ import share_cores
 
-BERT = next(family for family in FAMILIES if family.name == "bert")
 COMMANDS = {
     "recipes": "recipes",
     "one recipe": "recipes demo",
@@ -34,7 +33,7 @@ COMMANDS = {
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe and all that it names; its own name is no ASCII."""
     folder = tmp_path_factory.mktemp("job") / "mödel λ"
-    recipe = save_family(folder, BERT).recipe()
+    recipe = save_family(folder, BY_NAME["bert"]).recipe()
     (folder / "job.yaml").write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
     return folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from families import FAMILIES, save_family
+from families import BY_NAME, save_family
 from jobs import CPU
 from safetensors.torch import save_file
 
@@ -20,9 +20,6 @@ from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.session import RunOptions, Session
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
-BY_NAME = {family.name: family for family in FAMILIES}
 CUDA = torch.device("cuda")
 GIB = 2**30
 ROWS, BYTES, MEMORIES = (1, 50, 197, 512, 1500, 9000), (4_000, 1_400_000, 60_000_000), (4, 8, 24, 80, 512)

@@ -23,8 +23,6 @@ from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.self_written import Writer, open_self_written
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 WORDS = ("<pad>", "<s>", "</s>", "<turn>", "<end>", "user", "assistant", *(f"w{number}" for number in range(25)))
 CHAT = (
     "<s>{% for m in messages %}<turn>{{ m['role'] }} {{ m['content'] }}<end>{% endfor %}"
