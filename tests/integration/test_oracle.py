@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compatibility import read_rows
 from families import BY_NAME, FAMILIES, Family, few_of, save_family
-from family_checks import check_family, check_nothing_to_learn, check_oracle
+from family_checks import check_family, check_nothing_to_learn, check_oracle, read_rows
 
 from featcal_cli.workflows.verbs import calibrate
 

@@ -1,18 +1,26 @@
-"""Models that do what others do not: they draw random numbers, end in a loss, or cannot run on what they are given."""
+"""Models that do what others do not: they draw random numbers, end in a loss, have stems or mixtures, or layers and
+tokens that are not those of their experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, Family, images, save_family, text
+from families import BY_NAME, Family, Saved, few_of, images, save_family, text
 from family import TEXT_SIZES, VISION_SIZES, VOCABULARY, WIDTH, Batch
+from family_checks import check_oracle
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.bert import modeling_bert
 
-from featcal_cli.runtime.errors import DataError, NumericsError
-from featcal_cli.workflows.verbs import calibrate
+from featcal_cli.models.module_kinds import EXPERTS_SQUARES, split_systems
+from featcal_cli.reporting.report import Report
+from featcal_cli.runtime.errors import CheckpointError, DataError, NumericsError, RecipeError
+from featcal_cli.workflows.verbs import calibrate, dry_run
 
 SPEECH = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "encoder_num_attention_heads": 2, "encoder_layers": 2,
@@ -76,3 +84,215 @@ def test_examples_that_cannot_be_paired_or_run_are_one_message(
     with pytest.raises(error, match=message):
         calibrate(saved.recipe(), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# Stems: what runs before the blocks and holds convolutions
+
+
+ALL_BLOCKS = {
+    "vit": "embeddings layers.{}",
+    "segformer": "stages.0.{patch_embeddings,blocks.0,blocks.1} stages.1.{patch_embeddings,blocks.0,blocks.1}",
+    "videomae": "embeddings encoder.layer.{}",
+    "qwen2-vl": "model.visual.{patch_embed,blocks.0,blocks.1} model.language_model.layers.{}",
+}
+"""By family, stems and blocks in the order in which they run."""
+
+
+@pytest.mark.parametrize("name", few_of(ALL_BLOCKS, ("vit",)))
+def test_stems_are_calibrated_as_the_oracle_does_it(tmp_path: Path, name: str) -> None:
+    saved = save_family(tmp_path, replace(BY_NAME[name], blocks=ALL_BLOCKS[name]))
+    result = calibrate(saved.recipe(stems=True), output=tmp_path / "out", batch_size=5)
+    check_oracle(saved, result)
+    assert result.report.settings["stems"] is True
+
+
+PATCHES = "embeddings.patch_embeddings.projection.weight"
+
+
+@pytest.mark.matrix
+def test_precisions_may_differ(tmp_path: Path) -> None:
+    """What calls a ViT's patch embedding looks at its dtype first, and gives it pixels in that."""
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    for dtype in ("bfloat16", "float32"):
+        calibrate(saved.recipe(stems=True, dtype=dtype), output=tmp_path / dtype, device="cpu")
+    names = ("bfloat16", "float32", "merged")
+    new, full, merged = (load_file(tmp_path / name / "model.safetensors") for name in names)
+    assert new[PATCHES].dtype == torch.float32
+    update = (full[PATCHES].double() - merged[PATCHES].double()).norm()
+    assert 0 < (new[PATCHES].double() - full[PATCHES].double()).norm() + 1e-12 < 0.1 * update
+
+
+@pytest.mark.matrix
+def test_the_update_of_a_stem_is_measured_by_outputs_and_checked(tmp_path: Path) -> None:
+    """The gradients are sent back to the patch embedding."""
+    saved = save_family(tmp_path, BY_NAME["vit"])
+    reports = {
+        metric: calibrate(
+            saved.recipe(ridge=None, rho=None, alpha=None, metric=metric, stems=True), output=tmp_path / metric
+        ).report
+        for metric in ("features", "output")
+    }
+    by_features, by_outputs, merged = (
+        load_file(tmp_path / name / "model.safetensors")[PATCHES] for name in ("features", "output", "merged")
+    )
+    assert (by_outputs - by_features).norm() > 0.01 * (by_features - merged).norm()
+    stem, report = reports["output"].blocks[0], reports["output"]
+    (module,) = stem.modules
+    assert (stem.name, module.name) == ("embeddings", "patch_embeddings.projection") and module.step is not None
+    assert all(task.models["calibrated"].blocks[0].name == "embeddings" for task in report.measures.values())
+
+
+def test_a_model_without_stems_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["bert"])
+    with pytest.raises(RecipeError, match="no stem: no module that holds convolutions runs before its blocks") as error:
+        dry_run(saved.recipe(stems=True))
+    assert error.value.fix == "take stems: true out of the recipe"
+
+
+# Experts of mixtures
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    return save_family(tmp_path, BY_NAME["mixtral"])
+
+
+def read_experts(report: Report) -> tuple[set[str], dict[str, str]]:
+    """The matrices of experts that were calibrated, and the others with the reasons."""
+    modules = {f"{block.name}.{module.name}" for block in report.blocks for module in block.modules}
+    skipped = {f"{block.name}.{x['name']}": x["reason"] for block in report.blocks for x in block.skipped}
+    return {name for name in modules if ".experts." in name}, {k: v for k, v in skipped.items() if ".experts." in k}
+
+
+def test_an_expert_that_few_tokens_reach_stays_as_merged(tmp_path: Path, saved: Saved) -> None:
+    result = calibrate(saved.recipe(examples=3), output=tmp_path / "out", batch_size=5)
+    calibrated, skipped = read_experts(result.report)
+    assert skipped
+    assert all("tokens are routed to it; it takes 32" in reason for reason in skipped.values())
+    assert len(calibrated | skipped.keys()) == 16  # two matrices of four experts in two blocks
+    new, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "out", saved.folder / "merged"))
+    part = {"gate_up_proj": "w1", "down_proj": "w2"}
+    for name in (*calibrated, *skipped):
+        path, _, number = name.removesuffix("]").partition("[")
+        holder, _, key = path.rpartition(".")
+        tensor = f"{holder.replace('.mlp.', '.block_sparse_moe.')}.{number}.{part[key]}.weight"
+        assert torch.equal(new[tensor], merged[tensor]) == (name in skipped), name
+
+
+@pytest.mark.matrix
+def test_experts_are_calibrated_where_errors_are_measured_by_answers(tmp_path: Path, saved: Saved) -> None:
+    result = calibrate(saved.recipe(metric="output", order="module"), output=tmp_path / "out", batch_size=5)
+    calibrated, skipped = read_experts(result.report)
+    assert len(calibrated) == 16
+    assert not skipped
+    new, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "out", saved.folder / "merged"))
+    experts = [name for name in new if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    assert not any(torch.equal(new[name], merged[name]) for name in experts)
+    assert all(new[name].isfinite().all() for name in experts)
+
+
+@pytest.mark.matrix
+def test_a_router_is_calibrated_where_it_is_asked_for(tmp_path: Path, saved: Saved) -> None:
+    """The closed form in float64, of the inputs that the first block's router has in merged and in the experts."""
+    settings = {"method": "paper", "token_weights": "uniform"}
+    result = calibrate(saved.recipe(**settings, routers=True), output=tmp_path / "out", batch_size=5)
+    modules = [module.name for block in result.report.blocks for module in block.modules]
+    assert modules.count("mlp.gate.weight") == len(result.report.blocks)
+    assert not any("router" in skipped["reason"] for block in result.report.blocks for skipped in block.skipped)
+
+    folders = ("merged", "base", *saved.inputs)
+    models = {name: AutoModelForCausalLM.from_pretrained(saved.folder / name) for name in folders}
+    weights = {name: model.model.layers[0].mlp.gate.weight.detach().double() for name, model in models.items()}
+    merged, base = weights["merged"], weights["base"]
+    ridge, rho, alpha = 0.05, 2.0, 0.3
+    gram, pull = ridge * torch.eye(merged.shape[1]).double(), ridge * (rho * merged + (1 - rho) * base)
+    for task, inputs in saved.inputs.items():
+        x, x_exp = (read_router_inputs(models[name], inputs, examples=12) for name in ("merged", task))
+        target = alpha * x_exp + (1 - alpha) * x
+        omega = len(x) / torch.linalg.matrix_norm(x.T @ x)
+        gram += omega * x.T @ x / len(x)
+        pull += omega * weights[task] @ target.T @ x / len(x)
+    expected = torch.linalg.solve(gram, pull, left=False)
+    new = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].mlp.gate.weight.double()
+    assert (new - expected).norm() <= 1e-3 * (expected - merged).norm()
+
+
+def read_router_inputs(model: PreTrainedModel, inputs: dict[str, Tensor], *, examples: int) -> Tensor:
+    """What the first block's router is given [tokens, d], of the examples that are fitted, but for padding."""
+    seen: list[Tensor] = []
+    batch = {name: x[:examples] for name, x in inputs.items()}
+    with model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        model.eval()(**batch)
+    (x,) = seen
+    return x.detach().reshape(-1, x.shape[-1])[batch["attention_mask"].flatten().bool()].double()
+
+
+def test_so_many_experts_are_solved_together_as_take_less_than_a_dense_layer() -> None:
+    assert split_systems([(64, 64)] * 30, 64) == [slice(0, 12), slice(12, 24), slice(24, 36)]
+    assert EXPERTS_SQUARES * 64**2 == 12 * 64 * (64 + 2 * 64)  # that many at the most
+    assert split_systems([(64, 32)] * 40, 64) == [slice(0, 28), slice(28, 56)]  # a model wider than its experts
+    assert split_systems([(10, 1000)] * 2, 10) == [slice(0, 1), slice(1, 2)]  # one in any case
+    assert split_systems([], 0) == []
+
+
+# Merges whose layers or tokens are not those of their experts
+
+
+@pytest.mark.parametrize(
+    ("order", "what", "verb"),
+    [
+        ([0, 1, 0, 1], r"base lacks the tensor model\.layers\.2\.", dry_run),
+        ([1, 0], r"merged's model\.layers\.0 is made of base's model\.layers\.1", calibrate),
+    ],
+)
+def test_other_layers_and_layers_in_another_order_are_refused(
+    tmp_path: Path, order: list[int], what: str, verb: Any
+) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    restack(tmp_path / "merged", order)
+    check_refusal(tmp_path, recipe, what, verb)
+
+
+def test_tokens_that_an_expert_does_not_know_are_named(tmp_path: Path) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    forget_tokens(tmp_path / "red")
+    check_refusal(tmp_path, recipe, r"expert red knows the tokens 0 to 49, and examples hold \d\d")
+
+
+def test_a_base_without_some_tokens_is_compared_by_its_weights(tmp_path: Path) -> None:
+    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    forget_tokens(tmp_path / "base")
+    report = calibrate(recipe, output=tmp_path / "out").report
+    assert all(drift.base is None for drift in report.drift.values())
+    assert any("base knows the tokens 0 to 49" in note and "its drift is left out" in note for note in report.notes)
+
+
+def forget_tokens(folder: Path) -> None:
+    """Leave the model in a folder 50 tokens."""
+    module = LlamaForCausalLM.from_pretrained(folder)
+    module.resize_token_embeddings(50)
+    module.save_pretrained(folder)
+
+
+def check_refusal(folder: Path, recipe: dict[str, object], what: str, verb: Any = calibrate) -> None:
+    before = set(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=what) as raised:
+        verb(recipe, output=folder / "out")
+    assert raised.value.fix
+    assert set(folder.rglob("*")) == before
+
+
+def restack(folder: Path, order: list[int]) -> None:
+    """The model in a folder, made of these of its layers."""
+    module = LlamaForCausalLM.from_pretrained(folder)
+    tensors = module.state_dict()
+    stacked = {name: value for name, value in tensors.items() if ".layers." not in name}
+    for number, layer in enumerate(order):
+        place = f"model.layers.{layer}."
+        taken = {name.removeprefix(place): value for name, value in tensors.items() if name.startswith(place)}
+        stacked |= {f"model.layers.{number}.{name}": value.clone() for name, value in taken.items()}
+    module.config.num_hidden_layers = len(order)
+    other = LlamaForCausalLM(module.config)
+    other.load_state_dict(stacked)
+    other.save_pretrained(folder)

@@ -16,8 +16,10 @@ from torch import Tensor
 from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
+from featcal_cli.engine import weight_uploads
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.paused_forward import start_forward
+from featcal_cli.engine.weight_uploads import fetch_weights, is_finite
 from featcal_cli.models.loading import Model
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
@@ -171,3 +173,25 @@ def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
     passes.clear()
     gc.collect()
     assert hidden() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("piece", [4, 1 << 24])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int
+) -> None:
+    monkeypatch.setattr(weight_uploads, "PIECE", piece)
+    largest = torch.full((3, 6), torch.finfo(dtype).max, dtype=dtype)  # whose sum is not finite
+    assert is_finite(largest) and is_finite(largest.T) and is_finite(torch.empty(0, 6, dtype=dtype))
+    for place in range(18):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            weight = torch.zeros(18, dtype=dtype)
+            weight[place] = value
+            assert not is_finite(weight.view(3, 6)) and not is_finite(weight.view(3, 6).T)
+
+
+def test_tensors_are_fetched_whatever_their_layout_and_dtype() -> None:
+    tensors = [torch.arange(6.0).view(2, 3).T, torch.tensor(4), torch.rand(3, 4)[:, ::2], torch.tensor([5])]
+    fetched = fetch_weights(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(fetched, tensors, strict=True))
+    assert fetch_weights([]) == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from command_line import featcal_inside
-from compatibility import calibrated_share
 from families import BY_NAME, Family, few_of, save_family
+from family_checks import calibrated_share
 from hub_server import HubServer
 
 from featcal_cli.hub.snapshot import Snapshot, resolve_config

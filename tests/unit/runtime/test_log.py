@@ -1,4 +1,5 @@
-"""The log of a run holds no secrets, and the traceback of an error that nobody foresaw."""
+"""The log of a run holds no secrets, and the traceback of an error that nobody foresaw; what strangers wrote is shown
+short."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from families import BY_NAME, save_family
 from featcal_cli.runtime.errors import BugError, OutputError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.runtime.sanitise import redact
+from featcal_cli.runtime.sanitise import list_some, redact
 
 TOKEN = "hf_" + "aB3dE6gH" * 3
 WORD = "opensesame"
@@ -130,3 +131,24 @@ def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path, log
         assert "with log.jsonl" in shown[3] and "no figures here" in (tmp_path / "log.jsonl").read_text()
     else:
         assert "--log-file FILE" in shown[3]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b"], "a, b"),
+        (list("abcde"), "a, b, c, d, e"),
+        (list("abcdefg"), "a, b, c, d, e and 2 more"),
+        ([f"c{number}" for number in range(100_000)], "c0, c1, c2, c3, c4 and 99,995 more"),
+    ],
+)
+def test_of_a_list_from_outside_five_are_shown_and_how_many_more_there_are(names: list[str], shown: str) -> None:
+    assert list_some(names) == shown
+
+
+def test_every_name_of_a_list_is_short_and_inert() -> None:
+    shown = list_some(["\x1b[31mred", "x" * 10_000])
+    assert "\x1b" not in shown and len(shown) < 120
+    assert list_some(["a", "b", "c"], last=" and ") == "a, b and c"

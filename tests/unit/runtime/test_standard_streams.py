@@ -1,5 +1,5 @@
 """However a command is started, it ends with one message or quietly: streams that are closed, full or read by nobody, a
-folder that is gone, an encoding that knows no letters."""
+folder that is gone, an encoding that knows no letters, a package that cannot be imported, processes without GPUs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import featcal
 from families import BY_NAME, save_family
 
 from featcal_cli.__main__ import share_cores
+from featcal_cli.runtime import distributed
+from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.process import NAMES
 
 COMMANDS = {
     "recipes": "recipes",
@@ -127,3 +131,67 @@ def test_threads_wait_for_each_other_only_briefly_unless_the_user_says_how(monke
             monkeypatch.setenv(name, value)
         share_cores()
         assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+# Packages that cannot be imported
+
+
+DRY_RUN = ("calibrate", "-r", "demo", "--dry-run")
+
+
+def run_with(folder: Path, package: str, code: str) -> str:
+    """What a dry run says, in one message and nothing else, where this code stands in for a package."""
+    (folder / "modules" / package).mkdir(parents=True)
+    (folder / "modules" / package / "__init__.py").write_text(code)
+    run = featcal(*DRY_RUN, folder=folder, PYTHONPATH=str(folder / "modules"))
+    assert run.returncode == 2 and run.stderr.count("error:") == 1 and run.stderr.count("fix:") == 1, run.stderr
+    return run.stderr
+
+
+def test_a_variable_that_no_package_can_read_is_quoted(tmp_path: Path) -> None:
+    run = featcal("modules", "nowhere/model", folder=tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="abc")
+    assert run.returncode == 2 and run.stderr.count("error:") == 1, run.stderr
+    assert "huggingface_hub cannot be imported" in run.stderr and "'abc'" in run.stderr
+
+
+def test_help_needs_no_such_variable(tmp_path: Path) -> None:
+    assert featcal("calibrate", "--help", folder=tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="abc").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "told"),
+    [
+        ("torch", "raise OSError('libtorch_cpu.so: cannot open shared object file')", "--no-deps torch\n"),
+        ("yaml", "raise ImportError('libyaml.so: no such file', name='yaml._yaml')", "--no-deps PyYAML\n"),
+        (
+            "torch",
+            "import nothing_of_this_name",
+            "error: torch cannot be imported: ModuleNotFoundError: No module named",
+        ),
+        ("rich", "import nothing_of_this_name", "error: rich cannot be imported: ModuleNotFoundError: No module named"),
+    ],
+)
+def test_what_is_to_be_installed_is_named_as_pip_knows_it(package: str, code: str, told: str, tmp_path: Path) -> None:
+    said = run_with(tmp_path, package, code)
+    assert told in said, said
+
+
+# Processes
+
+
+@pytest.mark.parametrize(
+    ("found", "text", "fix"),
+    [(0, "no GPU on", "leave it out"), (1, "1 GPU on", "leave it out"), (3, "3 GPUs", "--gpus 3")],
+)
+def test_more_processes_than_gpus_are_refused(found: int, text: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
+    with pytest.raises(RecipeError, match=text) as caught:
+        distributed.start_ranks(4, ["calibrate", "merged", "--device", "cuda"])
+    assert caught.value.where == "--gpus" and fix in caught.value.fix
+
+
+def test_processes_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(RecipeError, match="torchrun has started"):
+        distributed.start_ranks(2, ["calibrate", "merged", "--device=cpu"])

@@ -1,4 +1,5 @@
-"""Docstrings are sentences that begin with what the thing is or does."""
+"""Docstrings are sentences that begin with what the thing is or does; the lowest versions that are tried are the
+bounds."""
 
 from __future__ import annotations
 
@@ -32,3 +33,19 @@ def test_docstrings_begin_with_what_the_thing_is_or_does() -> None:
     ]
     assert len(found) > 1000
     assert [place for place in found if FRAGMENT.match(place[1])] == []
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_lowest_versions_that_are_tried_are_the_bounds() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    dependencies = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert dependencies is not None
+    bounds = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', dependencies[1]))
+    lowest = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-lowest.txt").read_text(), re.MULTILINE))
+    assert len(bounds) == dependencies[1].count('"') / 2 == len(lowest)
+    for name, bound in bounds.items():
+        assert (lowest[name] + ".0.0.0").startswith(bound + "."), name
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None and pinned[1] == lowest["torch"], "torch is not installed twice"

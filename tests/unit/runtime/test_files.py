@@ -1,7 +1,11 @@
-"""Weights that run in another form than the files have them in take no memory of the process's own."""
+"""One run at a time works on an output; who is dead works on nothing. Weights that run in another form than the files
+have them in take no memory of the process's own."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,61 @@ from torch import nn
 
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.files import LOCK, hold
 from featcal_cli.runtime.hardware import MAPS, map_to_files
 from featcal_cli.workflows.verbs import calibrate
 
-pytestmark = pytest.mark.skipif(not MAPS.is_file(), reason="only Linux tells what is mapped")
+HOLD = """
+import sys; from pathlib import Path; from featcal_cli.runtime.files import hold
+with hold(Path(sys.argv[1]), Path("out")):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """Another process, which holds the lock of a folder until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def refusal(folder: Path) -> OutputError:
+    """What somebody else is told who wants the lock."""
+    with pytest.raises(OutputError) as told, hold(folder, Path("out")):
+        pass
+    return told.value
+
+
+def test_a_lock_that_is_held_is_refused_and_free_with_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "hidden"
+    with holder(folder) as other:
+        assert refusal(folder).what == "another run is working on this output"
+        assert refusal(folder).where == "out"
+        assert refusal(folder).fix == "wait for it, stop it, or give another --output"
+        other.communicate()
+    with hold(folder, Path("out")):
+        assert refusal(folder)
+
+
+def test_the_lock_of_a_dead_process_counts_nothing(tmp_path: Path) -> None:
+    with holder(tmp_path) as other:
+        other.kill()
+    with hold(tmp_path, Path("out")):
+        assert (tmp_path / LOCK).is_file()
+
+
+def test_a_folder_that_the_holder_takes_away_is_no_lock_that_somebody_else_may_have_too(tmp_path: Path) -> None:
+    folder = tmp_path / "hidden"
+    with hold(folder, Path("out")):
+        shutil.rmtree(folder)  # as a run does that has nothing to leave
+        with hold(folder, Path("out")):
+            assert refusal(folder)
+
+
+LINUX = pytest.mark.skipif(not MAPS.is_file(), reason="only Linux tells what is mapped")
 
 
 def is_in_a_file(tensor: torch.Tensor) -> bool:
@@ -26,6 +81,7 @@ def is_in_a_file(tensor: torch.Tensor) -> bool:
     return False
 
 
+@LINUX
 def test_large_tensors_move_to_files_that_have_no_names(tmp_path: Path) -> None:
     large = nn.Parameter(torch.randn(700, 800))
     half, small = torch.randn(2, 600, 500).bfloat16(), torch.randn(3)
@@ -40,12 +96,14 @@ def test_large_tensors_move_to_files_that_have_no_names(tmp_path: Path) -> None:
     assert [tensor.data_ptr() for tensor in tensors] == places  # they are in files already
 
 
+@LINUX
 def test_where_they_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot be kept on disk") as raised:
         map_to_files([torch.zeros(1 << 20)], tmp_path / "none")
     assert str(raised.value.where) == str(tmp_path / "none") and raised.value.fix
 
 
+@LINUX
 def test_a_mixture_is_calibrated_alike_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save_family(tmp_path, BY_NAME["mixtral"])
     calibrate(saved.recipe(), output=tmp_path / "in memory")
