@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import Saved
 from hub_server import HubServer
-from jobs import Stopper
+from jobs import Watcher
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -80,7 +80,7 @@ def test_an_interrupted_run_may_change_where_its_result_goes_and_nothing_else(
     """Finished blocks of another job are dropped only where the user says so."""
     recipe, output = saved.recipe(), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        calibrate(recipe, output=output, listener=Stopper())
+        calibrate(recipe, output=output, listener=Watcher(1))
     shutil.copytree(tmp_path / ".out.featcal", tmp_path / "interrupted")
     with pytest.raises(OutputError, match=r"--ridge was 0\.05, and is 0\.5") as raised:
         calibrate(saved.recipe(ridge=0.5), output=output)

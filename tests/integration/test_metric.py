@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import complete_draft
 from families import BY_NAME, few_of, save_family
-from jobs import Stopper, prepare
+from jobs import Watcher, prepare
 from oracle import record
 from safetensors.torch import load_file, save_file
 
@@ -57,7 +57,7 @@ def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) 
     recipe = saved.recipe(examples=8, ridge=0.05, rho=1.0, alpha=0.3, metric="output")
     whole = calibrate(recipe, output=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        calibrate(recipe, output=tmp_path / "parts", listener=Stopper())
+        calibrate(recipe, output=tmp_path / "parts", listener=Watcher(1))
     again = calibrate(recipe, output=tmp_path / "parts")
     assert any("taken over" in note for note in again.report.notes)
     first, other, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts", "merged"))

@@ -15,7 +15,7 @@ import torch
 from answers import answer_distance
 from command_line import Run, featcal_inside
 from families import BY_NAME, TASKS, Saved, save_family
-from jobs import Stopper
+from jobs import Watcher
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -168,7 +168,7 @@ def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption(tmp_path:
     assert any("so all updates were reduced to" in note for note in report.notes)
     assert "All updates were reduced to" in (tmp_path / "whole" / "README.md").read_text()
     with pytest.raises(KeyboardInterrupt):
-        calibrate(recipe, output=tmp_path / "resumed", listener=Stopper())
+        calibrate(recipe, output=tmp_path / "resumed", listener=Watcher(1))
     calibrate(recipe, output=tmp_path / "resumed")
     whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
     assert resumed == whole

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from families import Saved
@@ -44,12 +46,29 @@ class Prepared:
         return Setup(self.models, self.architecture, self.examples, self.calibration, self.device, lambda *_: None)
 
 
-class Stopper(Listener):
-    """Interrupts a run after its first block."""
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+class Watcher(Listener):
+    """Remembers notes, and acts at a stage or when so many blocks are finished, by default as Ctrl-C does."""
+
+    def __init__(self, at: str | int = "", act: Callable[[], object] = interrupt) -> None:
+        self.notes = ""
+        self._at, self._act, self._stage = at, act, ""
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+        if text == self._at:
+            self._act()
+
+    def note(self, text: str) -> None:
+        self.notes += f"{text}\n"
 
     def progress(self, progress: Progress) -> None:
-        if progress.block and progress.finished == 1:
-            raise KeyboardInterrupt
+        at_end_of_block = self._stage == "calibrating" and not (progress.task or progress.module)
+        if at_end_of_block and progress.finished == self._at:
+            self._act()
 
 
 def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepared:

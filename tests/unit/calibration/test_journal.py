@@ -11,37 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from families import Saved
+from jobs import Watcher
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
-from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.verbs import calibrate
 
 TAKEN_OVER = "blocks were taken over from an earlier run"
-
-
-class Watcher(Listener):
-    """Remembers notes, and acts when so many blocks are finished."""
-
-    def __init__(self, finished: int = -1, act: Callable[[], object] = lambda: None) -> None:
-        self.notes = ""
-        self._finished, self._act, self._stage = finished, act, ""
-
-    def stage(self, text: str) -> None:
-        self._stage = text
-
-    def note(self, text: str) -> None:
-        self.notes += f"{text}\n"
-
-    def progress(self, progress: Progress) -> None:
-        at_end_of_block = not (progress.task or progress.module)
-        if self._stage == "calibrating" and progress.finished == self._finished and at_end_of_block:
-            self._act()
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +33,7 @@ def left(bert: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The hidden folder of a run that was stopped when all of its blocks were finished."""
     folder = tmp_path_factory.mktemp("left")
     with pytest.raises(KeyboardInterrupt):
-        calibrate(bert.recipe(), output=folder / "out", listener=Watcher(2, interrupt))
+        calibrate(bert.recipe(), output=folder / "out", listener=Watcher(2))
     return folder / ".out.featcal"
 
 
@@ -220,13 +197,12 @@ def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_
 def test_a_model_that_vanishes_at_any_moment_is_one_message(
     saved: Saved, tmp_path: Path, stage: str, name: str
 ) -> None:
-    class Thief(Watcher):
-        def stage(self, text: str) -> None:
-            if text == stage and (tmp_path / name).exists():
-                (tmp_path / name).rename(tmp_path / "elsewhere")
+    def steal() -> None:
+        if (tmp_path / name).exists():
+            (tmp_path / name).rename(tmp_path / "elsewhere")
 
     with pytest.raises(FeatCalError) as refused:
-        calibrate(saved.recipe(), output=tmp_path / "out", listener=Thief())
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(stage, steal))
     assert refused.value.fix and not (tmp_path / "out").exists()
 
 
@@ -269,7 +245,7 @@ def test_another_size_of_batches_goes_on_with_the_same_blocks(bert: Saved, journ
 
 def test_examples_that_differ_are_said_without_a_hash(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(2, interrupt))
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(2))
     ids = load_file(tmp_path / "red.safetensors")
     save_file({name: torch.flip(value, [0]) for name, value in ids.items()}, tmp_path / "red.safetensors")
     with pytest.raises(OutputError) as refused:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import BY_NAME, Saved, save_family
+from jobs import CPU, Watcher
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -28,13 +29,10 @@ from featcal_cli.reporting.verdict import write_verdict
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import DataError, NumericsError, OutputError, ShortageError
 from featcal_cli.runtime.hardware import is_out_of_memory
-from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.calibrate import halve_batches
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.output import check_built
 from featcal_cli.workflows.verbs import calibrate
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -255,27 +253,14 @@ def test_only_errors_about_memory_count() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-class ShortOnce(Listener):
-    """Lets memory run out once, when the first block is done."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self._stage, self._errors = "", [torch.OutOfMemoryError()]
-
-    def stage(self, text: str) -> None:
-        self._stage = text
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def progress(self, progress: Progress) -> None:
-        if self._stage == "calibrating" and progress.finished == 1 and self._errors:
-            raise self._errors.pop()
-
-
 def test_blocks_of_this_run_are_no_earlier_runs(bert: Saved, tmp_path: Path) -> None:
     """After memory ran out, blocks that this run has finished are read again, and not told as those of another."""
-    alone = ShortOnce()
-    calibrate(bert.recipe(), output=tmp_path / "alone", listener=alone)
-    assert any("memory ran out" in note for note in alone.notes)
-    assert not any("earlier run" in note for note in alone.notes)
+    errors = [torch.OutOfMemoryError()]
+
+    def run_out_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    watcher = Watcher(1, run_out_once)
+    calibrate(bert.recipe(), output=tmp_path / "alone", listener=watcher)
+    assert "memory ran out" in watcher.notes and "earlier run" not in watcher.notes

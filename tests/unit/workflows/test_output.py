@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import BY_NAME, Saved, save_family
 from hub_server import HubServer
+from jobs import Watcher
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
@@ -21,7 +22,6 @@ from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import explain_full, tell_fix
-from featcal_cli.runtime.progress import Listener
 from featcal_cli.workflows.verbs import calibrate, dry_run
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
@@ -132,13 +132,12 @@ def test_what_users_put_in_the_outputs_place_or_the_hidden_folder_stays(saved: S
         write(folder, "mine.txt")
     kept = sorted(hidden.rglob("*"))
 
-    class Neighbour(Listener):
-        def stage(self, text: str) -> None:
-            if text == "writing":
-                write(tmp_path / "out", "thesis.txt")
-
     with pytest.raises(OutputError, match="the output folder exists"):
-        calibrate(saved.recipe(), output=tmp_path / "out", listener=Neighbour())
+        calibrate(
+            saved.recipe(),
+            output=tmp_path / "out",
+            listener=Watcher("writing", lambda: write(tmp_path / "out", "thesis.txt")),
+        )
     with pytest.raises(OutputError, match="not one that featcal made"):
         calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "thesis.txt").is_file()
@@ -237,16 +236,12 @@ def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> N
     with pytest.raises(FeatCalError, match="is the folder that an adapter is written to"):
         dry_run(saved.recipe(), output=tmp_path / "out", as_adapter=2)
 
-    told: list[str] = []
-
-    class Ear(Listener):
-        def note(self, text: str) -> None:
-            told.append(text)
-
-    calibrate(saved.recipe(), output=tmp_path / "out", listener=Ear())
+    watcher = Watcher()
+    calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher)
     assert not paths_in(tmp_path / "out") & {*GONE, *copies}
     for path in (*KEPT, *made):
         assert (tmp_path / "out" / path).read_bytes() == (merged / path).read_bytes(), path
+    told = watcher.notes.splitlines()
     assert [text for text in told if "0_Transformer/model.safetensors" in text and "copied unchanged" in text]
 
 
