@@ -70,7 +70,9 @@ def run(saved: Saved, **calibration: Any) -> tuple[Path, Any]:
             "LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, {"refine": True}, marks=pytest.mark.matrix
         ),
         # so bold that all updates are reduced or undone
-        ("LlamaForCausalLM", LLAMA, {"alpha": 1.0, "ridge": 1e-6, "examples": 16}),
+        pytest.param(
+            "LlamaForCausalLM", LLAMA, {"alpha": 1.0, "ridge": 1e-6, "examples": 16}, marks=pytest.mark.matrix
+        ),
         ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, {"method": "paper"}),
     ],
 )

@@ -53,13 +53,13 @@ def check_family(folder: Path, family: Family) -> None:
     pad_files(saved)
     models = load_models(saved)
     plain = calibrate(saved.recipe(), output=folder / "plain", batch_size=7)
-    check_oracle(saved, plain, models=models)
+    expected = check_oracle(saved, plain, models=models)
     check_row(family.name, plain)
     if family.name in WITH_ALL_NORMS:
         all_norms = calibrate(saved.recipe(norms="all"), output=folder / "all", batch_size=7)
         check_oracle(saved, all_norms, all_norms=True, models=models)
     if family.name in IN_HALF_PRECISION:
-        check_half_precision(saved, models)
+        check_half_precision(saved, models, expected)
 
 
 def tasks_of(family: Family) -> int:
@@ -76,16 +76,6 @@ def load_models(saved: Saved) -> dict[str, PreTrainedModel]:
     return {name: to_float64(model_class.from_pretrained(saved.folder / name)) for name in names}
 
 
-def run_oracle(
-    saved: Saved, models: Mapping[str, PreTrainedModel], tasks: Sequence[str], **settings: Any
-) -> dict[str, Tensor]:
-    """What the oracle makes of these tasks."""
-    batches = [{name: tensor[:FITTED] for name, tensor in saved.inputs[task].items()} for task in tasks]
-    merged, experts = deepcopy(models["merged"]), [models[task] for task in tasks]
-    keywords: dict[str, Any] = {**SETTINGS, **settings}
-    return calibrate_slowly(merged, models["base"], experts, batches, saved.family, **keywords)
-
-
 def check_oracle(
     saved: Saved,
     result: Result,
@@ -93,12 +83,18 @@ def check_oracle(
     all_norms: bool = False,
     turns: Sequence[str] = ("",),
     models: Mapping[str, PreTrainedModel] | None = None,
-) -> None:
-    """The updates are the oracle's; the report lists every module that it calibrated, and no other changed."""
+) -> dict[str, Tensor]:
+    """The updates are the oracle's; the report lists every module that it calibrated, and no other changed.
+
+    Returns what the oracle made of the job.
+    """
     family, report = saved.family, result.report
     models = models or load_models(saved)
     student = models["merged"]
-    expected = run_oracle(saved, models, list(saved.inputs), all_norms=all_norms, turns=turns)
+    batches = [{name: tensor[:FITTED] for name, tensor in inputs.items()} for inputs in saved.inputs.values()]
+    experts = [models[task] for task in saved.inputs]
+    keywords: dict[str, Any] = {**SETTINGS, "all_norms": all_norms, "turns": turns}
+    expected = calibrate_slowly(deepcopy(student), models["base"], experts, batches, family, **keywords)
     merged = {name: parameter.detach() for name, parameter in student.named_parameters()}
     output: Any = type(result.merged.module).from_pretrained(result.output)
     updates = {name: parameter.detach().double() - merged[name] for name, parameter in output.named_parameters()}
@@ -120,6 +116,7 @@ def check_oracle(
         rounding = 1e-6 * merged[name].norm()  # counts where the update is next to nothing
         assert (updates[name] - update).norm() <= 1e-3 * update.norm() + rounding, name
     assert not any(update.any() for name, update in updates.items() if name not in expected)
+    return expected
 
 
 def pad_files(saved: Saved) -> None:
@@ -147,18 +144,15 @@ def check_nothing_to_learn(folder: Path, family: Family) -> None:
         assert (equal[name] - value).float().norm() <= 1e-6 * value.float().norm().clamp_min(1e-6), name
 
 
-def check_half_precision(saved: Saved, models: Mapping[str, PreTrainedModel]) -> None:
-    """By one task, it is nearer to what full precision gives than the merged model is, all tensors together."""
+def check_half_precision(saved: Saved, models: Mapping[str, PreTrainedModel], full: Mapping[str, Tensor]) -> None:
+    """It is nearer to what full precision gives than the merged model is, all tensors together."""
     recipe, output = saved.recipe(dtype="bfloat16"), saved.folder / "half"
-    task = next(iter(saved.inputs))
-    recipe["tasks"] = {task: recipe["tasks"][task]}  # type: ignore[index]
     if saved.family.name in NO_HALF:
         with pytest.raises(NumericsError, match="cannot run in bfloat16"):
             calibrate(recipe, output=output, device="cpu")
         assert not output.exists()
         return
     result = calibrate(recipe, output=output, device="cpu")
-    full = run_oracle(saved, models, [task])
     half_model: Any = type(result.merged.module).from_pretrained(output)
     half, merged = (dict(model.named_parameters()) for model in (half_model, models["merged"]))
     assert all(torch.isfinite(parameter).all() for parameter in half.values())
