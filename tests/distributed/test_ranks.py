@@ -59,8 +59,9 @@ KINDS = {
 PRECISE = {"paper": 1e-5, "featcal": 1e-4}
 """Of the update: how far results may lie apart, as sums of several processes are rounded otherwise, and
 module-by-module steps in float32 carry that on (4e-5 was seen)."""
-SIZES = (2, 3)
-"""How many processes there are."""
+SIZES = {2: ("two tasks", "mixtures", "featcal", "featcal, one example"), 3: tuple(KINDS)}
+"""How many processes there are, and what they do: of two, what parts of equal size may get wrong."""
+JOBS = [(name, size) for size, names in SIZES.items() for name in names]
 
 
 def torchrun(*program: object, size: int = 2, largest: int | None = None) -> subprocess.CompletedProcess[str]:
@@ -109,12 +110,15 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 
 @pytest.fixture(scope="module")
 def folder(families: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where processes, as many as the name of a folder in it says, have done all of KINDS, and an inspection."""
+    """Where processes, as many as the name of a folder in it says, have done these jobs, and an inspection."""
     folder = tmp_path_factory.mktemp("ranks")
-    jobs: dict[str, Any] = {"inspection": {"recipe": recipe_of(families["bert"], KINDS["featcal"]), "inspect": True}}
-    for name, kind in KINDS.items():
-        jobs[name] = {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
-    for size in SIZES:
+    for size, names in SIZES.items():
+        jobs: dict[str, Any] = {
+            "inspection": {"recipe": recipe_of(families["bert"], KINDS["featcal"]), "inspect": True}
+        }
+        for name in names:
+            kind = KINDS[name]
+            jobs[name] = {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
         (folder / str(size)).mkdir()
         (folder / str(size) / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
         run = torchrun(PROGRAM, folder / str(size) / "jobs.json", size=size)
@@ -133,26 +137,20 @@ def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", KINDS)
-def test_several_processes_give_the_weights_of_one(
+@pytest.mark.parametrize(("name", "size"), JOBS)
+def test_several_processes_give_the_weights_and_the_report_of_one(
     done: dict[str, Done], families: dict[str, Saved], name: str, size: int
 ) -> None:
-    """Also where a process has no example of a task, or a table of positions is counted once."""
-    alone, together = (done[name].weights(of) for of in ("alone", str(size)))
+    """Also where a process has no example of a task, or a table of positions is counted once. Rows and steps of every
+    module are told, settings, notes, and the drift on all examples together."""
+    weights, together = (done[name].weights(of) for of in ("alone", str(size)))
     start = load_file(families[KINDS[name].family].folder / "merged" / "model.safetensors")
-    assert alone.keys() == together.keys()
+    assert weights.keys() == together.keys()
     apart, moved = (
-        sum(float((alone[key] - other[key]).double().square().sum()) for key in alone) ** 0.5
+        sum(float((weights[key] - other[key]).double().square().sum()) for key in weights) ** 0.5
         for other in (together, start)
     )
     assert moved > 0 and apart <= PRECISE[KINDS[name].settings.get("method", "paper")] * moved, apart / moved
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", KINDS)
-def test_every_process_returns_what_one_would(done: dict[str, Done], name: str, size: int) -> None:
-    """Rows and steps of every module, settings, notes, and the drift on all examples together."""
     alone = done[name].alone
     for report in done[name].reports(size):
         for key in ("ridge", "rho", "alpha", "metric", "guard", "token_weights", "examples", "chosen_by"):
@@ -174,11 +172,11 @@ def test_every_process_returns_what_one_would(done: dict[str, Done], name: str, 
     assert done[name].reports(size)[0].notes == alone.notes
 
 
-def test_only_the_first_writes(folder: Path, done: dict[str, Done]) -> None:
+def test_only_the_first_writes(folder: Path) -> None:
     """Every rank was given a place of its own."""
-    for size in SIZES:
+    for size, names in SIZES.items():
         made = {path.name for path in (folder / str(size)).iterdir() if path.is_dir()}
-        assert made == {f"{name}-0" for name in done}
+        assert made == {f"{name}-0" for name in names}
         assert [path.name for path in (folder / str(size)).glob("*.png")] == ["inspection-0.png"]
 
 

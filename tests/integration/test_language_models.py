@@ -1,0 +1,193 @@
+"""Language models after a calibration: the head, or the norm before it, is fitted to what the experts predict, and
+perplexities are those of transformers' own losses. Whole runs, since the head is fitted to the features of all
+calibrated blocks, and the calibrated model is measured as it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import BY_NAME, Family, Saved, few_of, save_family, text
+from family import GROUPED_SIZES, T5_SIZES, text_to_text
+from safetensors.torch import load_file
+
+from featcal_cli.data.batches import Batch
+from featcal_cli.engine.job import Job
+from featcal_cli.evaluation.results import average_tasks
+from featcal_cli.reporting.verdict import write_verdict
+from featcal_cli.workflows import perplexity
+from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.verbs import calibrate
+
+LLAMA = {**GROUPED_SIZES, "tie_word_embeddings": False}
+GEMMA = {**GROUPED_SIZES, "head_dim": 8}
+CASES: dict[str, tuple[str, Any, Any, str]] = {
+    "granite": ("GraniteForCausalLM", {**LLAMA, "logits_scaling": 4.0}, text, "lm_head"),
+    "llama": ("LlamaForCausalLM", LLAMA, text, "lm_head"),
+    "tied llama": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}, text, "model.norm"),
+    "gemma": ("GemmaForCausalLM", GEMMA, text, "model.norm"),
+    "t5": ("T5ForConditionalGeneration", T5_SIZES, text_to_text, "decoder.final_layer_norm"),
+}
+Texts = dict[str, list[Batch]]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Texts:
+    """The held-out texts of each task, once a run has measured their perplexity."""
+    texts: Texts = {}
+    whole = perplexity.measure_perplexity
+
+    def watch(job: Job, *args: Any) -> Any:
+        texts.update({task: list(batches) for task, batches in job.drift.batches.items()})
+        return whole(job, *args)
+
+    monkeypatch.setattr(perplexity, "measure_perplexity", watch)
+    return texts
+
+
+def save(folder: Path, model: str, config: Any, inputs: Any = text) -> Saved:
+    """Save a family with 40 examples a task, some of which are held out."""
+    return save_family(folder, Family("case", model, config, inputs, ""), examples=40)
+
+
+def run(saved: Saved, name: str, **calibration: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Calibrate with featcal's method; return the tensors that were written, and the report."""
+    out = saved.folder / name
+    settings = {"method": "featcal", "ridge": None, "rho": None, "alpha": None, "examples": 24, **calibration}
+    calibrate(saved.recipe(**settings), output=out)
+    return load_file(out / "model.safetensors"), json.loads((out / "featcal_report.json").read_text("utf-8"))
+
+
+def divergence(saved: Saved, folder: Path) -> float:
+    """The mean KL divergence of a model's predictions from the experts', at tokens that are not padding."""
+    load = getattr(transformers, saved.family.model).from_pretrained
+    model, total = load(folder), 0.0
+    for task, inputs in saved.inputs.items():
+        mask = inputs.get("decoder_attention_mask", inputs["attention_mask"]).bool()
+        with torch.inference_mode():
+            expert, own = (
+                each(**inputs).logits.double().log_softmax(-1) for each in (load(saved.folder / task), model)
+            )
+        if mask.shape != own.shape[:2]:
+            mask = torch.ones(own.shape[:2], dtype=torch.bool)
+        total += float((expert.exp() * (expert - own)).sum(-1)[mask].mean()) / len(saved.inputs)
+    return total
+
+
+def check_perplexity(saved: Saved, texts: Texts, told: Mapping[str, Mapping[str, float]], **folders: str) -> None:
+    """Every role's is that of transformers' own loss of each text, which stands alone and without padding."""
+    assert texts.keys() == told.keys() == saved.inputs.keys()
+    for task, scores in told.items():
+        assert list(scores) == ["expert", *folders]
+        for role, value in scores.items():
+            folder = saved.folder / folders.get(role, task)
+            module, nats, tokens = getattr(transformers, saved.family.model).from_pretrained(folder), 0.0, 0
+            for batch in texts[task]:
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                    alone = ids[mask.bool()][None]
+                    with torch.inference_mode():
+                        nats += float(module(input_ids=alone, labels=alone).loss) * (alone.shape[1] - 1)
+                    tokens += alone.shape[1] - 1
+            assert value == pytest.approx(math.exp(nats / tokens), rel=1e-4), role
+
+
+def check_report(saved: Saved, texts: Texts, report: Any, out: str) -> None:
+    told = {
+        task: {role: score["value"] for role, score in scored["scores"].items()}
+        for task, scored in report["perplexity"].items()
+    }
+    check_perplexity(saved, texts, told, merged="merged", calibrated=out, base="base")
+    assert {scored["metric"] for scored in report["perplexity"].values()} == {"perplexity"}
+    assert "## Perplexity" in (saved.folder / out / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", few_of(CASES, ("llama", "t5")))
+def test_predictions_come_closer_and_nothing_else_changes(
+    tmp_path: Path, measured: Texts, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One of them is interrupted, too, and takes the head over."""
+    *family, changed = CASES[name]
+    saved = save(tmp_path, *family)
+    fitted, report = run(saved, "fitted")
+    if name == "t5":
+        assert not measured and report["perplexity"] == {}
+    else:
+        check_report(saved, measured, report, "fitted")
+    plain, without = run(saved, "plain", head=False)
+    last = report["blocks"][-1]
+    assert last["name"] == changed and not last["skipped"]
+    before, after = last["divergence"]
+    assert after < before
+    assert any(changed in note for note in report["notes"]) == (report["settings"]["step"] == 1)
+    assert report["settings"]["head"] and not without["settings"]["head"]
+    assert {path for path in plain if not torch.equal(plain[path], fitted[path])} == {f"{changed}.weight"}
+    assert divergence(saved, tmp_path / "fitted") < divergence(saved, tmp_path / "plain")
+    assert "blocks and the head, " in (tmp_path / "fitted" / "README.md").read_text("utf-8")
+    if name == "llama":
+        check_interruption(saved, fitted, monkeypatch)
+
+
+def check_interruption(saved: Saved, whole: Mapping[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped behind the head goes on without computing it again."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("featcal_cli.workflows.calibrate.shrink_updates", stop)
+        run(saved, "again")
+    with monkeypatch.context() as patch:
+        patch.setattr("featcal_cli.calibration.algorithm.calibrate_head", stop)
+        again, report = run(saved, "again")
+    assert all(torch.equal(again[path], value) for path, value in whole.items())
+    assert any("blocks were taken over" in note for note in report["notes"])
+
+
+def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
+    """Where a model bends its logits, the head's own are no predictions."""
+    config = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+    fitted, report = run(save(tmp_path, "Gemma2ForCausalLM", config), "fitted")
+    reason = "the model changes what its last norm or its head returns"
+    assert report["blocks"][-1]["skipped"] == [{"name": "model.norm", "reason": reason}]
+    assert "In 2 blocks, " in (tmp_path / "fitted" / "README.md").read_text("utf-8")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(fitted["model.norm.weight"], merged["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "settings"),
+    [
+        pytest.param(*CASES["tied llama"][:2], {"refine": True}, marks=pytest.mark.matrix),
+        # so bold that all updates are reduced or undone
+        pytest.param(
+            "LlamaForCausalLM", LLAMA, {"alpha": 1.0, "ridge": 1e-6, "examples": 16}, marks=pytest.mark.matrix
+        ),
+        ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, {"method": "paper"}),
+    ],
+    ids=["refined", "bold", "the paper's method"],
+)
+def test_perplexities_are_those_that_transformers_gives(
+    tmp_path: Path, measured: Texts, model: str, config: Any, settings: Any
+) -> None:
+    saved = save(tmp_path, model, config)
+    check_report(saved, measured, run(saved, "out", **settings)[1], "out")
+
+
+def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=40)
+    inspection = inspect_drift(saved.recipe(examples=8))
+    told = {
+        task: {role: score.value for role, score in scored.scores.items()}
+        for task, scored in inspection.perplexity.items()
+    }
+    check_perplexity(saved, measured, told, model="merged", base="base")
+    sentences = [text for _, text in write_verdict(inspection, {"model": "it"}, str)]
+    means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
+    roles = f"{means['model']} of it and {means['base']} of the base model; {means['expert']} of the experts"
+    assert f"Mean perplexity: {roles}." in sentences
