@@ -75,9 +75,7 @@ def ways_of(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_family_has_the_cpus_weights(
-    tmp_path: Path, name: str, device: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_the_cpus(tmp_path: Path, name: str, device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     family = BY_NAME[name]
     saved = save_family(tmp_path, family)
     ways = ways_of(name)

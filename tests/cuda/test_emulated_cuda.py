@@ -62,9 +62,7 @@ def test_freeing_what_another_stream_may_use_is_a_fault(device: ModuleType) -> N
     assert "record_stream" in device.faults()[0]
 
 
-def test_weights_that_were_used_last_stay_as_far_as_there_is_room(
-    device: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_used_last_stay_as_far_as_there_is_room(device: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_uploads, "room_for_weights", lambda _: 2 * ROWS.nbytes)
     weights = weight_uploads.DeviceWeights(torch.device("cuda", 0))
     homes, before = [ROWS + number for number in range(3)], torch.cuda.memory_allocated()

@@ -138,7 +138,7 @@ def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
 
 
 @pytest.mark.parametrize(("name", "size"), JOBS)
-def test_several_processes_give_the_weights_and_the_report_of_one(
+def test_several_processes_do_what_one_does(
     done: dict[str, Done], families: dict[str, Saved], name: str, size: int
 ) -> None:
     """Also where a process has no example of a task, or a table of positions is counted once. Rows and steps of every
@@ -226,9 +226,7 @@ def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Do
     assert {path.name for path in tmp_path.iterdir()} == {"family", "recipe.yaml", "out"}
 
 
-def test_gpus_starts_the_processes_and_hands_on_what_they_end_with(
-    done: dict[str, Done], families: dict[str, Saved], tmp_path: Path
-) -> None:
+def test_gpus_starts_processes_and_hands_on(done: dict[str, Done], families: dict[str, Saved], tmp_path: Path) -> None:
     """The weights are those of as many processes under torchrun. A wrong expert ends in one message and exit code 2,
     and not in the launcher's report."""
     recipe, wrong = tmp_path / "recipe.yaml", tmp_path / "wrong.yaml"

@@ -185,9 +185,7 @@ WAYS: dict[str, Arrange] = {
 
 
 @pytest.mark.parametrize("quote", read_quotes(), ids=lambda quote: quote.text[:40])
-def test_a_message_in_the_page_is_one_that_featcal_prints(
-    stage: Stage, capsys: pytest.CaptureFixture[str], quote: Quote
-) -> None:
+def test_messages_in_the_page_are_those_printed(stage: Stage, capsys: pytest.CaptureFixture[str], quote: Quote) -> None:
     (arrange,) = [way for words, way in WAYS.items() if words in quote.text]
     chosen = {"command": "calibrate", **good_arguments(stage.folder), **(arrange(stage) or {})}
     run = featcal_inside(capsys, str(chosen.pop("command")), chosen)

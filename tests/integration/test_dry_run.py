@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-def test_all_that_would_stop_a_run_is_said_after_the_plan(
+def test_what_would_stop_a_run_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -63,9 +63,7 @@ def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -
     assert enough.code == 0 and "Leave out --dry-run to start" in enough.stderr
 
 
-def test_lm_eval_is_looked_for(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lm_eval_is_missed(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr("featcal_cli.evaluation.lm_eval_tasks.find_spec", lambda _: None)
     recipe = folder / "job.yaml"

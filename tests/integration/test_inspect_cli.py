@@ -146,7 +146,7 @@ def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, 
 
 
 @pytest.mark.matrix
-def test_it_writes_the_files_that_were_asked_for_and_no_others(
+def test_it_writes_the_files_asked_for(
     demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)

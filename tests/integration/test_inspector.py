@@ -232,7 +232,7 @@ def bert_of(blocks: int) -> Family:
     return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
 
 
-def test_no_more_than_one_block_of_model_base_and_one_expert_is_converted_at_once(
+def test_one_block_of_three_models_at_most_is_converted_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However deep the models are, and however many experts there are."""

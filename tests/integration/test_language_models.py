@@ -108,7 +108,7 @@ def check_report(saved: Saved, texts: Texts, report: Any, out: str) -> None:
 
 
 @pytest.mark.parametrize("name", few_of(CASES, ("llama", "t5")))
-def test_predictions_come_closer_and_nothing_else_changes(
+def test_only_predictions_come_closer(
     tmp_path: Path, measured: Texts, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """One of them is interrupted, too, and takes the head over."""
@@ -172,9 +172,7 @@ def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
     ],
     ids=["refined", "bold", "the paper's method"],
 )
-def test_perplexities_are_those_that_transformers_gives(
-    tmp_path: Path, measured: Texts, model: str, config: Any, settings: Any
-) -> None:
+def test_perplexities_are_transformers(tmp_path: Path, measured: Texts, model: str, config: Any, settings: Any) -> None:
     saved = save(tmp_path, model, config)
     check_report(saved, measured, run(saved, "out", **settings)[1], "out")
 

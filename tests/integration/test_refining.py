@@ -56,9 +56,7 @@ class Stopper(Listener):
             raise KeyboardInterrupt
 
 
-def test_refining_is_reported_done_once_and_goes_on(
-    llama: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = refine(llama, tmp_path / "out", capsys)
     assert run.code == 0, run.stderr
     report = json.loads(run.stdout)
@@ -85,9 +83,7 @@ def test_refining_is_reported_done_once_and_goes_on(
     assert not (tmp_path / ".parts.featcal").exists()
 
 
-def test_what_cannot_be_refined_is_refused_before_anything_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vit = save_family(tmp_path / "vit", BY_NAME["vit"])
     with pytest.raises(RecipeError, match="no head on merged's body"):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")

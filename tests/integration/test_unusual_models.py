@@ -37,9 +37,7 @@ DRAWING = Family("vit-mae", "ViTMAEModel", VISION_SIZES | {"mask_ratio": 0.5}, i
 
 
 @pytest.mark.parametrize("family", [DRAWING, BY_NAME["bert"]], ids=lambda family: family.name)
-def test_all_sides_of_a_job_draw_the_same_random_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family
-) -> None:
+def test_all_sides_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
     """Where patches are left out at random, after which the random numbers of the caller are as they were, and where
     noise is added inside blocks: equal models stay equal."""
     plain: Any = modeling_bert.BertIntermediate.forward
@@ -246,9 +244,7 @@ def test_so_many_experts_are_solved_together_as_take_less_than_a_dense_layer() -
         ([1, 0], r"merged's model\.layers\.0 is made of base's model\.layers\.1", calibrate),
     ],
 )
-def test_other_layers_and_layers_in_another_order_are_refused(
-    tmp_path: Path, order: list[int], what: str, verb: Any
-) -> None:
+def test_layers_that_are_not_the_bases_are_refused(tmp_path: Path, order: list[int], what: str, verb: Any) -> None:
     recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
     restack(tmp_path / "merged", order)
     check_refusal(tmp_path, recipe, what, verb)

@@ -142,7 +142,7 @@ def test_the_demo_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     assert means["expert"]["examples"] == 5 * 20
 
 
-def test_what_lm_eval_measures_is_refused_before_anything_is_computed(
+def test_what_lm_eval_measures_is_refused_at_once(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = LANGUAGE[0]

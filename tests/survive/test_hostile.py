@@ -58,7 +58,7 @@ def draw(stage: Stage, data: Data, *, images: bool = False, count: int = 4) -> D
 
 
 @pytest.mark.parametrize("kind", ["model tree", "file head", "file", "large file"])
-def test_a_model_that_changes_between_two_requests_is_read_at_one_commit(
+def test_a_model_that_changes_is_read_at_one_commit(
     stage: Stage, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     name = f"changing/{kind.replace(' ', '-')}"
@@ -76,7 +76,7 @@ def test_a_model_that_changes_between_two_requests_is_read_at_one_commit(
     check_same(stage, "again")
 
 
-def test_a_dataset_that_changes_between_two_requests_is_read_at_one_commit(
+def test_a_dataset_that_changes_meanwhile_is_read_at_one_commit(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "".join(json.dumps({"text": f"w{number % 50 + 2} w3 w4"}) + "\n" for number in range(60))
@@ -95,9 +95,7 @@ def test_a_dataset_that_changes_between_two_requests_is_read_at_one_commit(
 # --- links ---
 
 
-def test_links_to_weights_and_links_of_the_hubs_cache_are_followed(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_to_weights_and_of_the_hubs_cache_are_followed(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     calibrate(stage, capsys)
     (stage.folder / "merged" / "model.safetensors").rename(stage.folder / "weights.safetensors")
     (stage.folder / "merged" / "model.safetensors").symlink_to(stage.folder / "weights.safetensors")
@@ -156,9 +154,7 @@ def test_a_postscript_image_is_not_run(stage: Stage, tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def test_code_beside_a_model_is_carried_and_not_run(
-    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_beside_a_model_is_not_run(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for model in ("merged", "base", "red"):
         for name in ("modeling_evil.py", "tokenization_evil.py", "setup.py", "__init__.py", "conftest.py"):
             stage.write(f"{model}/{name}", f"import pathlib\npathlib.Path({str(tmp_path / 'pwned')!r}).touch()\n")

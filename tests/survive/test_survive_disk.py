@@ -99,7 +99,7 @@ def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_a_disk_that_is_full_loses_nothing(
+def test_a_full_disk_loses_nothing(
     disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work, name: str
 ) -> None:
     moment = MOMENTS[name]
@@ -145,7 +145,7 @@ def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
     check_refusal(work("given"), "are needed")
 
 
-def test_a_disk_for_reading_only_is_refused_and_what_is_on_it_stays(
+def test_a_disk_for_reading_only_is_refused(
     disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
 ) -> None:
     disk.protect()
@@ -174,7 +174,7 @@ def test_a_disk_that_is_mounted_at_the_output_is_refused_before_the_start(
 # Other things on the disk than the output
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(
+def test_a_full_log_stops_nothing(
     disk: SmallDisk, tmp_path: Path, expected: dict[str, dict[str, object]], work: Work
 ) -> None:
     disk.fill()
@@ -184,9 +184,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(
     assert (disk.folder / "log.jsonl").stat().st_size == 0
 
 
-def test_a_page_that_cannot_be_written_is_not_half_there(
-    disk: SmallDisk, inputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_page_is_written_by_halves(disk: SmallDisk, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk.fill(leave=PAGE)
     files = {"--html": "drift.html", "--plot": "drift.png"}
     for option, name in files.items():

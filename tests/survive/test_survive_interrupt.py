@@ -199,7 +199,7 @@ def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, bert_job: Path,
         ("torch", CALIBRATING, signal.SIGHUP),
     ],
 )
-def test_a_start_is_over_as_soon(
+def test_a_start_ends_as_soon(
     bert_job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals
 ) -> None:
     run = calibrate(partial(Real, PYTHONPROFILEIMPORTTIME="1"), tmp_path, bert_job)

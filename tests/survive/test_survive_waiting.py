@@ -64,9 +64,7 @@ ENDLESS = {
 """By the owner of what is asked for: a command, what never works, and what the command says of it."""
 
 
-def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up_within_two_minutes(
-    hub: HubServer, merge: Path, tmp_path: Path
-) -> None:
+def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     """Of three commands that wait side by side."""
     failed: dict[str, list[float]] = {org: [] for org in ENDLESS}
     for org, (_, kind, fault, _) in ENDLESS.items():

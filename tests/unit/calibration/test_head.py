@@ -50,10 +50,8 @@ def reference(weight: Tensor, rows: list[tuple[Tensor, Tensor]], bias: Tensor | 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("logit_bytes", [1, 1 << 28])
-def test_divergence_gradient_and_curvature_are_those_of_autograd(
-    bias: bool, logit_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("logit_bytes", [1, 1 << 27])
+def test_derivatives_are_those_of_autograd(bias: bool, logit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LOGIT_BYTES", logit_bytes)
     divergence, merged, rows, offset = problem(bias=bias)
     at, direction = merged.double(), torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -86,7 +84,7 @@ def test_curvature_of_a_sample_is_that_of_its_rows(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("newton_steps", "share"), [(head.NEWTON_STEPS, 0.95), (30, 0.9999)])
 @pytest.mark.parametrize("kind", [Weight, Scale])
-def test_steps_lead_to_the_minimum(
+def test_steps_reach_a_minimum(
     kind: type[Weight], newton_steps: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "NEWTON_STEPS", newton_steps)

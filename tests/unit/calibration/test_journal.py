@@ -107,9 +107,7 @@ def test_every_block_says_of_which_job_it_is(journal: Path) -> None:
 
 
 @pytest.mark.survive
-def test_a_block_that_is_lost_before_the_output_is_written_is_said_and_computed_again(
-    bert: Saved, whole: bytes, tmp_path: Path
-) -> None:
+def test_a_block_that_is_lost_before_the_end_is_computed_again(bert: Saved, whole: bytes, tmp_path: Path) -> None:
     block = tmp_path / ".out.featcal" / "journal" / "block-0001.safetensors"
     with pytest.raises(OutputError, match="block 2 was damaged on the disk after it was finished"):
         calibrate(bert.recipe(), output=tmp_path / "out", listener=Watcher(2, lambda: flip_a_bit(block)))
@@ -118,9 +116,7 @@ def test_a_block_that_is_lost_before_the_output_is_written_is_said_and_computed_
     assert weights == whole and f"1 of 2 {TAKEN_OVER}" in notes
 
 
-def test_nothing_has_its_name_before_it_is_on_the_disk(
-    bert: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_given_to_what_is_on_the_disk(bert: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a loss of power leaves a name with zeros behind it."""
     events: list[tuple[str, int]] = []
     sync, replace = os.fsync, Path.replace
@@ -166,7 +162,7 @@ def swap_weights(file: Path, how: str) -> None:
         pytest.param("base", "replaced", marks=pytest.mark.survive),
     ],
 )
-def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_kept(
+def test_nothing_made_of_a_model_that_changes_meanwhile_is_kept(
     saved: Saved, tmp_path: Path, role: str, how: str
 ) -> None:
     file = tmp_path / role / "model.safetensors"
@@ -194,9 +190,7 @@ def test_a_model_that_changes_during_a_run_is_noticed_and_nothing_made_of_it_is_
         ("calibrating", "merged"), ("writing", "merged"), ("writing", "base"),
     ],
 )  # fmt: skip
-def test_a_model_that_vanishes_at_any_moment_is_one_message(
-    saved: Saved, tmp_path: Path, stage: str, name: str
-) -> None:
+def test_a_model_that_vanishes_is_one_message(saved: Saved, tmp_path: Path, stage: str, name: str) -> None:
     def steal() -> None:
         if (tmp_path / name).exists():
             (tmp_path / name).rename(tmp_path / "elsewhere")

@@ -159,9 +159,7 @@ def test_what_is_too_large_for_float16_is_told_with_the_module_and_the_number(
     assert fix in raised.value.fix and "broken" not in raised.value.fix
 
 
-def test_a_disk_that_changes_what_is_written_is_found_out(
-    vit: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_changes_what_is_written(vit: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flip(place: object, *rest: object) -> None:
         file = Path(str(getattr(place, "built", place))) / "model.safetensors"
         content = bytearray(file.read_bytes())
@@ -237,9 +235,7 @@ def test_halved_batches_hold_the_same_examples_in_the_same_order() -> None:
     ("sizes", "ranks", "what"),
     [((1, 1), Ranks(), "one example at a time\n.*--device cpu"), ((4, 4), Ranks(2), "--batch-size 2")],
 )
-def test_where_batches_cannot_be_halved_the_message_says_what_helps(
-    sizes: tuple[int, ...], ranks: Ranks, what: str
-) -> None:
+def test_where_batches_cannot_be_halved_something_else_helps(sizes: tuple[int, ...], ranks: Ranks, what: str) -> None:
     """One of several processes cannot, for the others know nothing of it."""
     with pytest.raises(ShortageError, match=what):
         halve_batches({"red": examples(*sizes)}, torch.device("cuda"), ranks)

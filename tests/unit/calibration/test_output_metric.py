@@ -52,9 +52,7 @@ def add_all(system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]]
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("sketched", [False, True])
-def test_the_equations_are_solved_as_they_stand(
-    sketched: bool, settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equations_are_solved_as_is(sketched: bool, settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_metric, "TOLERANCE", 1e-10)
     monkeypatch.setattr(output_metric, "MOST_STEPS", 500)
     merged, base, tasks = draw(sketched=sketched)
@@ -67,7 +65,7 @@ def test_the_equations_are_solved_as_they_stand(
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_every_step_lowers_the_error_and_few_are_near_the_end(
+def test_every_step_lowers_the_error_and_few_suffice(
     settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In what is minimised, with the anchor; the steps begin at merged, where the error is that of no update."""

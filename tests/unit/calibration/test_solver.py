@@ -46,7 +46,7 @@ def draw(
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_plain_result(
+def test_all_ways_give_one_result(
     way: str, shape: tuple[int, int, int], weighted: bool, settings: Hyperparameters
 ) -> None:
     merged, base, tasks = draw(*shape, weighted=weighted)

@@ -35,9 +35,7 @@ def test_drift_of_a_calibration_is_what_a_look_at_its_output_finds(tmp_path: Pat
             assert found == pytest.approx([block.drift.relative for block in blocks], rel=1e-5)
 
 
-def test_a_row_runs_as_often_as_the_fit_and_its_figures_need_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_runs_no_oftener_than_fit_and_figures_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is fitted runs through a block in the expert and twice in the student, which need not finish the last
     block; one that drift is measured on, half of eight, once in each of the four models. No update is checked here."""
     runs: Counter[str] = Counter()
@@ -54,7 +52,7 @@ def test_a_row_runs_as_often_as_the_fit_and_its_figures_need_it(
 
 
 @pytest.mark.parametrize("name", few_of(["vit", "bert", "gpt2", "t5", "llama", "mixtral"], ("vit", "t5")))
-def test_outputs_that_are_kept_change_nothing_and_save_products(
+def test_kept_outputs_save_products_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A block runs once for each of its parts; what no change has reached is the same, bit for bit."""

@@ -237,9 +237,7 @@ def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatc
     assert len(blocks) > 1 and converted.keys() <= {0, 1} and converted[1] > 0
 
 
-def test_what_overflows_in_bfloat16_is_differentiated_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_overflows_in_bfloat16_is_run_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tmp_path, "llama")
     overflows: Iterator[bool] = iter(())
 

@@ -177,9 +177,7 @@ def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("piece", [4, 1 << 24])
-def test_one_value_that_is_not_finite_is_seen_wherever_it_is(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int
-) -> None:
+def test_one_value_that_is_not_finite_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece: int) -> None:
     monkeypatch.setattr(weight_uploads, "PIECE", piece)
     largest = torch.full((3, 6), torch.finfo(dtype).max, dtype=dtype)  # whose sum is not finite
     assert is_finite(largest) and is_finite(largest.T) and is_finite(torch.empty(0, 6, dtype=dtype))

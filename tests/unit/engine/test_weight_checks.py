@@ -138,7 +138,7 @@ DESCRIBED: list[tuple[BertModel, BertModel, dict[str, BertModel], list[str]]] = 
 
 
 @pytest.mark.parametrize(("merged", "base", "experts", "words"), DESCRIBED)
-def test_what_is_odd_about_a_merge_is_said(
+def test_what_is_odd_is_said(
     merged: BertModel, base: BertModel, experts: dict[str, BertModel], words: list[str]
 ) -> None:
     architecture = find_architecture(merged, {"red": text(3)}, "auto")

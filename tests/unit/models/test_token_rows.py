@@ -39,7 +39,7 @@ def keep(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> Tensor |
     ],
     ids=["examples by tokens", "tokens by examples", "flattened"],
 )
-def test_tokens_are_kept_and_padding_is_not(
+def test_tokens_not_padding_are_kept(
     x: Tensor, first: tuple[int, ...], second: tuple[int, ...], rows: list[int]
 ) -> None:
     kept = keep(x, first, second)

@@ -56,9 +56,7 @@ def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeyp
         assert redact(text) == text
 
 
-def test_every_line_of_a_log_is_json_with_a_time_and_the_last_one_says_how_it_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_log_are_json_and_the_last_tells_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = save_family(tmp_path, BY_NAME["bert"])
     (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
     options = {"-r": tmp_path / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
@@ -96,9 +94,7 @@ def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
     assert "careful with hf_***" in (tmp_path / "log").read_text()
 
 
-def test_a_bug_is_one_message_with_its_own_words_and_the_log_holds_the_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_is_one_message_and_its_traceback_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with pytest.raises(BugError) as raised, recorded(Listener(), tmp_path / "log"):
         raise KeyError(f"with {TOKEN}")

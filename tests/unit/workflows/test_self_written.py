@@ -78,9 +78,7 @@ def writer(folder: Path, model: LlamaForCausalLM, chat: str | None = None) -> Wr
     return Writer(model, open_self_written("task", type(model), model, [folder]))
 
 
-def test_experts_write_where_nothing_names_data_and_what_they_wrote_is_read_again(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = dry_run(recipe(world), output=world / "out")
     assert {str(spec.data) for spec in plan.recipe.tasks.values()} == {"self"} and not (world / "cache").exists()
 
@@ -222,7 +220,7 @@ def test_what_an_expert_writes_has_no_split_no_columns_and_no_labels(world: Path
         ),
     ],
 )
-def test_a_language_model_whose_card_names_no_data_is_to_write_them(
+def test_language_models_without_data_write_them(
     files: dict[str, str], writes: bool, hub: HubServer, tmp_path: Path
 ) -> None:
     publish_texts(hub, tmp_path, {"lm/merged": {}, "lm/base": {}, "lm/math": files})

@@ -109,7 +109,7 @@ def test_stages_are_reported_by_the_names_that_are_expected(llama: Saved, monkey
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_dry_run_tells_it_in_80_columns(
+def test_a_dry_run_tells_it(
     llama: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     plan = planned(llama, monkeypatch, 1e6)
