@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from families import Saved
 from hub_server import HubServer
 from jobs import Watcher
@@ -95,13 +94,3 @@ def test_an_interrupted_run_may_change_where_its_result_goes_and_nothing_else(
     shutil.copytree(tmp_path / "interrupted", tmp_path / ".out.featcal")
     result = calibrate(saved.recipe(ridge=0.5), output=output, overwrite=True)
     assert not any("taken over" in note for note in result.report.notes)
-
-
-def test_a_merged_model_can_be_built_instead_of_named(saved: Saved, tmp_path: Path) -> None:
-    merge = {"method": "task_arithmetic", "scale": 0.3}
-    result = calibrate({**saved.recipe(), "merged": merge}, output=tmp_path / "out")
-    models = (type(result.merged.module).from_pretrained(tmp_path / name) for name in ("base", *saved.inputs))
-    base, *experts = (model.state_dict() for model in models)
-    for name, found in result.merged.module.named_parameters():
-        vectors = [expert[name] - base[name] for expert in experts]
-        torch.testing.assert_close(found.detach(), base[name] + 0.3 * torch.stack(vectors).sum(0))

@@ -72,7 +72,7 @@ def features_with(prepared: Prepared, offloader: Offloader | None) -> tuple[list
     return features, job.drift.meter.readings
 
 
-@pytest.fixture(scope="module", params=few_of(WALKED, ("swin", "flan-t5")))
+@pytest.fixture(scope="module", params=few_of(WALKED, ("swin",)))
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """A family's job, with batches that are large enough to be moved."""
     saved = save_family(tmp_path_factory.mktemp("saved"), BY_NAME[request.param], examples=40)
