@@ -103,19 +103,11 @@ class HubServer:
         repo = self.repos.setdefault((kind, repo_id), fresh)
         return repo.commit(revision, self._read(folder))
 
-    def add_pull_request(
-        self,
-        repo_id: str,
-        folder: Path,
-        *,
-        kind: str = "model",
-        title: str = "Adding `safetensors` variant of this model",
-        author: str = "SFconvertbot",
-        status: str = "open",
-    ) -> int:
-        """Open a pull request that lays the files of `folder` over main; return its number."""
-        repo = self.repos[kind, repo_id]
-        repo.pulls.append(Pull(number := len(repo.pulls) + 1, title, author, status))
+    def add_pull_request(self, repo_id: str, folder: Path) -> int:
+        """Open the pull request in which the Hub's bot lays the files of `folder` over main; return its number."""
+        repo = self.repos["model", repo_id]
+        title = "Adding `safetensors` variant of this model"
+        repo.pulls.append(Pull(number := len(repo.pulls) + 1, title, "SFconvertbot", "open"))
         repo.commit(f"refs/pr/{number}", repo.commits[repo.refs["main"]] | self._read(folder))
         return number
 
