@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -64,13 +65,17 @@ ENDLESS = {
 """By the owner of what is asked for: a command, what never works, and what the command says of it."""
 
 
+def note(times: list[float]) -> None:
+    times.append(time.monotonic())
+
+
 def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     """Of three commands that wait side by side."""
     failed: dict[str, list[float]] = {org: [] for org in ENDLESS}
     for org, (_, kind, fault, _) in ENDLESS.items():
         publish(hub, merge, org)
-        note = replace(fault, action=lambda times=failed[org]: times.append(time.monotonic()))
-        hub.fail(kind, note, path=f"/{org}/", times=None)
+        noted = replace(fault, action=partial(note, failed[org]))
+        hub.fail(kind, noted, path=f"/{org}/", times=None)
     with ThreadPoolExecutor() as pool:
         runs = {org: pool.submit(Spoken, tmp_path, *command) for org, (command, *_) in ENDLESS.items()}
     for org, (command, _, fault, told) in ENDLESS.items():

@@ -119,9 +119,9 @@ def test_with_all_steps_of_one_sign_ties_is_task_arithmetic(tmp_path: Path) -> N
         for name, parameter in expert.module.named_parameters():
             parameter.data = base.module.get_parameter(name) + parameter.data.abs()
     plain = merge(base, experts, method="task_arithmetic", scale=0.3)
-    for name, found in plain.items():
+    for name, value in plain.items():
         start, *others = (model.module.get_parameter(name).data for model in (base, *experts))
-        torch.testing.assert_close(found, start + 0.3 * sum(other - start for other in others))
+        torch.testing.assert_close(value, start + 0.3 * sum(other - start for other in others))
     for method in ("ties", "dare_ties"):
         found = merge(base, experts, method=method, scale=0.3, density=1)
         assert all(torch.allclose(found[name], plain[name], atol=1e-6) for name in plain)

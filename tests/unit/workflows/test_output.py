@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,7 +270,7 @@ def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(sa
     ],
 )  # fmt: skip
 def test_names_of_ours_that_are_taken_are_refused_before_anything_is_computed(
-    saved: Saved, tmp_path: Path, path: str, what: str, options: dict[str, int]
+    saved: Saved, tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
     (tmp_path / "merged" / "README.md").unlink(missing_ok=True)
     write(tmp_path / "merged", f"{path}/inside.txt" if path else "adapter")
