@@ -138,9 +138,7 @@ def done(families: dict[str, Saved], folder: Path) -> dict[str, Done]:
 
 
 @pytest.mark.parametrize(("name", "size"), JOBS)
-def test_several_processes_do_what_one_does(
-    done: dict[str, Done], families: dict[str, Saved], name: str, size: int
-) -> None:
+def test_processes_do_what_one_does(done: dict[str, Done], families: dict[str, Saved], name: str, size: int) -> None:
     """Also where a process has no example of a task, or a table of positions is counted once. Rows and steps of every
     module are told, settings, notes, and the drift on all examples together."""
     weights, together = (done[name].weights(of) for of in ("alone", str(size)))

@@ -22,9 +22,7 @@ REPLACED_BIASES = {"whisper"}
 
 
 @pytest.mark.parametrize("name", few_of(FULL, ("bert",)))
-def test_peft_makes_the_calibrated_model(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_peft_loads_the_adapter(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also from the Hub, where the adapter goes with the output."""
     saved, repo = save_family(tmp_path, BY_NAME[name]), f"alice/{name}"
     monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
@@ -97,9 +95,7 @@ def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Pa
         ("mixtral", 4, {}, "cannot hold the experts of a mixture"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused(
-    tmp_path: Path, name: str, rank: int, change: dict[str, Any], what: str
-) -> None:
+def test_impossible_ranks_are_refused(tmp_path: Path, name: str, rank: int, change: dict[str, Any], what: str) -> None:
     recipe = {**save_family(tmp_path, BY_NAME[name]).recipe(), **change}
     before = set(tmp_path.rglob("*"))
     verb: Any = dry_run if rank else calibrate  # one plan is made for both

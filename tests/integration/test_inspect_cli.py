@@ -146,9 +146,7 @@ def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, 
 
 
 @pytest.mark.matrix
-def test_it_writes_the_files_asked_for(
-    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_only_files_asked_for(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     models = {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")}
     files = {"plot": "map.svg", "html": "p.html", "markdown": "p.md"}

@@ -232,9 +232,7 @@ def bert_of(blocks: int) -> Family:
     return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
 
 
-def test_one_block_of_three_models_at_most_is_converted_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_block_of_each_model_is_converted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However deep the models are, and however many experts there are."""
     saved = save_family(tmp_path, bert_of(4), examples=4, dtype=torch.bfloat16)
     parts = (bert_of(1).build().get_submodule(path) for path in ("encoder.layer.0", "pooler"))

@@ -108,9 +108,7 @@ def check_report(saved: Saved, texts: Texts, report: Any, out: str) -> None:
 
 
 @pytest.mark.parametrize("name", few_of(CASES, ("llama", "t5")))
-def test_only_predictions_come_closer(
-    tmp_path: Path, measured: Texts, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_predictions_come_closer(tmp_path: Path, measured: Texts, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One of them is interrupted, too, and takes the head over."""
     *family, changed = CASES[name]
     saved = save(tmp_path, *family)

@@ -15,9 +15,7 @@ DATA = Path(__file__).parents[1] / "data" / "clip-tiny"
 @pytest.mark.parametrize(
     ("result", "tolerance"), [("official-a", 1e-4), pytest.param("official-b", 5e-3, marks=pytest.mark.matrix)]
 )
-def test_tensors_are_the_official(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], result: str, tolerance: float
-) -> None:
+def test_official_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str], result: str, tolerance: float) -> None:
     official = load_file(DATA / f"{result}.safetensors")
     with safe_open(DATA / f"{result}.safetensors", framework="pt") as file:
         told = file.metadata()

@@ -196,9 +196,7 @@ def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path)
 
 
 @pytest.mark.parametrize("given", [{}, {"method": "paper"}])
-def test_figures_of_fitted_rows_are_no_gate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]
-) -> None:
+def test_fitted_rows_are_no_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]) -> None:
     """Nine rows for featcal's method; for the paper's as many as are fitted."""
     saved = save_family(tmp_path, BY_NAME["bert"], examples=12 if given else 9)
     settings = {"ridge": None, "rho": None, "alpha": None, **given}

@@ -142,9 +142,7 @@ def test_the_demo_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     assert means["expert"]["examples"] == 5 * 20
 
 
-def test_what_lm_eval_measures_is_refused_at_once(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lm_eval_measures_is_refused(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = LANGUAGE[0]
     world.publish(read(name))
     run = featcal_inside(
@@ -178,9 +176,7 @@ def make(table: str, *words: str) -> dict[str, Any]:
     return {line["name"]: line for line in written["lines"]}
 
 
-def test_a_table_holds_the_papers_figures_beside_the_measured_ones(
-    cells: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_of_the_paper(cells: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("1", "--tasks", "mnist", "svhn", "--limit", "10")
     table = make(*words)
     figures = table["task_arithmetic + featcal, examples 4"]["figures"]

@@ -58,9 +58,7 @@ def draw(stage: Stage, data: Data, *, images: bool = False, count: int = 4) -> D
 
 
 @pytest.mark.parametrize("kind", ["model tree", "file head", "file", "large file"])
-def test_a_model_that_changes_is_read_at_one_commit(
-    stage: Stage, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_a_changing_model_is_read_at_one_commit(stage: Stage, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     name = f"changing/{kind.replace(' ', '-')}"
     stage.change("red/config.json", marked=name)  # or its files may be in the cache already
     tensors = {key: value + 1e-3 for key, value in load_file(stage.folder / "red" / "model.safetensors").items()}
@@ -76,9 +74,7 @@ def test_a_model_that_changes_is_read_at_one_commit(
     check_same(stage, "again")
 
 
-def test_a_dataset_that_changes_meanwhile_is_read_at_one_commit(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changing_dataset_is_read_at_one_commit(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(json.dumps({"text": f"w{number % 50 + 2} w3 w4"}) + "\n" for number in range(60))
     stage.write("first/a.jsonl", rows)
     stage.write("second/a.jsonl", rows.replace("w3", "w9"))

@@ -108,9 +108,7 @@ def test_the_next_run_goes_on_with_what_is_in_the_cache_and_the_one_after_needs_
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "offline" / name).read_bytes()
 
 
-def test_two_runs_that_fill_one_cache_do_not_disturb_each_other(
-    stocked: HubServer, calibrate: Command, tmp_path: Path
-) -> None:
+def test_two_runs_that_fill_one_cache_do_not_disturb(stocked: HubServer, calibrate: Command, tmp_path: Path) -> None:
     stocked.fail("large file", Fault(seconds=0.2), times=None)
     # what a dead client leaves is nobody's
     left = Path(constants.HF_HUB_CACHE) / f"models--{ORG}--red" / "blobs" / f"{'a' * 64}.12345678.incomplete"

@@ -99,9 +99,7 @@ def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_a_full_disk_loses_nothing(
-    disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work, name: str
-) -> None:
+def test_full_disk_is_survived(disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work, name: str) -> None:
     moment = MOMENTS[name]
     with pytest.MonkeyPatch.context() as patch:
         if name == "features":  # they go to files where there is no room in memory
@@ -127,9 +125,7 @@ def stop_before_the_end(disk: SmallDisk, work: Work) -> None:
         check_refusal(work("given"), FULL)
 
 
-def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
-    disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
-) -> None:
+def test_too_small_a_disk_is_seen_at_once(disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work) -> None:
     disk.fill()
     check_refusal(work("given"), "0.4 MiB of disk are needed, and 0.0 MiB are free")
     assert not disk.files()
@@ -145,9 +141,7 @@ def test_too_small_a_disk_is_seen_before_the_start_and_finished_blocks_count(
     check_refusal(work("given"), "are needed")
 
 
-def test_a_disk_for_reading_only_is_refused(
-    disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work
-) -> None:
+def test_a_read_only_disk_is_refused(disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work) -> None:
     disk.protect()
     check_refusal(work("given"), "Read-only file system")
     disk.protect(False)
@@ -163,9 +157,7 @@ def test_a_disk_for_reading_only_is_refused(
     assert result(disk.folder / "out") == expected["given"]
 
 
-def test_a_disk_that_is_mounted_at_the_output_is_refused_before_the_start(
-    disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Work
-) -> None:
+def test_no_disk_is_an_output(disk: SmallDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Work) -> None:
     monkeypatch.chdir(tmp_path)
     check_refusal(work("given", **{"-o": disk.folder, "--overwrite": ""}), "another disk is mounted at this folder")
     assert not disk.files() and [path.name for path in tmp_path.iterdir()] == ["disk"]
@@ -174,9 +166,7 @@ def test_a_disk_that_is_mounted_at_the_output_is_refused_before_the_start(
 # Other things on the disk than the output
 
 
-def test_a_full_log_stops_nothing(
-    disk: SmallDisk, tmp_path: Path, expected: dict[str, dict[str, object]], work: Work
-) -> None:
+def test_a_log_may_fail(disk: SmallDisk, tmp_path: Path, expected: dict[str, dict[str, object]], work: Work) -> None:
     disk.fill()
     done = work("given", **{"-o": tmp_path / "out", "--log-file": "log.jsonl"})
     assert done.code == 0, done.stderr

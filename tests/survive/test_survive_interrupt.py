@@ -199,9 +199,7 @@ def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, bert_job: Path,
         ("torch", CALIBRATING, signal.SIGHUP),
     ],
 )
-def test_a_start_ends_as_soon(
-    bert_job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals
-) -> None:
+def test_a_start_ends_soon(bert_job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals) -> None:
     run = calibrate(partial(Real, PYTHONPROFILEIMPORTTIME="1"), tmp_path, bert_job)
     assert wait_for(run.stderr, f" {loaded}\n")
     began = time.monotonic()
@@ -215,9 +213,7 @@ def test_a_start_ends_as_soon(
 # Two runs
 
 
-def test_a_second_run_on_an_output_stops_at_once_and_the_first_goes_on(
-    zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_stops_at_once(zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path) -> None:
     token = stock(hub, merge)
     waiting, over = threading.Event(), threading.Event()
 

@@ -84,9 +84,7 @@ def test_curvature_of_a_sample_is_that_of_its_rows(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("newton_steps", "share"), [(head.NEWTON_STEPS, 0.95), (30, 0.9999)])
 @pytest.mark.parametrize("kind", [Weight, Scale])
-def test_steps_reach_a_minimum(
-    kind: type[Weight], newton_steps: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_converge(kind: type[Weight], newton_steps: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "NEWTON_STEPS", newton_steps)
     divergence, merged, rows, _ = problem()
     unknown = kind(merged)

@@ -84,9 +84,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
         *(pytest.param(name, 0, marks=pytest.mark.survive) for name in SPOILT if name != "zeros at the end"),
     ],
 )
-def test_a_block_that_is_not_what_was_written_is_computed_again_with_all_after_it(
-    bert: Saved, whole: bytes, journal: Path, name: str, number: int
-) -> None:
+def test_a_damaged_block_is_computed_again(bert: Saved, whole: bytes, journal: Path, name: str, number: int) -> None:
     """Those before it are taken over."""
     SPOILT[name](journal / f"block-{number:04d}.safetensors")
     weights, notes = go_on(bert, journal)
@@ -162,9 +160,7 @@ def swap_weights(file: Path, how: str) -> None:
         pytest.param("base", "replaced", marks=pytest.mark.survive),
     ],
 )
-def test_nothing_made_of_a_model_that_changes_meanwhile_is_kept(
-    saved: Saved, tmp_path: Path, role: str, how: str
-) -> None:
+def test_nothing_made_of_a_model_that_changes_is_kept(saved: Saved, tmp_path: Path, role: str, how: str) -> None:
     file = tmp_path / role / "model.safetensors"
     original, status = file.read_bytes(), file.stat()
     change = Watcher(1, lambda: swap_weights(file, how))

@@ -71,9 +71,7 @@ ALL: dict[str, Any] = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
         ),
     ],
 )
-def test_numbers_that_are_given_replace_numbers_and_nothing_else(
-    given: dict[str, Any], kind: str, expected: Hyperparameters, whose: str
-) -> None:
+def test_given_numbers_replace_numbers(given: dict[str, Any], kind: str, expected: Hyperparameters, whose: str) -> None:
     assert choose_hyperparameters(Calibration.model_validate(given), kind) == (expected, whose)
 
 

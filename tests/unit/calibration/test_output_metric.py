@@ -65,9 +65,7 @@ def test_equations_are_solved_as_is(sketched: bool, settings: Hyperparameters, m
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_every_step_lowers_the_error_and_few_suffice(
-    settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_lowers_the_error(settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch) -> None:
     """In what is minimised, with the anchor; the steps begin at merged, where the error is that of no update."""
     merged, base, tasks = draw()
     best = solve_plainly(merged, base, tasks, settings).weight - merged.weight

@@ -46,9 +46,7 @@ def draw(
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ways_give_one_result(
-    way: str, shape: tuple[int, int, int], weighted: bool, settings: Hyperparameters
-) -> None:
+def test_all_ways_are_equal(way: str, shape: tuple[int, int, int], weighted: bool, settings: Hyperparameters) -> None:
     merged, base, tasks = draw(*shape, weighted=weighted)
     system = SYSTEMS[way]({"m": merged}, settings)
     for task in tasks:

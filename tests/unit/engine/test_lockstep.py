@@ -52,9 +52,7 @@ def test_a_row_runs_no_oftener_than_fit_and_figures_need(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", few_of(["vit", "bert", "gpt2", "t5", "llama", "mixtral"], ("t5",)))
-def test_kept_outputs_save_products_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_kept_outputs_save_only_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A block runs once for each of its parts; what no change has reached is the same, bit for bit."""
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=12)
     recipe: dict[str, Any] = saved.recipe(method="featcal", rho=1.0)

@@ -138,9 +138,7 @@ DESCRIBED: list[tuple[BertModel, BertModel, dict[str, BertModel], list[str]]] = 
 
 
 @pytest.mark.parametrize(("merged", "base", "experts", "words"), DESCRIBED)
-def test_what_is_odd_is_said(
-    merged: BertModel, base: BertModel, experts: dict[str, BertModel], words: list[str]
-) -> None:
+def test_oddities_are_said(merged: BertModel, base: BertModel, experts: dict[str, BertModel], words: list[str]) -> None:
     architecture = find_architecture(merged, {"red": text(3)}, "auto")
 
     def model(role: str, module: BertModel) -> Model:

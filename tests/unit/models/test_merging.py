@@ -68,9 +68,7 @@ def keep_largest(steps: Array, density: float) -> Array:
 
 @pytest.mark.parametrize("density", [0.2, 0.55, 1e-9, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ties_is_that_of_vectors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, density: float
-) -> None:
+def test_ties_of_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, density: float) -> None:
     monkeypatch.setattr(merge_methods, "CHUNK_SIZE", 100)
     base, experts = load(tmp_path, "bert", dtype)
     merged = merge(base, experts, method="ties", scale=0.7, density=density)

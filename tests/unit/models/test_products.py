@@ -34,9 +34,7 @@ X = torch.randn(2, 5, 6)
         (lambda: linear(X, WIDE * 2), "", None),
     ],
 )
-def test_a_product_tells_which_part_of_which_parameter_it_is_made_with(
-    multiply: Callable[[], Tensor], name: str, weight: Tensor | None
-) -> None:
+def test_a_product_tells_its_parameter(multiply: Callable[[], Tensor], name: str, weight: Tensor | None) -> None:
     parameters = {"wide": WIDE, "deep": DEEP}
     seen: list[tuple[ParameterSlice, Tensor]] = []
     results: list[Tensor] = []
@@ -112,9 +110,7 @@ def test_a_choice_among_all_values_gives_no_tokens() -> None:
 
 
 @pytest.mark.parametrize(("padding", "groups", "is_told"), [(2, 4, True), (0, 4, False), ((2,), 4, True)])
-def test_a_convolution_that_a_function_computes_is_told_of_if_it_is_that_of_the_module(
-    padding: int | tuple[int], groups: int, *, is_told: bool
-) -> None:
+def test_a_convolution_of_a_function_is_told_of(padding: int | tuple[int], groups: int, *, is_told: bool) -> None:
     module = nn.Conv1d(4, 4, 3, padding=2, groups=4)
     x = torch.randn(2, 4, 7)
     seen: list[tuple[ParameterSlice, Tensor, ParameterSlice | None]] = []

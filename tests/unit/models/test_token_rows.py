@@ -39,9 +39,7 @@ def keep(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> Tensor |
     ],
     ids=["examples by tokens", "tokens by examples", "flattened"],
 )
-def test_tokens_not_padding_are_kept(
-    x: Tensor, first: tuple[int, ...], second: tuple[int, ...], rows: list[int]
-) -> None:
+def test_padding_is_not_kept(x: Tensor, first: tuple[int, ...], second: tuple[int, ...], rows: list[int]) -> None:
     kept = keep(x, first, second)
     assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[rows])
     weights = torch.arange(6.0).view(2, 3)
@@ -91,9 +89,7 @@ def test_batches_must_be_full_where_nothing_tells_what_is_padding(
     ("rows", "first", "second"),
     [((1, 5), (1, 15), (1, 13)), ((1, 6), (1, 16), (1, 14)), ((6, 2), (16, 3), (14, 5)), ((5, 2), (15, 3), (13, 5))],
 )
-def test_a_table_of_distances_counts_as_often_as_tokens_are_so_far_apart(
-    rows: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]
-) -> None:
+def test_distances_count_their_pairs(rows: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> None:
     """Wav2Vec2-Conformer's, DeBERTa's and XLNet's, for two texts of three tokens."""
     learnt = learn(first, second)
     table = torch.arange(float(max(rows))).view(-1, *[1] * (len(rows) - rows.index(max(rows)))).expand(*rows, 4)

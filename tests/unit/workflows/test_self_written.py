@@ -220,9 +220,7 @@ def test_what_an_expert_writes_has_no_split_no_columns_and_no_labels(world: Path
         ),
     ],
 )
-def test_language_models_without_data_write_them(
-    files: dict[str, str], writes: bool, hub: HubServer, tmp_path: Path
-) -> None:
+def test_language_models_write_their_data(files: dict[str, str], writes: bool, hub: HubServer, tmp_path: Path) -> None:
     publish_texts(hub, tmp_path, {"lm/merged": {}, "lm/base": {}, "lm/math": files})
     draft = Draft.model_validate({"merged": "lm/merged", "base": "lm/base", "tasks": {"math": {"expert": "lm/math"}}})
     if not writes:
