@@ -44,7 +44,7 @@ ELSEWHERE = {
 RANKS = ["featcal", "--gpus"]
 """tests/distributed/test_ranks.py runs it."""
 DEMO = ["featcal", "demo"]
-"""tests/integration/test_demo.py runs it, which takes longer than all other commands."""
+"""tests/integration/test_inspect_cli.py runs it, which takes longer than all other commands."""
 
 
 BASE = "openai/clip-vit-base-patch32"

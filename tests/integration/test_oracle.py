@@ -1,12 +1,16 @@
-"""Families against the slow oracle: by default those that are as different as can be, the others with -m matrix."""
+"""What is calibrated equals the official implementation, through the command line, and the slow oracle: by default
+families that are as different as can be, the others with -m matrix."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from command_line import featcal_inside
 from families import BY_NAME, FAMILIES, Family, few_of, save_family
 from family_checks import check_family, check_nothing_to_learn, check_oracle, read_rows
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from featcal_cli.workflows.verbs import calibrate
 
@@ -51,3 +55,31 @@ def test_where_nothing_is_to_be_learnt_nothing_changes(tmp_path: Path, name: str
 def test_the_table_in_the_docs_has_a_row_for_every_family() -> None:
     assert [row.split("|")[1].strip() for row in read_rows()] == sorted({family.name for family in FAMILIES})
     assert len(FAMILIES) == len({family.name for family in FAMILIES}) >= 45
+
+
+DATA = Path(__file__).parents[1] / "data" / "clip-tiny"
+
+
+@pytest.mark.parametrize(
+    ("result", "tolerance"), [("official-a", 1e-4), pytest.param("official-b", 5e-3, marks=pytest.mark.matrix)]
+)
+def test_official_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str], result: str, tolerance: float) -> None:
+    official = load_file(DATA / f"{result}.safetensors")
+    with safe_open(DATA / f"{result}.safetensors", framework="pt") as file:
+        told = file.metadata()
+    experts, data = [], []
+    for task in range(3):
+        save_file({"pixel_values": official[f"pixel_values.t{task}"]}, tmp_path / f"t{task}.safetensors")
+        experts.append(f"t{task}={DATA / f'expert{task}'}")
+        data.append(f"t{task}={tmp_path / f't{task}'}.safetensors")
+    settings = {"--ridge": told["lambda"], "--rho": told["rho"], "--alpha": told["alpha"]}
+    models = {"merged": DATA / "merged", "--base": DATA / "base", "--expert": experts, "--data": data}
+    run = featcal_inside(capsys, "calibrate", {**models, "--method": "paper", **settings, "-o": tmp_path / "out"})
+    assert run.code == 0, run.stderr
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    expected = {name.removeprefix("calibrated."): t for name, t in official.items() if name.startswith("calibrated.")}
+    assert len(expected) == 48
+    for name, tensor in expected.items():
+        assert (ours[name] - tensor).norm() <= tolerance * tensor.norm(), name
+    merged = load_file(DATA / "merged" / "model.safetensors")
+    assert {name for name in merged if not merged[name].equal(ours[name])} == set(expected)
