@@ -1,6 +1,7 @@
-"""Language models after a calibration: the head, or the norm before it, is fitted to what the experts predict, and
-perplexities are those of transformers' own losses. Whole runs, since the head is fitted to the features of all
-calibrated blocks, and the calibrated model is measured as it is written."""
+"""Language models after a calibration: the head, or the norm before it, is fitted to what the experts predict,
+perplexities are those of transformers' own losses, and `--refine` brings outputs nearer to the experts' probabilities.
+
+Whole runs, since the head is fitted to the features of all calibrated blocks, and a model is measured as written."""
 
 from __future__ import annotations
 
@@ -13,17 +14,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from command_line import Run, featcal_inside
 from families import BY_NAME, Family, Saved, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, text_to_text
 from safetensors.torch import load_file
 
+from featcal_cli.calibration import distillation
+from featcal_cli.calibration.distillation import SHARES
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.job import Job
 from featcal_cli.evaluation.results import average_tasks
 from featcal_cli.reporting.verdict import write_verdict
-from featcal_cli.workflows import perplexity
+from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.progress import Listener, Progress
+from featcal_cli.workflows import perplexity, session
 from featcal_cli.workflows.inspect_drift import inspect_drift
-from featcal_cli.workflows.verbs import calibrate
+from featcal_cli.workflows.verbs import calibrate, dry_run
 
 LLAMA = {**GROUPED_SIZES, "tie_word_embeddings": False}
 GEMMA = {**GROUPED_SIZES, "head_dim": 8}
@@ -187,3 +194,84 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
     means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
     roles = f"{means['model']} of it and {means['base']} of the base model; {means['expert']} of the experts"
     assert f"Mean perplexity: {roles}." in sentences
+
+
+# --refine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_steps() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distillation, "STEPS", 20)
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save_family(tmp_path_factory.mktemp("llama"), BY_NAME["llama"], examples=100, spread=0.2)
+
+
+def refine(llama: Saved, output: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    # a merge that is worse than its base, so that there is much to win
+    line = {
+        "--merge": "task_arithmetic:1.0",
+        "--base": llama.folder / "base",
+        "-n": 64,
+        "-o": output,
+        "--device": "cpu",
+        "--refine": "",
+        "--json": "",
+    }
+    named = {
+        "--expert": [f"{task}={llama.folder / task}" for task in llama.inputs],
+        "--data": [f"{task}={llama.folder / task}.safetensors" for task in llama.inputs],
+    }
+    return featcal_inside(capsys, "calibrate", {**line, **named})
+
+
+class Stopper(Listener):
+    """Interrupts a run in the middle of refining."""
+
+    def progress(self, progress: Progress) -> None:
+        if progress.unit == "step" and progress.finished == 11:
+            raise KeyboardInterrupt
+
+
+def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = refine(llama, tmp_path / "out", capsys)
+    assert run.code == 0, run.stderr
+    report = json.loads(run.stdout)
+    refined = report["refined"]
+    assert refined["steps"] == 20 and refined["share"] in SHARES and refined["seconds"] > 0
+    assert sum(refined["after"].values()) < sum(refined["before"].values())
+    assert all(refined["after"][task] <= max(refined["before"][task], refined["merged"][task]) for task in llama.inputs)
+    assert any("refined by " in note for note in report["notes"])
+    before, after = (sum(refined[which].values()) / 3 for which in ("merged", "after"))
+    assert report["headline"].startswith(f"mean KL divergence of outputs went from {before:.3f} to {after:.3f}")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "refined by a short distillation" in card and "without training" not in card
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    again = refine(llama, tmp_path / "out", capsys)
+    assert again.code == 0 and json.loads(again.stdout)["refined"] == refined
+
+    recipe = llama.recipe(ridge=None, rho=None, alpha=None, examples=64, refine=True)
+    recipe["merged"] = {"method": "task_arithmetic", "scale": 1.0}
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(recipe, output=tmp_path / "parts", listener=Stopper(), device="cpu")
+    assert (tmp_path / ".parts.featcal" / "journal" / "refining.safetensors").is_file()
+    calibrate(recipe, output=tmp_path / "parts", device="cpu")
+    assert (tmp_path / "parts" / "model.safetensors").read_bytes() == weights
+    assert not (tmp_path / ".parts.featcal").exists()
+
+
+def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = save_family(tmp_path / "vit", BY_NAME["vit"])
+    with pytest.raises(RecipeError, match="no head on merged's body"):
+        calibrate(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.featcal").exists()
+    few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8)
+    with pytest.raises(RecipeError, match="red has no held-out rows"):
+        dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")
+    monkeypatch.setattr(session, "join_ranks", lambda: Ranks(2))
+    with pytest.raises(RecipeError, match="one process alone can refine"):
+        dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")

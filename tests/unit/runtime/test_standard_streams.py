@@ -1,5 +1,6 @@
 """However a command is started, it ends with one message or quietly: streams that are closed, full or read by nobody, a
-folder that is gone, an encoding that knows no letters, a package that cannot be imported, processes without GPUs."""
+folder that is gone, an encoding that knows no letters, a package that cannot be imported, processes without GPUs. And
+what it found is said before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 from command_line import featcal
 from families import BY_NAME, save_family
+from hub_server import HubServer
+from published import write_card
+from recipe_world import build, write_table
 
 from featcal_cli.__main__ import share_cores
 from featcal_cli.runtime import distributed
@@ -191,3 +195,49 @@ def test_processes_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, "1")
     with pytest.raises(RecipeError, match="torchrun has started"):
         distributed.start_ranks(2, ["calibrate", "merged", "--device=cpu"])
+
+
+# Before torch: something in its place ends the process there
+
+
+STARTS = {
+    "one argument": (["calibrate", "user/merged"], "base: openai/clip-vit-base-patch32 (from "),
+    "an inspection": (["inspect-drift", "user/merged"], "data mnist: ylecun/mnist (from "),
+    "an evaluation": (["evaluate", "-r", "demo"], "given: merged "),
+}
+"""What is typed, and what must be there when torch is asked for."""
+TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
+BASE = "openai/clip-vit-base-patch32"
+STANDS_IN = """
+import sys
+heavy = {"transformers", "datasets", "pyarrow", "matplotlib", "PIL", "pandas"} & sys.modules.keys()
+raise ImportError(f"heavy modules before torch: {sorted(heavy)}")
+"""
+
+
+@pytest.fixture
+def world(hub: HubServer, tmp_path: Path) -> None:
+    """Let the Hub have a merge and all it is made of: configs and cards, and no weights to speak of."""
+    build("clip").config.save_pretrained(tmp_path / "clip")
+    (tmp_path / "clip" / "model.safetensors").write_bytes(b"none are read here")
+    (tmp_path / "rows").mkdir()
+    write_table(tmp_path / "rows" / "train.parquet", [{"image": "a picture", "label": 0}], {})
+    hub.add_repo(BASE, tmp_path / "clip")
+    for task, dataset in TASKS.items():
+        write_card(tmp_path / "clip", base_model=BASE, datasets=[dataset])
+        hub.add_repo(f"user/clip-{task}", tmp_path / "clip")
+        hub.add_repo(dataset, tmp_path / "rows", kind="dataset")
+    write_card(tmp_path / "clip", base_model=[f"user/clip-{task}" for task in TASKS], tags=["merge"])
+    hub.add_repo("user/merged", tmp_path / "clip")
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("start", STARTS)
+def test_what_was_found_is_said_before_torch_or_anything_heavy_is_imported(start: str, tmp_path: Path) -> None:
+    (place := tmp_path / "modules").mkdir()
+    (place / "torch.py").write_text(STANDS_IN)
+    line, said = STARTS[start]
+    run = featcal(*line, folder=None, PYTHONPATH=str(place))
+    told = f"{run.stdout[-2000:]}\n{run.stderr}"
+    assert run.returncode == 2 and "torch cannot be imported: ImportError: heavy modules before torch: []" in told, told
+    assert said in told, told
