@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows import perplexity, session
+from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate, dry_run
 
@@ -194,6 +196,22 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
     means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
     roles = f"{means['model']} of it and {means['base']} of the base model; {means['expert']} of the experts"
     assert f"Mean perplexity: {roles}." in sentences
+
+
+def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None:
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=40)
+    shutil.copytree(tmp_path / "merged", tmp_path / "other")
+    found = evaluate(saved.recipe(examples=8), [str(tmp_path / "other")], limit=12)
+    assert found.limit == 12 and list(found.names) == ["expert", "merged", "other", "base"]
+    assert {sum(len(batch["input_ids"]) for batch in batches) for batches in measured.values()} == {12}
+    told = {task: {role: score.value for role, score in scored.scores.items()} for task, scored in found.tasks.items()}
+    check_perplexity(saved, measured, told, merged="merged", other="merged", base="base")
+
+
+def test_evaluate_of_other_models_needs_one(bert: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("featcal_cli.workflows.load.load_models", None)  # it is said before weights are read
+    with pytest.raises(RecipeError, match="no task says how it is evaluated"):
+        evaluate(bert.recipe(examples=8))
 
 
 # --refine

@@ -4,7 +4,7 @@ those that a whole backward pass gives."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +41,9 @@ from featcal_cli.runtime.distributed import Ranks
 
 EXAMPLES, SEED = 4, 7
 PROJECTIONS = output_gradients.MOST_PROJECTIONS
+"""So few examples get the most."""
 DIRECTIONS = 128
 """More than outputs of the tiny models have."""
-"""So few examples get the most."""
 
 
 class Case:
@@ -59,9 +59,9 @@ class Case:
     def runner(self, dtype: torch.dtype = torch.float32) -> BlockRunner:
         return BlockRunner(share_model(self.expert), self.architecture, self.prepared.device, dtype)
 
-    def measure(self, runner: BlockRunner | None = None, checked: Sequence[Batch] = ()) -> Any:
-        runner = runner or self.runner()
-        found = measure_output_gradients(runner, self.architecture, self.entry, self.batches, checked, SEED, Ranks())
+    def measure(self, runner: BlockRunner | None = None) -> Any:
+        runner, given = runner or self.runner(), (self.architecture, self.entry, self.batches)
+        found = measure_output_gradients(runner, *given, DIRECTIONS, SEED, Ranks())
         runner.retire()
         return found
 
@@ -170,7 +170,6 @@ WIDE = sorted({*SPREAD, "lfm2", "llama4", "recurrent-gemma", "wavlm"})
 def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies between blocks, however often they run; also where batches go in several groups, and where the
     graphs of all blocks are kept, of the first one alone, or of none."""
-    monkeypatch.setattr(gradient_sums, "DIRECTIONS", 128)  # more than any output here has
     case = Case(tmp_path, name)
     expected, _ = measure_plainly(case)
     for kept_bytes, graph_bytes in ((output_gradients.KEPT_BYTES, output_gradients.GRAPH_BYTES), (1, 1), (1, 0)):
@@ -188,10 +187,10 @@ def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None
     """Over their mean at the tokens that count, whatever the batches."""
     case = Case(tmp_path, name)
     _, expected = measure_plainly(case)
-    factors, fitted, checked = case.measure(checked=case.batches)
+    factors, found = case.measure()
     batches = case.batches
-    assert fitted.keys() == checked.keys() == factors.keys()
-    for path, relative in fitted.items():
+    assert found.keys() == factors.keys()
+    for path, relative in found.items():
         sizes = [lay_out(of[path], batch) for of, batch in zip(expected, batches, strict=True)]
         masks = [BY_NAME[name].mask(path, 0, dict(batch)) for batch in batches]
         counted = [torch.ones_like(of) if mask is None else mask for of, mask in zip(sizes, masks, strict=True)]
@@ -261,7 +260,7 @@ def test_what_overflows_in_bfloat16_is_run_in_float32(tmp_path: Path, monkeypatc
 
 def test_examples_that_are_not_looked_at_count_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_gradients, "MOST_TOKENS", 1)
-    for sizes in Case(tmp_path, "bert").measure().fitted.values():
+    for sizes in Case(tmp_path, "bert").measure().sizes.values():
         assert len(sizes) == EXAMPLES
         assert sizes[:2].std() > 0 and sizes[2:].eq(1).all()
 
