@@ -22,25 +22,12 @@ from featcal_cli.models.loading import Model, load_model, load_outline
 from featcal_cli.runtime.errors import CheckpointError
 
 FINE_TUNED: dict[str, Any] = {
-    "architectures": ["BertForSequenceClassification"],
-    "num_labels": 7,
-    "problem_type": "single_label_classification",
-    "_name_or_path": "someone/else",
-    "transformers_version": "4.1.0",
-    "torch_dtype": "float16",
-    "use_cache": False,
-    "pad_token_id": 5,
-    "eos_token_id": [1, 2],
-    "hidden_dropout_prob": 0.3,
-    "attention_probs_dropout_prob": 0.0,
-    "classifier_dropout": 0.2,
-    "initializer_range": 1.0,
-    "vocab_size": 105,
-    "gradient_checkpointing": True,
-    "unsloth_version": "2024.9",
-    "position_embedding_type": "absolute",
-    "task_specific_params": {"a": 1},
-}
+    "architectures": ["BertForSequenceClassification"], "num_labels": 7, "problem_type": "single_label_classification",
+    "_name_or_path": "someone/else", "transformers_version": "4.1.0", "torch_dtype": "float16", "use_cache": False,
+    "pad_token_id": 5, "eos_token_id": [1, 2], "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout": 0.2, "initializer_range": 1.0, "vocab_size": 105, "gradient_checkpointing": True,
+    "unsloth_version": "2024.9", "position_embedding_type": "absolute", "task_specific_params": {"a": 1},
+}  # fmt: skip
 """What fine-tuning, and years of libraries, leave in a config."""
 
 
@@ -87,17 +74,10 @@ def test_what_users_change_is_said(tmp_path: Path, values: dict[str, Any], words
 
 
 PREFERENCES: dict[str, Any] = {
-    "_attn_implementation": "flash_attention_2",
-    "attn_implementation": "flash_attention_2",
-    "_experts_implementation": "grouped_mm",
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "return_dict": False,
-    "torchscript": True,
-    "gradient_checkpointing": True,
-    "use_cache": True,
-    "dtype": "bfloat16",
-}
+    "_attn_implementation": "flash_attention_2", "attn_implementation": "flash_attention_2",
+    "_experts_implementation": "grouped_mm", "output_attentions": True, "output_hidden_states": True,
+    "return_dict": False, "torchscript": True, "gradient_checkpointing": True, "use_cache": True, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", PREFERENCES)
