@@ -57,12 +57,25 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+FOLDERS = ("matrix", "survive", "distributed", "docs", "browser", "cuda")
+"""Those whose tests carry the marker of that name, by which other folders have tests only of the first two."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders none of whose tests are asked for are not imported, which takes seconds."""
+    asked, kind = config.option.markexpr, collection_path.name
+    if collection_path.parent != Path(__file__).parent or collection_path.is_file():
+        return None
+    is_spared = kind in FOLDERS if asked.startswith("not (") else asked in FOLDERS[2:] and kind != asked
+    return True if is_spared else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests in tests/matrix, survive, distributed, docs, browser and cuda carry the marker of that name."""
     folder = Path(__file__).parent
     for item in items:
         kind = item.path.relative_to(folder).parts[0]
-        if kind not in ("unit", "integration"):
+        if kind in FOLDERS:
             item.add_marker(kind)
 
 
