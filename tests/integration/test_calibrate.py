@@ -76,6 +76,24 @@ def test_the_order_of_tasks_and_how_models_are_stored_change_nothing(
     assert max(distances) <= apart and (change is not round_experts or max(distances) > 0)
 
 
+def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: dict[str, Tensor]) -> None:
+    recipe: dict[str, Any] = bert.recipe()
+
+    def load(place: str) -> Any:
+        return getattr(transformers, bert.family.model).from_pretrained(place)
+
+    experts = {task: load(spec["expert"]) for task, spec in recipe["tasks"].items()}
+    inputs = {task: load_file(spec["data"]) for task, spec in recipe["tasks"].items()}
+    merged = load(recipe["merged"])
+    before = {name: x.clone() for name, x in merged.state_dict().items()}
+    options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
+    made, report = calibrate_modules(merged, load(recipe["base"]), experts, inputs, **options)
+    found, left = made.state_dict(), merged.state_dict()
+    assert all(found[name].equal(x) for name, x in plain.items()) and found.keys() >= plain.keys()
+    assert all(left[name].equal(x) for name, x in before.items()) and not all(found[n].equal(left[n]) for n in plain)
+    assert report.drift.keys() == experts.keys()
+
+
 def test_an_interrupted_run_may_change_where_its_result_goes_and_nothing_else(
     saved: Saved, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
