@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import transformers
 from families import BY_NAME, TASKS, VOCABULARY, Family, Saved, few_of, save_family, save_tokenizer, text
 from hub_server import HubServer
 from jobs import Watcher
