@@ -105,6 +105,7 @@ def test_stages_are_reported_by_the_names_that_are_expected(llama: Saved, monkey
         def progress(self, progress: Progress) -> None:
             seen.append(progress.unit)
 
+    monkeypatch.setattr("featcal_cli.calibration.distillation.STEPS", 20)
     recipe = llama.recipe(ridge=None, rho=None, alpha=None, refine=True)
     calibrate(recipe, output=llama.folder / "refined", listener=Watcher())
     assert [name for name in dict.fromkeys(seen) if name in expected] == expected
