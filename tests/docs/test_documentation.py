@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
-from featcal_cli.data.tables import AUDIO_FILES, IMAGE_FILES, TABLE_FILES
+from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.recipe.data_formats import FORMATS, TABLE_FILES
 from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Data, Role
 
@@ -267,7 +268,7 @@ def test_endings_in_the_table_are_those_that_are_read() -> None:
     assert set(read_endings("folder of images")) == set(IMAGE_FILES)
     assert set(read_endings("folder of recordings")) <= set(AUDIO_FILES)
     assert set(read_endings("folder of data files")) == read <= set(TABLE_FILES)
-    assert set(read_endings("one file")) == {*read, ".txt"}
+    assert set(read_endings("one file")) == {*read, ".txt"} <= set(FORMATS)
 
 
 def test_every_role_is_in_the_table() -> None:

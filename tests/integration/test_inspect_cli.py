@@ -23,7 +23,6 @@ from featcal_cli.cli.console import OUT
 from featcal_cli.cli.results import OWN_MODEL, show_calibration
 from featcal_cli.evaluation.results import CALIBRATED, EXPERT, MERGED
 from featcal_cli.recipe.reading import collect_overrides, read_draft
-from featcal_cli.reporting.gates import check_gate, find_excess
 from featcal_cli.reporting.report import (
     REPORT,
     BlockDrift,
@@ -34,6 +33,7 @@ from featcal_cli.reporting.report import (
     Report,
     TaskInspection,
 )
+from featcal_cli.reporting.verdict import check_gate, find_excess
 from featcal_cli.runtime.errors import GateError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate

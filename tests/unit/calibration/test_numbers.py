@@ -24,8 +24,7 @@ from featcal_cli.cli.drift import show_inspection
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.drift_metrics import Drift
 from featcal_cli.models.module_kinds import Affine
-from featcal_cli.reporting.gates import find_excess
-from featcal_cli.reporting.verdict import write_verdict
+from featcal_cli.reporting.verdict import find_excess, write_verdict
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import DataError, NumericsError, OutputError, ShortageError
 from featcal_cli.runtime.hardware import is_out_of_memory

@@ -13,8 +13,7 @@ from families import BY_NAME, Saved, save_family
 from featcal_cli import dry_run
 from featcal_cli.cli.console import OUT, Screen
 from featcal_cli.cli.results import show_plan
-from featcal_cli.runtime.countdown import ENOUGH, Countdown
-from featcal_cli.runtime.progress import Listener, Progress, tell_range
+from featcal_cli.runtime.progress import ENOUGH, Countdown, Listener, Progress, tell_range
 from featcal_cli.workflows import plan as module
 from featcal_cli.workflows.plan import Plan
 from featcal_cli.workflows.time_estimate import CALL, LOGITS, PRODUCTS, SOLVES, SPREAD, SUMS, WRITING, TimeEstimate
