@@ -154,7 +154,9 @@ Recipe = _given(str, MODELS, "--recipe -r", "FILE", "A recipe or its name; optio
 Compare = _given(str, MODELS, "--compare", "MODEL2", "Compare a second model with the same experts.")
 Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [64].")
 MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [43; calibrate uses 42].")
-Limit = _given(int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all].", min=1)
+Limit = _given(
+    int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all; 256 texts].", min=1
+)
 Device = Annotated[
     str, _option(MACHINE, "--device", metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False)
 ]

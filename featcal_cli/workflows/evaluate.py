@@ -47,11 +47,12 @@ def evaluate(
     """Measure how well models do the tasks of a recipe: each expert on its own task; merged and every one of `models`
     on all tasks.
 
-    recipe: as for `calibrate`; only tasks whose recipe has an `evaluate` key are measured. If none has one, the
-    perplexity of language models is, and of base too, on texts that are drawn anew from each task's data.
+    recipe: as for `calibrate`; only tasks whose recipe has an `evaluate` key are measured. If no task has one, the
+    perplexity of language models is measured instead, base's included, on texts that are drawn from each task's data
+    with another seed than a calibration's: some may be the same, unless the source is much larger.
     limit: examples per task, drawn at random and the same for all models; None for all examples, or TEXTS texts.
     allow_code: let lm-eval tasks run code that a model wrote.
-    Results of an earlier run with these models, data and limit are reused.
+    Results of an earlier run with these models, data and limit are reused, except perplexities without a key.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
@@ -66,24 +67,24 @@ def evaluate(
 def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str], count: int) -> Evaluation:
     """Measure the perplexity of experts, merged, `others` (by role) and base on texts of the tasks' own data. Raises
     FeatCalError, also if they are no language models."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
+    from featcal_cli.data.tensors import is_tensor_file
     from featcal_cli.models.alignment import load_fitting
     from featcal_cli.workflows.load import fetch_models, load_models
-    from featcal_cli.workflows.perplexity import measure_if_possible
+    from featcal_cli.workflows.perplexity import has_perplexity, measure_perplexity
     from featcal_cli.workflows.plan import make_plan
     from featcal_cli.workflows.setup import set_up
 
-    started, seed = time.monotonic(), inputs.recipe.calibration.seed + 1  # a calibration was fitted to those of its own
+    if session.ranks.size > 1 or not _writes_text(inputs):
+        check_evaluable(session, inputs.recipe, allow_code=False)
+    # a calibration was fitted to the texts of its own seed
+    started, seed = time.monotonic(), inputs.recipe.calibration.seed + 1
     calibration = inputs.recipe.calibration.model_copy(update={"examples": count, "seed": seed})
     recipe = inputs.recipe.model_copy(update={"calibration": calibration})
     origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
     plan = make_plan(session, replace(inputs, recipe=recipe, origins=origins))
-    if plan.model_class not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        check_evaluable(session, recipe, allow_code=False)
     for task, rows in plan.examples.items():
-        if rows.is_whole:
-            session.note(f"{task}: the source has few rows, and a calibration with it was fitted to most of them")
+        if rows.is_whole or is_tensor_file(recipe.tasks[task].data):
+            session.note(f"{task}: these are mostly the texts that a calibration with this source was fitted to")
     with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
         snapshots = fetch_models(session, plan)
@@ -93,10 +94,25 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
         measured |= {role: load_fitting(role, snapshots[role], models.merged) for role in others}
         job = set_up(session, plan, models).make_job({}, {**measured, BASE: models.base})
         job.retire()
-        scores = measure_if_possible(session, job, recipe, job.drift.runners, dict.fromkeys(job.experts, "texts"))
-    if not scores:
-        check_evaluable(session, recipe, allow_code=False)
+        if not has_perplexity(job):
+            check_evaluable(session, recipe, allow_code=False)
+        session.stage("measuring perplexity")
+        scores = measure_perplexity(job, recipe, job.drift.runners, dict.fromkeys(job.experts, "texts"))
     return _describe(session, recipe, {role: origin.pinned for role, origin in origins.items()}, scores, count, started)
+
+
+def _writes_text(inputs: Inputs) -> bool:
+    """Tell from its config whether the merged model, or the first expert, may be a language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from featcal_cli.hub.model_config import read_class_name
+    from featcal_cli.models.loading import find_transformers_class
+    from featcal_cli.workflows.plan import describing_folder
+
+    origin = inputs.origins.get(MERGED) or next(of for role, of in inputs.origins.items() if role != BASE)
+    name = read_class_name(Snapshot(origin.name, describing_folder(origin.body.repo), None).config)
+    # a repo's own class may be anything
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or find_transformers_class(name) is None
 
 
 def evaluate_models(
