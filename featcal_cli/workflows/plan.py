@@ -36,6 +36,7 @@ from featcal_cli.workflows.plan_checks import (
     check_disk,
     check_models,
     check_refinable,
+    check_teacher,
     count_transfer,
 )
 from featcal_cli.workflows.resource_estimate import Estimate, choose_dtype, estimate
@@ -159,6 +160,10 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         with look():
             if options.strict:
                 check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
+    refines = calibration.refine and target is not None
+    with look():
+        if refines:
+            check_refinable(session, examples)
     with look():
         check_disk(needs, transfers, target if session.ranks.is_first else None)
 
@@ -168,8 +173,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     with look():
-        if calibration.refine:
-            check_refinable(session, outlines, examples, token_ids)
+        for task in examples if refines else ():
+            check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all

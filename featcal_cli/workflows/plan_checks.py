@@ -27,7 +27,7 @@ from featcal_cli.runtime.hardware import disk_of, free_bytes
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
 from featcal_cli.workflows.resource_estimate import Estimate
-from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
 from featcal_cli.workflows.workspace import Workspace
 
@@ -73,19 +73,14 @@ def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], targ
             raise OutputError(what, where=str(place), fix=fix)
 
 
-def check_refinable(
-    session: Session, models: Mapping[str, Model], examples: Mapping[str, TaskExamples], token_ids: TokenIds
-) -> None:
-    """Raise RecipeError if a result cannot be refined: by several processes, without held-out examples, or from such
-    experts (`models`, by role)."""
+def check_refinable(session: Session, examples: Mapping[str, TaskExamples]) -> None:
+    """Raise RecipeError if a result cannot be refined: by several processes, or without held-out examples."""
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
     if session.ranks.size > 1:
         raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
     if unchecked:
         what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
         raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
-    for task in examples:
-        check_teacher(models[f"{EXPERT}{task}"], models["merged"].module, token_ids)
 
 
 def check_teacher(expert: Model, merged: PreTrainedModel, token_ids: TokenIds) -> None:
@@ -95,8 +90,8 @@ def check_teacher(expert: Model, merged: PreTrainedModel, token_ids: TokenIds) -
         lacks = "has no head in its files"
     elif expert.role in token_ids.tables:
         lacks = "has other token ids than merged"
-    elif getattr(module.config, "problem_type", None) in NO_PROBABILITIES:
-        lacks = f"gives no probabilities of one choice (problem_type: {module.config.problem_type})"
+    elif (problem := expert.snapshot.config.get("problem_type")) in NO_PROBABILITIES:
+        lacks = f"gives no probabilities of one choice (problem_type: {problem})"
     elif merged.get_output_embeddings() is None and (  # else all tasks share merged's head
         type(module.base_model) is not type(merged.base_model) or module.base_model is module
     ):

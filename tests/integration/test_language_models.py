@@ -202,7 +202,8 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
 def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None:
     saved = save_family(tmp_path, BY_NAME["llama"], examples=40)
     shutil.copytree(tmp_path / "merged", tmp_path / "other")
-    found = evaluate(saved.recipe(examples=8), [str(tmp_path / "other")], limit=12)
+    # what is refined is asked of a calibration alone: few rows, of which none is held out, do here
+    found = evaluate(saved.recipe(examples=8, method="featcal", refine=True), [str(tmp_path / "other")], limit=12)
     assert found.limit == 12 and list(found.names) == ["expert", "merged", "other", "base"]
     assert {sum(len(batch["input_ids"]) for batch in batches) for batches in measured.values()} == {12}
     told = {task: {role: score.value for role, score in scored.scores.items()} for task, scored in found.tasks.items()}
@@ -210,7 +211,7 @@ def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None
 
 
 def test_evaluate_of_other_models_needs_one(bert: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcal_cli.workflows.load.load_models", None)  # it is said before weights are read
+    monkeypatch.setattr("featcal_cli.workflows.plan.make_plan", None)  # it is said before data are read
     with pytest.raises(RecipeError, match="no task says how it is evaluated"):
         evaluate(bert.recipe(examples=8))
 
@@ -286,6 +287,10 @@ def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys:
 def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vit = save_family(tmp_path / "vit", BY_NAME["vit"])
     with pytest.raises(RecipeError, match="no head on merged's body"):
+        dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
+    file = vit.folder / "red" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "problem_type": "regression"}))
+    with pytest.raises(RecipeError, match=r"expert red gives no probabilities of one choice \(problem_type: regression"):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8)
     with pytest.raises(RecipeError, match="red has no held-out rows"):
