@@ -19,9 +19,10 @@ from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.reporting.report import REPORT, Report
 from featcal_cli.reporting.verdict import check_held_out
-from featcal_cli.runtime.errors import FeatCalError, join_errors
+from featcal_cli.runtime.errors import FeatCalError, RecipeError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.inputs import Inputs, find_inputs
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 from featcal_cli.workflows.workspace import (
@@ -140,6 +141,9 @@ def calibrate_modules(
     """
     from safetensors.torch import save_file
 
+    if not experts or experts.keys() != inputs.keys():
+        what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
+        raise RecipeError(what, where="calibrate_modules", fix="give both for the same tasks, and for one at least")
     with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:
         here, tasks, counts = Path(room), {}, []
         merged.save_pretrained(here / "merged")
@@ -147,9 +151,10 @@ def calibrate_modules(
         for number, (task, expert) in enumerate(experts.items()):
             place, data = here / f"expert{number}", here / f"inputs{number}.safetensors"
             expert.save_pretrained(place)
-            save_file({name: x.detach().cpu().contiguous() for name, x in inputs[task].items()}, data)
+            # copies, as two names may share one tensor
+            save_file({name: x.detach().cpu().contiguous().clone() for name, x in inputs[task].items()}, data)
             tasks[task] = {"expert": str(place), "data": {"path": str(data)}}
-            counts += [len(x) for x in inputs[task].values()]
+            counts.append(min(len(x) for x in inputs[task].values()))
         settings = {"examples": max(counts), **(calibration or {})}
         models = {"merged": str(here / "merged"), "base": str(here / "base")}
         result = calibrate({**models, "tasks": tasks, "calibration": settings}, output=here / "result", **options)

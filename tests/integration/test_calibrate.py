@@ -18,7 +18,7 @@ from jobs import Watcher
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from featcal_cli.runtime.errors import OutputError
+from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.workflows.verbs import calibrate, calibrate_modules
 
 WEIGHTS = "model.safetensors"
@@ -88,6 +88,8 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
     merged = load(recipe["merged"])
     before = {name: x.clone() for name, x in merged.state_dict().items()}
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
+    with pytest.raises(RecipeError, match="there are experts of red"):
+        calibrate_modules(merged, merged, experts, {}, **options)
     made, report = calibrate_modules(merged, load(recipe["base"]), experts, inputs, **options)
     found, left = made.state_dict(), merged.state_dict()
     assert all(found[name].equal(x) for name, x in plain.items()) and found.keys() >= plain.keys()
