@@ -259,6 +259,8 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
             if now <= before - SUFFICIENT * size * promised:
                 found, before = further, now
                 break
+            # it is as large as the head
+            del slope
         else:
             break
     return found - unknown.start
@@ -340,7 +342,8 @@ def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Div
     for task, expert in job.experts.items():
         with expert.on_device():
             expert.bring(head.name)
-            divergence.add_task(inputs.get(task, []), read_parameters(expert.module(head.name)), len(job.experts))
+            # the experts' are not needed again
+            divergence.add_task(inputs.pop(task, []), read_parameters(expert.module(head.name)), len(job.experts))
             expert.give_back(head.name)
     divergence.finish()
     return divergence

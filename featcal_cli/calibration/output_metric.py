@@ -254,6 +254,8 @@ def approach_by_conjugate_gradients(
         length = torch.where(goes_on, product / _inner_product(direction, image), 0)
         x.addcmul_(direction, length)
         residual.addcmul_(image, -length)
+    if not residual.sum().isfinite():
+        raise NumericsError(NOT_FINITE, fix="use --method paper")
     return x
 
 

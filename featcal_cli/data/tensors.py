@@ -46,7 +46,8 @@ class TensorReader(Reader):
         return range(count_examples(self.tensors))
 
     def read(self, row: int) -> Example:
-        """Return the example at this position, cut to the tokens that its masks keep, as float32."""
+        """Return the example at this position, cut to the tokens that its masks keep; floating-point inputs are
+        float32."""
         inputs = take_examples(self.tensors, [row])
         return Example(cut_padding({name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}))
 

@@ -142,7 +142,8 @@ def _read_maps() -> list[tuple[int, int]]:
 
 
 _known_maps = cache(_read_maps)
-"""The mappings at the first call: reading an outdated address ahead does no harm, releasing one would."""
+"""The mappings at the first call: reading an outdated address ahead does no harm, but memory is only released after a
+new look-up."""
 
 
 PACKAGES = (

@@ -210,7 +210,8 @@ def stop(message: str) -> NoReturn:
 
 
 def _tell(message: str) -> None:
-    """Print once that the first process was interrupted, bypassing whatever else writes to the terminal."""
+    """Print once, from the first process, that the run was interrupted, bypassing whatever else writes to the
+    terminal."""
     if _told.acquire(blocking=False) and read_launch().rank == 0:
         clear = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""
         with suppress(OSError):  # the terminal has gone
