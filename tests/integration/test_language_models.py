@@ -290,7 +290,9 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path, monkeypatch: 
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     file = vit.folder / "red" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "problem_type": "regression"}))
-    with pytest.raises(RecipeError, match=r"expert red gives no probabilities of one choice \(problem_type: regression"):
+    with pytest.raises(
+        RecipeError, match=r"expert red gives no probabilities of one choice \(problem_type: regression"
+    ):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8)
     with pytest.raises(RecipeError, match="red has no held-out rows"):
