@@ -121,7 +121,7 @@ class GroupedEquations(LinearEquations):
         asked = (self._bias_pull[name] + ridge * towards).view_as(moved)
         return ((asked - moved) / (self._omega[:, None] + ridge)).flatten()
 
-    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
+    def _make_solver(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         factor, ridge = factorise(self._grams.clone(), self._hyperparameters.ridge)
 
         def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:

@@ -297,6 +297,8 @@ def _show(key: str, value: Any) -> str:
     """Write a value for a message as the user would type it, if it can be typed, and shortened."""
     if value is None:
         return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, Mapping) and key in ("merged", "data"):
         value = Merge(**value).option if key == "merged" else Data.model_construct(**value)
     text = f"{value:g}" if isinstance(value, float) else COMMIT.sub(r"\1", str(value))

@@ -44,7 +44,6 @@ TOLERANCE, MOST_STEPS = 1e-2, 5
 """Stopping rule of conjugate gradients: the relative residual and the largest number of steps, the start included. The
 first steps find the directions that the examples determine best; more steps do not improve outputs
 (benchmarks/NOTES.md)."""
-
 ROWS_AT_ONCE = 1 << 13
 """Rows of two tensors that are multiplied with each other at a time."""
 
@@ -147,7 +146,7 @@ class MetricEquations(LinearEquations):
             total.add(task.gram, task.scale * task.metrics[name].identity)
         return total
 
-    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
+    def _make_solver(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:
             lower, ridge = factorise(self._multiples_of_identity(name).full(), self._hyperparameters.ridge)
             return self._approach(name, lower, self.pull_of(name).add(towards, alpha=ridge)), ridge

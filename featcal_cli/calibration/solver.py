@@ -95,7 +95,7 @@ class LinearEquations:
     def solve(self, base: Mapping[str, Affine], *, bias: bool = True) -> dict[str, Solution]:
         """Return W* and b* of every module, given the base's parameters for the anchor. If `bias` is False, b stays
         unchanged. Raises NumericsError when the equations have no stable solution."""
-        update_of = self._factorise()
+        update_of = self._make_solver()
         solutions = {}
         for name, merged in self._merged.items():
             towards = _anchor_offset(merged.each(self._cast), base[name].each(self._cast), self._hyperparameters.rho)
@@ -159,7 +159,7 @@ class LinearEquations:
         drift = merged @ self._cast(self._drift.value)
         return drift if pull is None else drift.add_(self._cast(pull))
 
-    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
+    def _make_solver(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         """Return a function that computes a module's update from the anchor's offset (anchor − merged), and the λ that
         was used. It is larger than requested if the equations have no stable solution otherwise."""
         factor, ridge = factorise(self._gram.full(), self._hyperparameters.ridge)
@@ -294,7 +294,7 @@ class DualEquations(LinearEquations):
                 lacking = lacking + self._bias_offset(name, expert).to(lacking)
             self._residuals[name].append(lacking * scale)
 
-    def _factorise(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
+    def _make_solver(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         x, ridge = self._cast(torch.cat(self._x)), self._hyperparameters.ridge
         factor, ridge = factorise(x @ x.T, ridge)
 

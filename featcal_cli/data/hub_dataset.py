@@ -77,7 +77,8 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     chosen = choose_split(source.splits, split, data, note)
     kind = _infer_format(source.splits[chosen])
     if kind != "parquet":
-        what = f"{data} has no parquet files: its rows are streamed from shuffled shards through a buffer"
+        # without the name, so that tasks share the sentence
+        what = "the dataset has no parquet files: its rows are streamed from shuffled shards through a buffer"
         note(f"{what}, so that none is drawn that lies far behind in a long file")
     splits = {
         name: [f"{root}/{path}" for path in paths if TABLE_FILES[ending_of(path)] == kind]

@@ -82,9 +82,9 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
     recipe = inputs.recipe.model_copy(update={"calibration": calibration})
     origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
     plan = make_plan(session, replace(inputs, recipe=recipe, origins=origins))
-    for task, rows in plan.examples.items():
-        if rows.is_whole or is_tensor_file(recipe.tasks[task].data):
-            session.note(f"{task}: these are mostly the texts that a calibration with this source was fitted to")
+    known = "these are mostly the texts that a calibration with this source was fitted to"
+    few = [task for task, rows in plan.examples.items() if rows.is_whole or is_tensor_file(recipe.tasks[task].data)]
+    session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
     with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
         merge = recipe.merged if isinstance(recipe.merged, Merge) else None
         snapshots = fetch_models(session, plan)

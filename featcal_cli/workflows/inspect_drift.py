@@ -100,9 +100,9 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     from featcal_cli.workflows.setup import set_up
 
     plan = make_plan(session, inputs)
-    for task, examples in plan.examples.items():
-        if examples.is_whole:
-            session.note(f"{task}: the source has few rows, and a calibration with it was fitted to most of them")
+    known = "the source has few rows, and a calibration with it was fitted to most of them"
+    few = [task for task, examples in plan.examples.items() if examples.is_whole]
+    session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
     snapshots = fetch_models(session, plan)
     session.stage("loading models")
     models = load_models(snapshots, None, Path(), "")
