@@ -152,7 +152,7 @@ def draw_demo() -> str:
     """docs/demo.svg: what a terminal of 80 columns shows of `featcal demo`."""
     wide = {**os.environ, "COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     with tempfile.TemporaryDirectory() as folder:
-        line = [sys.executable, "-m", "featcal_cli", "demo", "-o", "demo-featcal"]
+        line = [sys.executable, "-m", "featcal_cli", "demo"]
         found = subprocess.run(line, check=True, capture_output=True, text=True, cwd=folder, env=wide)
     screen = Console(record=True, width=80, file=io.StringIO(), force_terminal=True)
     screen.print(Text.from_ansi("$ featcal demo\n" + found.stdout))
