@@ -140,8 +140,11 @@ Change: TypeAlias = "Callable[[str, Tensor, Tensor], Tensor]"
 """Computes the value of a parameter from its path, its merged value and its calibrated value."""
 
 
-def measure_result(job: Job, blocks: Sequence[BlockReport], journal: Journal, change: Change, watch: Watch) -> None:
-    """Replace the job's measurements of the calibrated model by those of the model that `change` makes of it."""
+def measure_result(
+    job: Job, blocks: Sequence[BlockReport], journal: Journal | None, change: Change, watch: Watch
+) -> None:
+    """Replace the job's measurements of the calibrated model by those of the model that `change` makes of it. Only the
+    first rank has the journal."""
     _take_over(job, _measure_updates(job, blocks, journal, {CALIBRATED: change}, watch), CALIBRATED)
 
 

@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import cos, pi
+from math import ceil, cos, pi
 from pathlib import Path
 from statistics import fmean
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -25,15 +25,37 @@ from featcal_cli.runtime.progress import Progress, Watch
 
 KEPT = 256
 """The number of a prediction's largest probabilities that are kept one by one; all others count as one class."""
-STEPS, TEXTS, CHECKS = 200, 8, 10
-"""Number of optimiser steps, of each task's examples in a step, and of measurements on held-out examples."""
-PEAK, WARM_UP = 1e-3, 0.3
-"""Largest learning rate, and the share of the steps until it is reached."""
-LARGE, RANK, RANK_PEAK = 10**8, 32, 4e-3
-"""To save memory, models with LARGE calibrated parameters learn matrices' updates of this rank, with another largest
-learning rate, and their blocks run once more in the backward pass."""
+WARM_UP = 0.3
+"""Share of the steps until the largest learning rate is reached."""
+LARGE, RANK = 10**8, 32
+"""To save memory, models with LARGE calibrated parameters learn matrices' updates of this rank, and their blocks run
+once more in the backward pass."""
+UP = 2.5
+"""Learning rate of the first factor of an update of low rank, as a multiple of that with which the update would grow as
+fast as a whole one."""
 SHARES = (1.0, 0.5, 0.25)
 """Candidates for the share of the updates that is kept, the largest first."""
+CLEARLY = 2.0
+"""Standard errors by which a task must get worse on held-out examples to count as worse: they are few."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a result is refined."""
+
+    steps: int
+    """Number of optimiser steps."""
+    texts: int
+    """Number of each task's examples in a step."""
+    peak: float
+    """Largest learning rate, for each parameter in units of its distance from the experts': the root mean square of
+    expert − merged. So it fits models of any size, and experts that were trained for long or briefly."""
+    checks: int
+    """Number of measurements on held-out examples."""
+
+
+LONG, SHORT = Schedule(200, 8, 0.12, 10), Schedule(128, 4, 0.07, 2)
+"""How long a result is refined if the user asks for it, and if it is a language model and nothing is asked for."""
 Run: TypeAlias = "Callable[[Batch], tuple[Tensor, Tensor]]"
 """Runs a model on a batch. Returns the logits [rows, c] of the predictions that count, and the number in the batch of
 the example that each belongs to [rows]."""
@@ -88,22 +110,27 @@ class Lesson:
             kept |= {f"{n}/{key}": x[owners == at].cpu() for at, n in enumerate(numbers) for key, x in found.items()}
         save_file(kept, self.answers)
 
-    def divergences(self, chosen: Sequence[int]) -> Iterator[Tensor]:
-        """Yield parts of the mean KL(expert ‖ student) over the predictions on some examples, one for each batch."""
+    def divergences(self, chosen: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield, for each batch of some examples, each one's part of the mean KL(expert ‖ student) over the predictions
+        on all of them, and their numbers."""
         with safe_open(self.answers, "pt") as file:
             count = sum(file.get_slice(f"{number}/places").get_shape()[0] for number in chosen)
             for batch, numbers in self.batches(chosen):
-                z, _ = self.run(batch)
+                z, owners = self.run(batch)
                 places, log_p = (
                     torch.cat([file.get_tensor(f"{n}/{key}") for n in numbers]).to(z.device)
                     for key in ("places", "log_p")
                 )
-                yield divergence(z, places.long(), log_p).sum() / count
+                found = divergence(z, places.long(), log_p) / count
+                yield found.new_zeros(len(numbers)).index_add(0, owners.to(z.device), found), numbers
 
     @torch.no_grad()
-    def measure(self) -> float:
-        """Measure the mean KL(expert ‖ student) on the held-out examples."""
-        return sum(map(float, self.divergences(range(self.fitted, len(self.examples)))))
+    def measure(self) -> Tensor:
+        """Measure the mean KL(expert ‖ student) on the held-out examples, as a sum of each one's part [n]."""
+        parts = torch.zeros(len(self.examples) - self.fitted, dtype=torch.float64)
+        for found, numbers in self.divergences(range(self.fitted, len(self.examples))):
+            parts[torch.tensor(numbers) - self.fitted] = found.to(parts)
+        return parts
 
 
 class Update(nn.Module):
@@ -129,90 +156,123 @@ def compute_update(parts: Mapping[str, Tensor], place: str = "") -> Tensor:
     return parts[f"{place}whole"] if f"{place}whole" in parts else parts[f"{place}up"] @ parts[f"{place}down"]
 
 
-def add_updates(student: nn.Module, paths: Sequence[str], seed: int) -> dict[str, nn.Parameter]:
-    """Give parameters of the student, by path, updates that can be trained: whole ones, or of low rank for the matrices
-    of a large model. Returns their parts as PATH/NAME."""
-    parameters = {path: student.get_parameter(path) for path in paths}
+class Learned(NamedTuple):
+    """The parts of all updates, as PATH/NAME."""
+
+    parts: dict[str, nn.Parameter]
+    rates: dict[str, float]
+    """Learning rate of each part at a peak of 1."""
+
+
+def add_updates(student: nn.Module, distances: Mapping[str, float], seed: int) -> Learned:
+    """Give parameters of the student updates that can be trained: whole ones, or of low rank for the matrices of a
+    large model. distances: root mean square of expert − merged of each parameter, by path."""
+    parameters = {path: student.get_parameter(path) for path in distances}
     is_small = sum(x.numel() for x in parameters.values()) < LARGE
-    parts: dict[str, nn.Parameter] = {}
+    learned = Learned({}, {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for path, parameter in parameters.items():
             module, _, name = path.rpartition(".")
             update = Update(parameter, is_whole=is_small or parameter.ndim < 2)
             parametrize.register_parametrization(student.get_submodule(module), name, update, unsafe=True)
-            parts |= {f"{path}/{part}": x for part, x in update.named_parameters()}
-    return parts
+            d_in, distance = parameter.shape[-1], distances[path]
+            rates = {"whole": distance, "up": UP * distance * (d_in / RANK) ** 0.5, "down": d_in**-0.5}
+            for part, x in update.named_parameters():
+                learned.parts[f"{path}/{part}"], learned.rates[f"{path}/{part}"] = x, rates[part]
+    return learned
 
 
 def distil(
     lessons: Mapping[str, Lesson],
-    parts: Mapping[str, nn.Parameter],
-    merged: dict[str, float],
+    learned: Learned,
+    schedule: Schedule,
+    merged: Mapping[str, Tensor],
     journal: Journal,
     seed: int,
     watch: Watch,
 ) -> tuple[Refinement, dict[str, Tensor]]:
-    """Learn the parts by AdamW, from where an interrupted run of the same job stopped. merged: the merged model's
-    divergence by task. Returns the report, and the parts that were best on held-out examples, in the share with which
-    no task is farther from its expert than merged; no parts if they do not help."""
+    """Learn updates by AdamW, from where an interrupted run of the same job stopped. merged: what the lessons measure
+    for the merged model, by task. Returns the report, and the parts that were best on held-out examples, in the largest
+    share with which no task is clearly farther from its expert than both merged and what was calibrated; no parts if
+    they do not help."""
+    parts, plan, steps = learned.parts, asdict(schedule), schedule.steps
 
-    def measure() -> dict[str, float]:
+    def measure() -> dict[str, Tensor]:
         return {task: lesson.measure() for task, lesson in lessons.items()}
 
-    peak = RANK_PEAK if any(name.endswith("/up") for name in parts) else PEAK
-    optimizer = torch.optim.AdamW(parts.values(), weight_decay=0.0)
-    orders = {task: order_examples(lesson.fitted, seed) for task, lesson in lessons.items()}
-    if (state := journal.read_state()) is not None:
-        done, best = Refinement(**json.loads(state[0])), _restore(state[1], parts, optimizer)
+    def add_up(measured: Mapping[str, Tensor]) -> dict[str, float]:
+        return {task: float(parts.sum()) for task, parts in measured.items()}
+
+    groups = [{"params": [part], "rate": learned.rates[name]} for name, part in parts.items()]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    orders = {task: order_examples(lesson.fitted, schedule, seed) for task, lesson in lessons.items()}
+    state = journal.read_state()
+    if state is not None and (known := json.loads(state[0]))["schedule"] == plan:
+        done, best = Refinement(**known["done"]), _restore(state[1], parts, optimizer)
+        before = {task: state[1][f"before/{task}"] for task in lessons}
     else:
         before = measure()
-        done, best = Refinement(merged, before, before), dict[str, Tensor]()
+        done, best = Refinement(add_up(merged), add_up(before), add_up(before)), dict[str, Tensor]()
     began = time.monotonic() - done.seconds
-    for step in range(done.steps, STEPS):
-        watch(Progress("", step, STEPS, unit="step"))
-        optimizer.param_groups[0]["lr"] = learning_rate(step, peak)
+    every = ceil(steps / schedule.checks)
+    for step in range(done.steps, steps):
+        watch(Progress("", step, steps, unit="step"))
+        for group in optimizer.param_groups:
+            group["lr"] = group["rate"] * learning_rate(step, schedule)
         optimizer.zero_grad()
         for task, lesson in lessons.items():
-            for loss in lesson.divergences(orders[task][step]):
-                (loss / len(lessons)).backward()
+            for losses, _ in lesson.divergences(orders[task][step]):
+                (losses.sum() / len(lessons)).backward()
         optimizer.step()
-        if (step + 1) % (STEPS // CHECKS) == 0:
-            now = measure()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            now = add_up(measure())
             if fmean(now.values()) < fmean(done.after.values()):
                 best = {name: part.detach().cpu().clone() for name, part in parts.items()}
                 done = replace(done, after=now, best=step + 1)
             done = replace(done, steps=step + 1, seconds=time.monotonic() - began)
-            journal.write_state(json.dumps(asdict(done)), _collect_state(parts, optimizer, best))
+            text = json.dumps({"schedule": plan, "done": asdict(done)})
+            journal.write_state(text, _collect_state(parts, optimizer, best, before))
     for share in SHARES if best else ():
         kept = {name: x if name.endswith("/down") else share * x for name, x in best.items()}
         for name, part in parts.items():
             part.data.copy_(kept[name])
         after = measure()
-        if all(after[task] <= max(done.before[task], done.merged[task]) for task in lessons):
-            return replace(done, after=after, share=share), kept
+        if not any(is_clearly_larger(after[task], max(before[task], merged[task], key=Tensor.sum)) for task in lessons):
+            return replace(done, after=add_up(after), share=share), kept
     return replace(done, after=done.before, share=0.0), {}
 
 
-def learning_rate(step: int, peak: float) -> float:
-    """Return the learning rate of a step: it rises to `peak` and falls again, each along half a cosine."""
-    rises = WARM_UP * STEPS
-    return peak * (1 - cos(pi * min((step + 1) / rises, (STEPS - step) / (STEPS - rises)))) / 2
+def is_clearly_larger(one: Tensor, other: Tensor) -> bool:
+    """Whether the sum of `one` [n] is larger than that of `other` by more than CLEARLY standard errors of their
+    difference, which examples of the same kind would have."""
+    grown = one - other
+    noise = float(grown.std()) * len(grown) ** 0.5 if len(grown) > 1 else 0.0
+    return float(grown.sum()) > CLEARLY * noise
 
 
-def order_examples(count: int, seed: int) -> list[list[int]]:
+def learning_rate(step: int, schedule: Schedule) -> float:
+    """Return the learning rate of a step: it rises to the peak and falls again, each along half a cosine."""
+    steps, rises = schedule.steps, WARM_UP * schedule.steps
+    return schedule.peak * (1 - cos(pi * min((step + 1) / rises, (steps - step) / (steps - rises), 1))) / 2
+
+
+def order_examples(count: int, schedule: Schedule, seed: int) -> list[list[int]]:
     """Draw the numbers of the examples of every step. Each example is used once before any is used again."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.cat([torch.randperm(count, generator=generator) for _ in range(-(-STEPS * TEXTS // count))])
-    chosen: list[list[int]] = drawn[: STEPS * TEXTS].view(STEPS, TEXTS).tolist()
+    generator, wanted = torch.Generator().manual_seed(seed), schedule.steps * schedule.texts
+    drawn = torch.cat([torch.randperm(count, generator=generator) for _ in range(ceil(wanted / count))])
+    chosen: list[list[int]] = drawn[:wanted].view(schedule.steps, schedule.texts).tolist()
     return chosen
 
 
 def _collect_state(
-    parts: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, best: Mapping[str, Tensor]
+    parts: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.AdamW,
+    best: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return all tensors that an interrupted run needs to go on."""
-    state = {f"best/{name}": x for name, x in best.items()}
+    state = {f"{key}/{name}": x for key, of in (("best", best), ("before", before)) for name, x in of.items()}
     for name, part in parts.items():
         of_part = {"now": part.detach(), **optimizer.state[part]}
         state |= {f"{key}/{name}": x.cpu().contiguous() for key, x in of_part.items()}

@@ -20,7 +20,7 @@ from featcal_cli.cli import options
 from featcal_cli.recipe.schema import Calibration, Output
 from featcal_cli.runtime.errors import EXIT_CODES, RecipeError
 
-HELP = """Calibrate merged models: move their features back to the experts', in closed form, without training.
+HELP = """Calibrate merged models: move their features and outputs back to the experts', without labels.
 
 **Examples**
 

@@ -78,6 +78,7 @@ def show_plan(plan: Plan) -> None:
         "calibrated": calibrated,
         "examples": "; ".join(_describe_examples(plan)),
         "settings": plan.settings,
+        "refined": _describe_refining(plan),
         "download": f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing",
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
         "disk": f"about {tell_bytes(needs.disk_bytes)} for the output while it is made",
@@ -92,6 +93,13 @@ def show_plan(plan: Plan) -> None:
     start = "" if plan.stops or plan.is_finished else "Leave out --dry-run to start."
     if downloaded or start:
         _hint(f"{downloaded}{start}".strip())
+
+
+def _describe_refining(plan: Plan) -> str:
+    if plan.refining is None:
+        return "no"
+    how = f"by {plan.refining.steps} steps of distillation, with {plan.refining.texts} examples per task in each"
+    return how if plan.recipe.calibration.refine else f"{how} (--no-refine leaves it out)"
 
 
 def _describe_time(plan: Plan, *, downloads: bool) -> str:

@@ -285,8 +285,9 @@ class Calibration(Section):
     token_weights: Literal["auto", "uniform", "cls"] = "auto"
     """How tokens count: `uniform` all equally; `cls` the first one most, in the last block; `auto` by how far they move
     the expert's outputs where errors are measured by these, else as one of the two."""
-    refine: Annotated[bool, AsOption(names=("--refine",))] = False
-    """Refine the result by a short distillation to the experts' probabilities on the same examples."""
+    refine: Annotated[bool | None, AsOption(names=("--refine/--no-refine",))] = None
+    """Refine the result by a distillation to the experts' probabilities on the same examples. If left out, language
+    models are refined for a short while, with the method `featcal`."""
     seed: Annotated[int, AsOption("N")] = Field(default=42, ge=-(2**63), lt=2**63)
     """Seed for sampling examples."""
 
@@ -304,6 +305,11 @@ class Calibration(Section):
     def calibrates_head(self) -> bool:
         """Whether a language model's head is calibrated too."""
         return self.method == "featcal" if self.head is None else self.head
+
+    @property
+    def refines_language_models(self) -> bool:
+        """Whether a language model is refined for a short while, as the user does not say otherwise."""
+        return self.method == "featcal" and self.refine is None
 
     @property
     def must_not_get_worse(self) -> bool:

@@ -42,7 +42,7 @@ from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
 from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
-from featcal_cli.workflows.refine import Refiner, read_groups
+from featcal_cli.workflows.refine import Refiner, read_groups, refine
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
 from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, Workspace, describe_output, stamp_inputs
@@ -218,7 +218,7 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     if unchecked and guarded:
         session.note(f"updates are not checked on held-out examples: {unchecked[0]} has no held-out rows")
     # before the job makes its models pause
-    refiner = Refiner(session, setup) if calibration.refine else None
+    refiner = Refiner(session, setup, setup.refining) if setup.refining and session.ranks.is_first else None
     watchers = {MERGED: models.merged, "base": models.base}
     job = setup.make_job({CALIBRATED: models.student}, watchers, guarded=guarded and not unchecked, judged=guarded)
     held_out = [task for task, rows in examples.items() if rows.held_out_count]
@@ -243,7 +243,7 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
         session.stage("checking the result")
         step, pulled = shrink_updates(job, blocks, journal, held_out, watch)
     outcome = Outcome(used, whose, job, blocks, step, pulled)
-    return refiner.refine(journal, outcome) if refiner and journal else outcome
+    return refine(session, refiner, journal, outcome) if setup.refining else outcome
 
 
 def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from featcal_cli.calibration.distillation import LONG, SHORT, Schedule
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
@@ -25,7 +29,8 @@ from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
-from featcal_cli.runtime.hardware import memory_of
+from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.hardware import free_bytes, memory_of
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import choose_batch_sizes, probe_batches
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
@@ -67,6 +72,8 @@ class Plan:
     blocks: int
     modules: int
     """Number of modules that can be calibrated."""
+    refining: Schedule | None
+    """How the result is refined; None if it is not."""
     head: str
     """Path of the head of a language model, or of the norm before it, that is calibrated too; empty if there is
     none."""
@@ -103,6 +110,7 @@ class Plan:
             "transfers": dict(self.transfers),
             "examples": {task: {"fit": fit, "hold_out": out} for task, (fit, out) in self.example_counts.items()},
             **{name: getattr(self, name) for name in names},
+            "refining": self.refining and {"steps": self.refining.steps, "texts": self.refining.texts},
             "estimate": {**asdict(self.estimate), "seconds": self.time and self.time.range},
             "stops": [{"what": error.what, "where": error.where, "fix": error.fix} for error in self.stops],
         }
@@ -145,7 +153,9 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         check_models(session, architecture, outlines, headers)
     transfers = {role: count_transfer(origin) for role, origin in origins.items()}
     probed = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
-    needs = estimate(recipe, merged, architecture, examples, probed, device, writes=target is not None)
+    refining = LONG if calibration.refine and target is not None else None
+    needs_of = partial(estimate, recipe, merged, architecture, examples, probed, device, writes=target is not None)
+    needs = needs_of(refining)
     self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
     if self_written:
         needs = add_writing(needs, merged.module, device)
@@ -160,10 +170,9 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         with look():
             if options.strict:
                 check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
-    refines = calibration.refine and target is not None
     with look():
-        if refines:
-            check_refinable(session, examples)
+        if refining:
+            check_refinable(examples)
     with look():
         check_disk(needs, transfers, target if session.ranks.is_first else None)
 
@@ -173,9 +182,11 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     with look():
-        for task in examples if refines else ():
+        for task in examples if refining else ():
             check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
+    if head and target is not None and calibration.refines_language_models:
+        refining, needs = _refine_if_it_fits(session, calibration, examples, needs, needs_of, target)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     timed = None
@@ -184,7 +195,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         is_known = alone and is_measured_kind(architecture, device, choose_dtype(calibration, merged.module))
         # of what is not told, only the proportions count
         speed = measure_speed(device) if is_known else 1.0
-        stages = count_seconds(calibration, merged, architecture, examples, probed, speed, has_head=head is not None)
+        about = calibration, merged, architecture, examples, probed, speed, refining
+        stages = count_seconds(*about, has_head=head is not None)
         timed = TimeEstimate(time.monotonic() - session.started, stages, is_known)
     return Plan(
         inputs=inputs,
@@ -197,12 +209,42 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
         blocks=len(architecture.blocks),
         modules=sum(len(block.modules) for block in architecture.blocks),
+        refining=refining,
         head=(head[1] or head[0]) if head else "",
         settings=describe_settings(calibration.method, *choose_hyperparameters(calibration, kind_of(merged.module))),
         estimate=session.ranks.broadcast(needs),
         time=timed,
         device=str(device),
     )
+
+
+def _refine_if_it_fits(
+    session: Session,
+    calibration: Calibration,
+    examples: Mapping[str, TaskExamples],
+    needs: Estimate,
+    needs_of: Callable[[Schedule], Estimate],
+    target: Path,
+) -> tuple[Schedule | None, Estimate]:
+    """Return how a language model is refined if the user does not say it, and what the job needs with it; None if no
+    rows are held out to check it on, or if memory or disk do not suffice for it."""
+    if not all(rows.selection_count for rows in examples.values()):
+        return None, needs
+    counts = [rows.fitted_count if rows.is_whole else calibration.examples for rows in examples.values()]
+    schedule = replace(SHORT, steps=min(SHORT.steps, *counts))
+    larger, host = needs_of(schedule), torch.device("cpu")
+    rooms = [
+        (larger.device_bytes, needs.device_bytes, f"{session.device} memory", memory_of(session.device)),
+        (larger.host_bytes, needs.host_bytes, "memory", memory_of(host)),
+        (larger.disk_bytes, needs.disk_bytes, "disk", free_bytes(target.resolve().parent)),
+    ]
+    lacking = [(wanted, kind, room) for wanted, anyway, kind, room in rooms if wanted > max(anyway, room)]
+    lacking = session.ranks.broadcast(lacking)
+    if not lacking:
+        return schedule, larger
+    wanted, kind, room = lacking[0]
+    session.note(f"not refined, as {tell_bytes(wanted)} of {kind} would be needed, and there is {tell_bytes(room)}")
+    return None, needs
 
 
 def choose_head(

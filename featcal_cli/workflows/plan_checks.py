@@ -73,11 +73,9 @@ def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], targ
             raise OutputError(what, where=str(place), fix=fix)
 
 
-def check_refinable(session: Session, examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError if a result cannot be refined: by several processes, or without held-out examples."""
+def check_refinable(examples: Mapping[str, TaskExamples]) -> None:
+    """Raise RecipeError if a result cannot be refined, for lack of held-out examples."""
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
-    if session.ranks.size > 1:
-        raise RecipeError("one process alone can refine", where="--refine", fix="leave out --gpus, or --refine")
     if unchecked:
         what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
         raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")

@@ -1,21 +1,24 @@
-"""Refine a calibrated model (`--refine`): the experts' probabilities are recorded before blocks are calibrated, and
-distilled into the result afterwards."""
+"""Refine a calibrated model: the experts' probabilities are recorded before blocks are calibrated, and distilled into
+the result afterwards. One process does it, and all get the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from featcal_cli.calibration.backtracking import interpolate, measure_result
-from featcal_cli.calibration.distillation import LARGE, TEXTS, Lesson, add_updates, compute_update, distil
+from featcal_cli.calibration.distillation import LARGE, Lesson, Schedule, add_updates, compute_update, distil
 from featcal_cli.calibration.journal import Journal
+from featcal_cli.calibration.results import Refinement
 from featcal_cli.data.batches import (
     Batch,
     Example,
@@ -28,6 +31,7 @@ from featcal_cli.data.batches import (
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware
+from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.progress import Progress
 from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan_checks import check_teacher, refuse_refining
@@ -40,10 +44,11 @@ from featcal_cli.workflows.workspace import ANSWERS
 class Refiner:
     """The student as a whole model that runs on all tasks, and each task's lesson."""
 
-    def __init__(self, session: Session, setup: Setup) -> None:
+    def __init__(self, session: Session, setup: Setup, schedule: Schedule) -> None:
         """Record the experts' probabilities on all examples, one expert after another. Raises RecipeError for models
         that have no probabilities of one choice, or token ids of their own."""
         self._session, self._setup, self._merged = session, setup, setup.models.merged.module
+        self._schedule = schedule
         self._dtype = choose_dtype(setup.calibration, self._merged)
         self._student = share_model(setup.models.merged).module
         head = self._student.get_output_embeddings()
@@ -62,7 +67,7 @@ class Refiner:
                 for batch in (*rows.fitted, *rows.selection)
                 for position in range(count_examples(batch))
             ]
-            size = 1 if setup.architecture.needs_full_batches else min(TEXTS, rows.batch_size)
+            size = 1 if setup.architecture.needs_full_batches else min(schedule.texts, rows.batch_size)
             file, padding = folder / f"{number}.safetensors", padding_id(self._merged)
             run = partial(self._run, self._headed[task])
             self._lessons[task] = Lesson(run, examples, rows.fitted_count, file, size, padding)
@@ -100,13 +105,9 @@ class Refiner:
         z = read_output(output)
         return choose_rows(z, placed)[:, : self._choices if expert else None], find_owners(z, placed)
 
-    def refine(self, journal: Journal, outcome: Outcome) -> Outcome:
-        """Refine the result of a calibration, and measure it again."""
-        session, student, seed = self._session, self._student, self._setup.calibration.seed
-        if not any(block.modules for block in outcome.blocks):
-            session.note("nothing is refined, as no module was calibrated")
-            return outcome
-        session.stage("refining the result")
+    def learn(self, journal: Journal, outcome: Outcome) -> tuple[Refinement, dict[str, Tensor]]:
+        """Learn updates of what was calibrated; return the report and the parts of the updates, as `distil` does."""
+        student, seed = self._student, self._setup.calibration.seed
         for headed in self._headed.values():
             self._place(headed)
         of_merged = {task: lesson.measure() for task, lesson in self._lessons.items()}
@@ -118,17 +119,57 @@ class Refiner:
             for layer in (student.get_submodule(block.name) for block in outcome.blocks if not block.is_head):
                 run = partial(_run_with_cache, layer.forward)
                 layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-        updates, watch = add_updates(student, list(calibrated), seed), session.listener.progress
+        learned, watch = (
+            add_updates(student, self._measure_distances(calibrated), seed),
+            self._session.listener.progress,
+        )
         del calibrated
-        refined, parts = distil(self._lessons, updates, of_merged, journal, seed, watch)
+        found = distil(self._lessons, learned, self._schedule, of_merged, journal, seed, watch)
         for headed in self._headed.values():
             headed.to("meta")  # gives its memory back
-        session.note(str(refined))
-        outcome = replace(outcome, refined=refined, updates=parts)
-        if parts:
-            session.stage("measuring the result")
-            measure_result(outcome.job, outcome.blocks, journal, partial(finish, outcome), watch)
+        return found
+
+    def _measure_distances(self, paths: Collection[str]) -> dict[str, float]:
+        """Return the root mean square of expert − merged for each of merged's parameters, by path, over all experts."""
+        of_merged, squares = self._setup.models.merged.parameters, dict[str, list[float]]()
+        for expert in self._setup.models.experts.values():
+            own = expert.parameters
+            for path in paths:
+                if path in own and own[path].shape == of_merged[path].shape:
+                    difference = own[path].data.float() - of_merged[path].data.float()
+                    squares.setdefault(path, []).append(float(difference.square_().mean()))
+            hardware.give_back(expert.module.parameters())
+        # a head that is no expert's own is as far away as the rest
+        usual = fmean(fmean(of) for of in squares.values()) if squares else 0.0
+        return {path: fmean(squares.get(path, [usual])) ** 0.5 for path in paths}
+
+
+def refine(session: Session, refiner: Refiner | None, journal: Journal | None, outcome: Outcome) -> Outcome:
+    """Refine the result of a calibration, and measure it again. The first process, which alone has a refiner and the
+    journal, learns the updates."""
+    if not any(block.modules for block in outcome.blocks):
+        session.note("nothing is refined, as no module was calibrated")
         return outcome
+    session.stage("refining the result")
+    learned = refiner.learn(journal, outcome) if refiner and journal else None
+    refined, parts = _share(session.ranks, learned)
+    session.note(str(refined))
+    outcome = replace(outcome, refined=refined, updates=parts)
+    if parts:
+        session.stage("measuring the result")
+        watch = session.listener.progress
+        measure_result(outcome.job, outcome.blocks, journal, partial(finish, outcome), watch)
+    return outcome
+
+
+def _share(ranks: Ranks, learned: tuple[Refinement, dict[str, Tensor]] | None) -> tuple[Refinement, dict[str, Tensor]]:
+    """Return what the first process has learned."""
+    parts = learned[1] if learned else {}
+    about = (learned[0], {name: x.shape for name, x in parts.items()}) if learned else None
+    refined, shapes = cast("tuple[Refinement, dict[str, torch.Size]]", ranks.broadcast(about))
+    for name, shape in shapes.items():
+        ranks.copy(parts.setdefault(name, torch.empty(shape)))
+    return refined, parts
 
 
 def _run_with_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

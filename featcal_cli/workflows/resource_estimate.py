@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from featcal_cli.calibration.distillation import KEPT, RANK, TEXTS
+from featcal_cli.calibration.distillation import KEPT, RANK, Schedule
 from featcal_cli.calibration.distillation import LARGE as LARGE_MODEL
 from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
@@ -82,6 +82,7 @@ def estimate(
     examples: Mapping[str, TaskExamples],
     needs: Mapping[str, BatchNeeds],
     device: torch.device,
+    refining: Schedule | None,
     *,
     writes: bool,
 ) -> Estimate:
@@ -139,8 +140,9 @@ def estimate(
         choices = len(getattr(model.get_output_embeddings(), "weight", ()))
         of_one = choices * tokens * COMPUTE
         logits = max(logits, of_one * min(size, limit_logits(of_one)))
-        taught_logits = max(taught_logits, of_one * min(size, TEXTS))
-        taught = max(taught, need.feature_bytes * min(size, TEXTS))
+        texts_taught = min(size, refining.texts if refining else 0)
+        taught_logits = max(taught_logits, of_one * texts_taught)
+        taught = max(taught, need.feature_bytes * texts_taught)
         answers += 2 * COMPUTE * min(choices, KEPT + 1) * tokens * (wanted + watched)
     room, further_room = rooms_for_features(device)
     here = min(features, room if on_device else further_room)
@@ -176,25 +178,25 @@ def estimate(
     at_work = max(at_work, STEMS * (stem_in_use if on_device else stem), gradients, solved)
     at_work = max(at_work, BLOCKS_WRITTEN * (block_in_use if on_device else block))
     # 6. refining
-    refining = 0.0
-    if writes and calibration.refine:
-        learned, updates = _count_refining(model, architecture, taught)
-        refining = sum(x.numel() for x in model.parameters()) * computing.itemsize + learned
-        refining += LOGIT_COPIES * taught_logits
+    student = 0.0
+    if refining:
+        learned, updates = _count_refining(merged, architecture, taught, has_head=calibration.calibrates_head)
+        student = sum(x.numel() for x in model.parameters()) * computing.itemsize + learned
+        student += LOGIT_COPIES * taught_logits
         aside += answers + updates
     # the machine's memory, with what a CPU's passes and sums take of it; and its disk
     on_host = resident_bytes() + unread - filed + HEAP_GAPS + collected
     if on_device:
         on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) + elsewhere + DEVICE_LIBRARIES
     else:
-        on_host += max(filed, here + at_work, refining)
+        on_host += max(filed, here + at_work, student)
     fused = count_fused(model)  # of one model at a time in memory, of all in files of each process
     in_files = fused * (2 + len(examples)) * read_launch().local_size
     whole = sum(x.nbytes for x in model.parameters())
     output = whole * (2 if isinstance(recipe.merged, Merge) else 1) + in_blocks + in_journal + SMALL_FILES
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
-        device_bytes=round(max(here + at_work + stays, refining)) if on_device else 0,
+        device_bytes=round(max(here + at_work + stays, student)) if on_device else 0,
         disk_bytes=round(output + aside + kept * len(examples) + in_files),
     )
 
@@ -223,10 +225,13 @@ def _count_head(
     return solving, FITTED_PASSES * weight.shape[1] * row_bytes, 0.0 if found[1] else weight.nbytes
 
 
-def _count_refining(model: nn.Module, architecture: Architecture, taught: float) -> tuple[float, float]:
+def _count_refining(merged: Model, architecture: Architecture, taught: float, *, has_head: bool) -> tuple[float, float]:
     """Return the bytes of the updates and of the graph of a batch, and those of the updates alone. taught: the bytes of
-    a batch's features in one block."""
+    a batch's features in one block. has_head: whether a language model's head is calibrated too."""
+    model = merged.module
     weights = [x for block in architecture.blocks for x in model.get_submodule(block.name).parameters()]
+    found = find_head(merged, (), architecture) if has_head else None
+    weights += model.get_submodule(found[1] or found[0]).parameters() if found else ()
     is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
     learned = sum(RANK * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights)
     updates = UPDATE_COPIES * COMPUTE * learned

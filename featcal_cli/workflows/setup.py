@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from featcal_cli.calibration.distillation import Schedule
 from featcal_cli.data.batches import Batch, Part, count_examples, share_batches, take_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
@@ -64,7 +65,7 @@ def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = 
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
-    return Setup(*parts, token_ids=plan.token_ids)
+    return Setup(*parts, token_ids=plan.token_ids, refining=plan.refining)
 
 
 @contextmanager
@@ -103,6 +104,8 @@ class Setup:
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """The file of gradients that `measure_gradients` wrote for each task."""
     token_ids: TokenIds = field(default_factory=TokenIds)
+    refining: Schedule | None = None
+    """How the result is refined; None if it is not."""
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token

@@ -10,7 +10,7 @@ from math import ceil
 
 import torch
 
-from featcal_cli.calibration.distillation import LARGE, STEPS, TEXTS
+from featcal_cli.calibration.distillation import LARGE, Schedule
 from featcal_cli.calibration.head import CURVATURE_ROWS, INNER_STEPS, NEWTON_STEPS
 from featcal_cli.data.batches import Batch, count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
@@ -75,6 +75,7 @@ def count_seconds(
     examples: Mapping[str, TaskExamples],
     needs: Mapping[str, BatchNeeds],
     speed: float,
+    schedule: Schedule | None,
     *,
     has_head: bool,
 ) -> dict[str, float]:
@@ -86,7 +87,7 @@ def count_seconds(
        each module is solved.
     3. Head: all rows are multiplied twice before and after a step of Newton's method, and a sample of them three times
        in each step inside it.
-    4. Refining: each text runs forwards and back, and in large models once more.
+    4. Refining: each text runs forwards and back, and in large models once more; experts run once.
     5. Perplexity: held-out texts run through four models.
     """
     model, blocks, tasks = merged.module, architecture.blocks, len(examples)
@@ -128,7 +129,11 @@ def count_seconds(
         perplexity += has_head * passes.run(held, 4, heads=4)
         times = 4 if weights >= LARGE else 3
         # without hooks, which the other passes have
-        refining += calibration.refine * STEPS * passes.run(TEXTS, times, heads=times, calls=2)
+        if schedule:
+            refining += schedule.steps * passes.run(schedule.texts, times, heads=times, calls=2)
+            # experts' probabilities; and held-out examples, before, in between, and of the share that is kept
+            refining += passes.run(fitted + checked, 1, heads=1)
+            refining += passes.run((schedule.checks + 3) * checked, 1, heads=1)
     sampled = min(predictions, CURVATURE_ROWS)
     multiplied = 2 * (NEWTON_STEPS + 1) * predictions + NEWTON_STEPS * 3 * INNER_STEPS * sampled
     return {

@@ -16,20 +16,19 @@ import pytest
 import torch
 import transformers
 from command_line import Run, featcal_inside
+from distant import GENTLE
 from families import BY_NAME, Family, Saved, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, text_to_text
 from safetensors.torch import load_file
 
-from featcal_cli.calibration import distillation
-from featcal_cli.calibration.distillation import SHARES
+from featcal_cli.calibration.distillation import SHARES, Schedule
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.job import Job
 from featcal_cli.evaluation.results import average_tasks
 from featcal_cli.reporting.verdict import write_verdict
-from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener, Progress
-from featcal_cli.workflows import perplexity, session
+from featcal_cli.workflows import perplexity, plan
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate, dry_run
@@ -66,9 +65,10 @@ def save(folder: Path, model: str, config: Any, inputs: Any = text) -> Saved:
 
 
 def run(saved: Saved, name: str, **calibration: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Calibrate with featcal's method; return the tensors that were written, and the report."""
-    out = saved.folder / name
-    settings = {"method": "featcal", "ridge": None, "rho": None, "alpha": None, "examples": 24, **calibration}
+    """Calibrate with featcal's method, and refine only if it is asked for; return the tensors that were written, and
+    the report."""
+    out, of_method = saved.folder / name, {"method": "featcal", "ridge": None, "rho": None, "alpha": None}
+    settings = {**of_method, "examples": 24, "refine": False, **calibration}
     calibrate(saved.recipe(**settings), output=out)
     return load_file(out / "model.safetensors"), json.loads((out / "featcal_report.json").read_text("utf-8"))
 
@@ -222,7 +222,8 @@ def test_evaluate_of_other_models_needs_one(bert: Saved, monkeypatch: pytest.Mon
 @pytest.fixture(scope="module", autouse=True)
 def few_steps() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distillation, "STEPS", 20)
+        patch.setattr(plan, "LONG", Schedule(20, 8, GENTLE.peak, 10))
+        patch.setattr(plan, "SHORT", GENTLE)
         yield
 
 
@@ -284,7 +285,51 @@ def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys:
     assert not (tmp_path / ".parts.featcal").exists()
 
 
-def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 24),
+        ({"refine": False}, None),
+        ({"head": False}, None),
+        ({"method": "paper"}, None),
+    ],
+    ids=["by default", "left out", "without the head", "the paper's method"],
+)
+def test_language_models_are_refined_for_a_short_while(
+    tmp_path: Path, settings: dict[str, Any], steps: int | None
+) -> None:
+    saved = save(tmp_path, *CASES["llama"][:2])
+    recipe = saved.recipe(**{"ridge": None, "rho": None, "alpha": None, "examples": 24, **settings})
+    refining = dry_run(recipe, output=tmp_path / "out").refining
+    assert (refining and refining.steps) == steps
+    if steps:
+        report = calibrate(recipe, output=tmp_path / "out").report
+        assert report.refined and report.refined.steps == steps and report.refined.best
+        # of the head and the blocks, as the report says
+        assert divergence(saved, tmp_path / "out") < divergence(saved, tmp_path / "merged")
+
+
+class Notes(Listener):
+    """Keeps what a run notes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save(tmp_path, *CASES["llama"][:2])
+    recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24)
+    needed, notes = dry_run(recipe, output=tmp_path / "out").estimate, Notes()
+    monkeypatch.setattr(plan, "free_bytes", lambda _: needed.disk_bytes - 1)
+    without = dry_run(recipe, output=tmp_path / "out", listener=notes)
+    assert without.refining is None and without.estimate.disk_bytes < needed.disk_bytes
+    assert any(note.startswith("not refined, as ") for note in notes.texts)
+
+
+def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
     vit = save_family(tmp_path / "vit", BY_NAME["vit"])
     with pytest.raises(RecipeError, match="no head on merged's body"):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
@@ -295,8 +340,6 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path, monkeypatch: 
     ):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8)
+    assert dry_run(few.recipe(ridge=None), output=tmp_path / "out").refining is None
     with pytest.raises(RecipeError, match="red has no held-out rows"):
-        dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")
-    monkeypatch.setattr(session, "join_ranks", lambda: Ranks(2))
-    with pytest.raises(RecipeError, match="one process alone can refine"):
         dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")

@@ -7,8 +7,10 @@ import os
 import sys
 from pathlib import Path
 
+from distant import GENTLE
+
 from featcal_cli.runtime.distributed import leave_ranks
-from featcal_cli.workflows import calibrate, verbs
+from featcal_cli.workflows import calibrate, plan, verbs
 from featcal_cli.workflows.inspect_drift import inspect_drift
 
 
@@ -18,7 +20,7 @@ def run_all(jobs: Path) -> None:
     A job is to `inspect`, or else to calibrate.
     """
     rank = os.environ["RANK"]
-    vars(calibrate)["plot_drift"] = lambda _: b""
+    vars(calibrate)["plot_drift"], vars(plan)["SHORT"] = lambda _: b"", GENTLE
     for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
         place = jobs.parent / f"{name}-{rank}"
         if job.get("inspect"):

@@ -14,10 +14,12 @@ from featcal_cli.calibration import distillation
 from featcal_cli.calibration.distillation import (
     KEPT,
     Lesson,
+    Schedule,
     add_updates,
     distil,
     divergence,
     join_others,
+    learning_rate,
     order_examples,
 )
 from featcal_cli.calibration.journal import Journal
@@ -26,13 +28,7 @@ from featcal_cli.data.batches import Batch, Example
 from featcal_cli.runtime.progress import Progress
 
 CLASSES = 6
-
-
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "STEPS", 40)
-    monkeypatch.setattr(distillation, "PEAK", 0.05)
-    monkeypatch.setattr(distillation, "RANK_PEAK", 0.05)
+SCHEDULE = Schedule(steps=40, texts=8, peak=0.05, checks=10)
 
 
 @pytest.mark.parametrize("count", [3, KEPT, KEPT + 1, 1000])
@@ -54,9 +50,23 @@ def test_the_loss_is_the_divergence_with_all_small_classes_as_one(count: int) ->
 
 
 def test_each_example_is_used_once_before_any_is_used_again() -> None:
-    numbers = [number for step in order_examples(60, seed=3) for number in step]
+    numbers = [number for step in order_examples(60, SCHEDULE, seed=3) for number in step]
     assert sorted(numbers[:60]) == sorted(numbers[60:120]) == list(range(60))
-    assert order_examples(60, seed=3) != order_examples(60, seed=4)
+    assert order_examples(60, SCHEDULE, seed=3) != order_examples(60, SCHEDULE, seed=4)
+
+
+def test_a_parameter_learns_at_a_rate_in_proportion_to_its_distance() -> None:
+    """So the first step of AdamW, whose size is the rate, is a share of it; however large the model's weights are."""
+    schedule, moved = Schedule(steps=1, texts=8, peak=0.1, checks=1), []
+    for distance in (1.0, 1e-3):
+        learned = add_updates(make_student(), {"0.weight": distance}, seed=0)
+        (part,) = learned.parts.values()
+        assert learned.rates == {"0.weight/whole": distance}
+        optimizer = torch.optim.AdamW([part], lr=distance * learning_rate(0, schedule), weight_decay=0.0)
+        part.grad = torch.full_like(part, 0.3)
+        optimizer.step()
+        moved.append(float(part.detach().abs().mean()) / distance)
+    assert moved == pytest.approx([0.1, 0.1], rel=1e-5)
 
 
 def make_student() -> nn.Sequential:
@@ -96,7 +106,8 @@ def learn(
     }
     merged = {task: lesson.measure() for task, lesson in lessons.items()}
     journal = Journal(folder / "work" / "journal", {})
-    return distil(lessons, add_updates(student, ["0.weight"], seed=0), merged, journal, 5, watch)
+    learned = add_updates(student, {"0.weight": 1.0}, seed=0)
+    return distil(lessons, learned, SCHEDULE, merged, journal, 5, watch)
 
 
 @pytest.mark.parametrize("large", [distillation.LARGE, 0])

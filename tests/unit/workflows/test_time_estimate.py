@@ -11,6 +11,7 @@ import torch
 from families import BY_NAME, Saved, save_family
 
 from featcal_cli import dry_run
+from featcal_cli.calibration.distillation import Schedule
 from featcal_cli.cli.console import OUT, Screen
 from featcal_cli.cli.results import show_plan
 from featcal_cli.runtime.progress import ENOUGH, Countdown, Listener, Progress, tell_range
@@ -77,15 +78,18 @@ def test_formula_by_hand(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     systems = 2 * 7 * call
     assert stages["calibrating"] == pytest.approx(of_task + SOLVES * solves / speed + systems, rel=1e-6)
     assert stages["head"] == pytest.approx(LOGITS * head * FITTED * (2 * 4 + 3 * 24) / speed, rel=1e-6)
-    assert stages["refining the result"] == 0 and stages["writing"] == WRITING
+    one = product + LOGITS * head / speed
+    steps = FITTED * (4 * 3 * one + 2 * call)  # four texts each, forwards and back
+    once = (FITTED + CHECKED) * one + batches[FITTED] * call + batches[CHECKED] * call
+    checks = 5 * CHECKED * one + 5 * batches[CHECKED] * call
+    assert stages["refining the result"] == pytest.approx(steps + once + checks, rel=1e-6)
+    assert stages["writing"] == WRITING
 
 
 def test_what_is_not_done_takes_no_time(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = (stages_of(planned(llama, monkeypatch, speed)) for speed in (1e6, 1e3))
-    assert fast["measuring the experts' outputs"] == fast["head"] == 0, "the paper's method"
+    assert fast["measuring the experts' outputs"] == fast["head"] == fast["refining the result"] == 0, "the paper's"
     assert slow["calibrating"] == pytest.approx(1e3 * fast["calibrating"])
-    refined = stages_of(planned(llama, monkeypatch, 1e3, ridge=None, rho=None, alpha=None, refine=True))
-    assert refined["refining the result"] > 0
 
 
 def test_stages_are_reported_by_the_names_that_are_expected(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +108,7 @@ def test_stages_are_reported_by_the_names_that_are_expected(llama: Saved, monkey
         def progress(self, progress: Progress) -> None:
             seen.append(progress.unit)
 
-    monkeypatch.setattr("featcal_cli.calibration.distillation.STEPS", 20)
+    monkeypatch.setattr("featcal_cli.workflows.plan.LONG", Schedule(20, 8, 0.1, 10))
     recipe = llama.recipe(ridge=None, rho=None, alpha=None, refine=True)
     calibrate(recipe, output=llama.folder / "refined", listener=Watcher())
     assert [name for name in dict.fromkeys(seen) if name in expected] == expected
