@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import complete_draft
 from families import BY_NAME, few_of, save_family
-from jobs import Watcher, prepare
+from jobs import prepare
 from oracle import record
 from safetensors.torch import load_file, save_file
 
@@ -47,23 +47,6 @@ def test_answers_come_nearer_to_the_experts_than_by_features(tmp_path: Path) -> 
     assert by_outputs < 0.8 * min(by_features, mean_divergence(reports["output"].measures, "merged"))
     card = (tmp_path / "output" / "README.md").read_text()
     assert "their effect on each expert's outputs" in card and "features, as in the paper" not in card
-
-
-@pytest.mark.survive
-@pytest.mark.parametrize("name", ["vit", "t5"])
-def test_an_interrupted_run_ends_in_the_same_weights(name: str, tmp_path: Path) -> None:
-    """Nothing of the gradients is left beside it."""
-    saved = save_family(tmp_path, BY_NAME[name])
-    recipe = saved.recipe(examples=8, ridge=0.05, rho=1.0, alpha=0.3, metric="output")
-    whole = calibrate(recipe, output=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(recipe, output=tmp_path / "parts", listener=Watcher(1))
-    again = calibrate(recipe, output=tmp_path / "parts")
-    assert any("taken over" in note for note in again.report.notes)
-    first, other, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts", "merged"))
-    assert any(not first[key].equal(merged[key]) for key in merged)
-    assert all(other[key].equal(first[key]) for key in first)
-    assert not list(tmp_path.glob(".*.featcal")) and whole.report.settings["metric"] == "output"
 
 
 @pytest.mark.parametrize("name", few_of(["bert", "gpt2"], ("bert",)))

@@ -138,12 +138,6 @@ def shards(*files: object) -> Arrange:
     return index({"metadata": {}, "weight_map": {str(number): file for number, file in enumerate(files)}})
 
 
-def a_tensor_in_two_shards(stage: Stage) -> None:
-    shards("a.safetensors", "b.safetensors")(stage)
-    whole = load_file(stage.folder / "red" / "a.safetensors")
-    save_file({"embeddings.LayerNorm.bias": whole["embeddings.LayerNorm.bias"]}, stage.folder / "red/b.safetensors")
-
-
 @case
 def link(stage: Stage, path: str, target: str) -> None:
     """A link in the merged model's folder, in place of what may be there."""
@@ -165,11 +159,11 @@ def link_in_what_a_merge_copies(stage: Stage) -> Arguments:
 
 
 @case
-def pickled(stage: Stage, content: object, *, allowed: bool = True) -> Arguments:
+def pickled(stage: Stage, content: object) -> Arguments:
     """An expert that has nothing but a pickle."""
     stage.write("old/config.json", (stage.folder / "red" / "config.json").read_bytes())
     torch.save(content, stage.folder / "old" / "pytorch_model.bin")
-    return {"--expert": f"red={stage.folder / 'old'}", **({"--allow-pickle": ""} if allowed else {})}
+    return {"--expert": f"red={stage.folder / 'old'}", "--allow-pickle": ""}
 
 
 class Bomb:
@@ -229,19 +223,14 @@ CASES: list[Case] = [
     (unreadable_tokenizer, ["model_max_length many", "no number"]),
     (options(merged="{}/nowhere"), ["nowhere"]),
     (options(merged="{}/red.safetensors"), ["is a file", "folder"]),
-    (base_of_another_architecture, ["base is of another architecture", "gpt2", "bert"]),
-    (expert_of_another_width, ["expert red", "shape", "64", "32"]),
-    (expert_with_fewer_blocks, ["expert red lacks the tensor encoder.layer.1.", "15 more"]),
     (tensors(lambda found: found.pop(QUERY)), ["expert red lacks", QUERY]),
     (tensors(lambda found: found.pop("embeddings.word_embeddings.weight")), ["expert red lacks", "word_embeddings"]),
     (tensors(lambda found: found.pop(DENSE), "merged"), ["merged lacks", DENSE]),
-    (tensors(lambda found: found[DENSE].fill_(float("nan"))), ["expert red", "NaN", DENSE]),
     (tensors(lambda found: found["embeddings.position_embeddings.weight"].fill_(float("inf"))), ["expert red",
      "infinity", "position_embeddings"]),
     (config_text("{"), ["config.json"]),
     (config_text("[]"), ["config.json", "mapping"]),
     (config_text("[" * 100_000), ["config.json", "nested too deep"]),
-    (config_text(f'{{"model_type": "bert", "a": {"[" * 5000}{"]" * 5000}}}'), ["config.json", "nested too deep"]),
     (no_config, ["no config.json"]),
     (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["transformers", "config.json"]),
     (merged_config(architectures=7, model_type="zzz"), ["transformers", "config.json"]),
@@ -251,9 +240,7 @@ CASES: list[Case] = [
     (merged_config(_attn_implementation="evil/kernel"), ["code from another repo", "evil/kernel"]),
     (merged_config(hidden_size=10**12), ["config.json of merged"]),
     (merged_config(num_hidden_layers=10**9), ["num_hidden_layers 1000000000", "too large"]),
-    (config("red", num_hidden_layers=10**9), ["num_hidden_layers 1000000000", "too large"]),
     (merged_config(vocab_size=10**8), ["config.json describes", "the files hold"]),
-    (merged_config(max_position_embeddings=10**9), ["config.json describes", "the files hold"]),
     (merged_config(hidden_size=64, intermediate_size=96), ["merged holds", "of shape", "config.json describes"]),
     (merged_config(hidden_size=-32), ["merged"]),
     (merged_config(num_attention_heads=7), ["merged"]),
@@ -267,24 +254,19 @@ CASES: list[Case] = [
     (shards(1, 2), [INDEX, "weight index"]),
     (index("[" * 100_000), [INDEX, "weight index"]),
     (index({"weight_map": "../x"}), [INDEX, "weight index"]),
-    (a_tensor_in_two_shards, ["another file of the model", "embeddings.LayerNorm.bias"]),
     (config_that_is_a_link, ["config.json is a link", "replace the link"]),
     (link("notes.txt", "secret/note.txt"), ["notes.txt is a link", "secret/note.txt"]),
     (link("extras", "secret"), ["extras is a link", "secret"]),
     (link("gone.txt", "nowhere/gone.txt"), ["gone.txt is a link", "nowhere/gone.txt"]),
     (link_in_what_a_merge_copies, ["tokenizer.json is a link", "replace the link"]),
-    (pickled({"a": torch.ones(2)}, allowed=False), ["no safetensors", "--allow-pickle"]),
     (pickled({"a": Bomb()}), ["more than tensors", "safetensors"]),
-    (pickled([1, 2]), ["not a plain mapping"]),
     (adapter_on_itself, ["is an adapter itself"]),
     (adapter(base_model_name_or_path=["a", "b"]), ["adapter", "base"]),
-    (adapter(base_model_name_or_path=None), ["does not say which base"]),
     (adapter(peft_type="NEW\x1b[31m"), ["does not know", "NEW\\x1b"]),
     (adapter(r=10**9), ["rank", "does not fit"]),
     (adapter(layer_replication=[[0, 10**9]]), ["repeats layers"]),
     (adapter(target_modules=["nothing"]), ["does not fit"]),
     (adapter(lora_alpha="x"), ["does not fit", "adapter_config.json"]),
-    (tensors(all_times(0.0)), ["expert red holds nothing but zeros in its blocks"]),
     (tensors(all_times(1e-40)), ["expert red holds nothing but zeros in its blocks"]),
     (tensors(all_times(0.0), "base"), ["base holds nothing but zeros in its blocks"]),
     (tensors(all_times(0.0), "merged"), ["merged holds nothing but zeros in its blocks"]),
@@ -293,22 +275,17 @@ CASES: list[Case] = [
     *((tensors(broken(name), "merged"), ["merged has NaN or infinity", name]) for name in OUTSIDE),
     *((tensors(huge(value), model), [model, f"a weight of {value:g} in {EARLY}"]) for model, value in HUGE_WEIGHTS),
     (options(ridge=1e300), ["ridge", "1000000000"]),
-    (options(rho=1e300), ["rho", "1000000"]),
     *((stored(dtype), ["merged holds", QUERY, "bfloat16"]) for dtype in ODD),
-    *((stored(dtype, "red"), ["expert red holds", QUERY, "bfloat16"]) for dtype in ODD[::2]),
+    *((stored(dtype, "red"), ["expert red holds", QUERY, "bfloat16"]) for dtype in ODD[:1]),
     (all_stored(torch.float8_e4m3fn), ["merged holds", "F8_E4M3", "unquantised"]),
     (all_stored(torch.int8, "base"), ["base holds", "I8", "unquantised"]),
     (tensors(turned, "merged"), ["merged holds", "[48, 32]", "[32, 48]"]),
     (tensors(turned), ["expert red holds", "[48, 32]", "[32, 48]"]),
     (merged_config(num_hidden_layers=1), ["merged holds the tensor encoder.layer.1.", "nothing reads"]),
-    (config("red", num_attention_heads=8), ["expert red", "num_attention_heads 8, merged's 4"]),
     (config("base", num_attention_heads=8), ["base and merged would compute different things",
      "num_attention_heads 8, merged's 4"]),
-    (config("red", is_decoder=True), ["expert red", "is_decoder True"]),
-    (config("red", model_type="roberta", architectures=["RobertaModel"]), ["roberta, not bert"]),
     (tensors(lambda found: found.update({"encoder.layer.0.output.gate.weight": torch.ones(2)})),
      ["expert red holds the tensor encoder.layer.0.output.gate.weight", "nothing reads"]),
-    (merged_config(quantization_config={"quant_method": "gptq", "bits": 4}), ["merged is quantised (gptq)"]),
     (config("red", quantization_config={"quant_method": "fp8"}), ["expert red is quantised (fp8)", "unquantised"]),
     (config("red", quantization={"group_size": 64, "bits": 4}), ["expert red is quantised", "(4)"]),
     (tensors(lambda found: found.update({QUERY.replace("weight", "qweight"): torch.ones(2, dtype=torch.int32)})),

@@ -20,10 +20,6 @@ def dataset_in_place_of_a_model(stage: Stage) -> Arguments:
     return {"--expert": f"red={stage.publish('strangers/rows', 'red', 'dataset')}"}
 
 
-def missing_revision(stage: Stage) -> Arguments:
-    return {"--expert": f"red={stage.publish('strangers/red', 'red')}@v7"}
-
-
 @case
 def listing(stage: Stage, name: str, path: str, /, **said: Any) -> Arguments:
     """An expert's repo, whose listing has a file of this path, and may say what is not so of its size."""
@@ -31,11 +27,6 @@ def listing(stage: Stage, name: str, path: str, /, **said: Any) -> Arguments:
     files = repo.commits[repo.refs["main"]]
     files[path] = replace(files["config.json"], **said)
     return {"--expert": f"red={name}"}
-
-
-def no_config(stage: Stage) -> Arguments:
-    (stage.folder / "red" / "config.json").unlink()
-    return {"--expert": f"red={stage.publish('strangers/no-config', 'red')}"}
 
 
 def save_pickled(stage: Stage) -> None:
@@ -70,17 +61,6 @@ def offline(stage: Stage) -> Arguments:
     return {"--expert": "red=strangers/never-seen"}
 
 
-@case
-def push(stage: Stage, target: str, user: str, role: str = "write") -> Arguments:
-    """A push with that user's token, or one that was never handed out."""
-    stage.patch.setenv("HF_TOKEN", stage.hub.add_token(user, role) if user else "hf_" + "x" * 34)
-    return {"--push-to": target}
-
-
-def push_over_a_model(stage: Stage) -> Arguments | None:
-    return push(stage.publish("carol/model", "green"), "carol")(stage)
-
-
 def cache_that_cannot_be_written(stage: Stage) -> Arguments:
     stage.patch.setenv("FEATCAL_CACHE", str(stage.write("cache", "a file")))
     save_pickled(stage)
@@ -89,34 +69,23 @@ def cache_that_cannot_be_written(stage: Stage) -> Arguments:
 
 CASES: list[Case] = [
     (options(merged="nobody/nothing"), ["nobody/nothing"]),
-    (options(expert="red=nobody/nothing"), ["nobody/nothing"]),
     (options(expert="red=no\x1b[31mbody/nothing"), ["control character"]),
     (options(expert="red=../../etc"), ["no folder"]),
     (options(expert="red=a/b@"), ["a/b@", "REVISION"]),
     (options(expert="red=a//b"), ["a//b"]),
-    (closed("gated"), ["strangers/gated is gated", "HF_TOKEN"]),
     (closed("private"), ["strangers/private", "private"]),
     (dataset_in_place_of_a_model, ["there is no model strangers/rows"]),
-    (missing_revision, ["no revision v7"]),
     (listing("strangers/above", "../../../escaped.json"), ["outside of itself", "../../../escaped.json"]),
     (listing("strangers/root", "/tmp/escaped.json"), ["outside of itself", "/tmp/escaped.json"]),
     (listing("strangers/dot", "./config.json"), ["outside of itself"]),
     (listing("strangers/null", "a\0b.json"), ["outside of itself", "a\\x00b.json"]),
     (listing("strangers/config", "config.json", size=2**31), ["config.json", "2,147,483,648 bytes"]),
     (listing("strangers/terabytes", "model.safetensors", size=2**60), ["model.safetensors"]),
-    (no_config, ["config.json"]),
-    (pickles_on_the_hub, ["no safetensors", "--allow-pickle"]),
     (adapter_that_names_a_folder_here, ["strangers/adapter", "path on its author's machine", "BASE+"]),
     (card("strangers/merged", "---\nbase_model: {}/base\n---\n"), ["base of strangers/merged", "its author's machine"]),
     (card("strangers/laughs", f"---\n{LAUGHS}\nbase_model: *a11\n---\n"), ["nothing says what the base"]),
     (card("strangers/long", "x" * 11_000_000), ["README.md has 11,000,000 bytes"]),
     (offline, ["offline mode", "never-seen"]),
-    (options(push_to="user/result"), ["needs a token", "HF_TOKEN"]),
-    (push("user/result", ""), ["does not accept the token"]),
-    (push("reader/result", "reader", "read"), ["may only read"]),
-    (push("bob/result", "alice"), ["bob", "alice"]),
-    (push_over_a_model, ["already holds a model", "--create-pr"]),
     (cache_that_cannot_be_written, ["cache folder", "FEATCAL_CACHE"]),
     (options(device="cuda:999"), ["no device cuda:999", "cpu"]),
-    (options(device="mps"), ["mps", "float64", "cpu"]),
 ]

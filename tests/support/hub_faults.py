@@ -41,7 +41,7 @@ WRITES = {
     "commit": Kind("POST", "^/api/.+/commit/"),
 }
 """Every kind of request that belongs to a push."""
-KINDS = READS | WRITES | {"delete": Kind("DELETE", "^/api/repos/delete$")}
+KINDS = READS | WRITES
 
 
 @dataclass(frozen=True)

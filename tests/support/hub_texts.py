@@ -1,4 +1,4 @@
-"""Repos of small text files on the Hub on loopback: cards and configs, beside weights that must not be read."""
+"""Repos of small text files without a server: cards and configs, beside weights that must not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from textwrap import dedent
 from typing import Any
 
 import yaml
-from hub_server import HubServer
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
@@ -56,7 +55,8 @@ def lost(name: str, what: str) -> HubError:
 
 
 def open_texts(repos: Mapping[str, Files]) -> Opener:
-    """What opens these repos, named as `publish_texts` wants them; and folders of this machine."""
+    """What opens these repos, by name: `ID[@REVISION]`, `data ID` for a dataset, `gated ID` for a gated model; and
+    folders of this machine."""
 
     def open_one(name: str, kind: Kind = "model") -> Repo:
         if existing_path(name):
@@ -69,17 +69,3 @@ def open_texts(repos: Mapping[str, Files]) -> Opener:
         return TextRepo(name.partition("@")[0], kind, "0" * 40, None, texts, is_gated)
 
     return open_one
-
-
-def publish_texts(hub: HubServer, folder: Path, repos: Mapping[str, Files]) -> None:
-    """Put repos on the Hub, by name: `ID[@REVISION]`, `data ID` for a dataset, `gated ID` for a gated model."""
-    for number, (name, files) in enumerate(repos.items()):
-        made = folder / "hub" / str(number)
-        made.mkdir(parents=True)
-        *kind, repo = name.split()
-        repo, _, revision = repo.partition("@")
-        weights = "adapter_model.safetensors" if "adapter_config.json" in files else "model.safetensors"
-        for path, text in {**files, weights: "no weights"}.items():
-            (made / path).write_text(text, encoding="utf-8")
-        dataset, gated, revision = "data" in kind, "gated" in kind, revision or "main"
-        hub.add_repo(repo, made, kind="dataset" if dataset else "model", gated=gated, revision=revision)

@@ -87,7 +87,6 @@ class Uploads:
         lfs = rf"/(?:(?P<kind>dataset)s/)?{name}\.git/info/lfs"
         return [
             ("POST", "/api/repos/create", self._create),
-            ("DELETE", "/api/repos/delete", self._delete),
             ("POST", "/api/validate-yaml", self._validate),
             ("POST", f"{api}/preupload/{revision}", self._preupload),
             ("POST", f"{lfs}/objects/batch", self._batch),
@@ -130,15 +129,6 @@ class Uploads:
         repo.commit("main", {".gitattributes": self.hub.keep(suffixes)})
         self.hub.repos[kind, repo_id] = repo
         return to_json({"url": url, "name": repo_id, "id": "0" * 24})
-
-    def _delete(self, call: Call) -> Answer:
-        asked, names = json.loads(call.body), self.hub.names(self._writer(call))
-        repo_id = f"{asked.get('organization')}/{asked['name']}"
-        if asked.get("organization") not in names:
-            return refuse(403, "You don't have the rights to delete this repo")
-        if self.hub.repos.pop((asked.get("type") or "model", repo_id), None) is None:
-            return refuse(404, "Repository not found", "RepoNotFound")
-        return Answer(200)
 
     def _validate(self, call: Call) -> Answer:
         errors, warnings = (

@@ -34,7 +34,11 @@ class Merge:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Role → where it is said, in part."""
     words: tuple[str, ...] = ()
-    """Parts of the message that asks."""
+    """Parts of the message that asks or refuses."""
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    """What the user says besides."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role → what is found, besides base and experts."""
 
 
 def config(text: str) -> dict[str, str]:
@@ -111,6 +115,16 @@ POOL = """
       coder: {_target_: transformers.AutoModel, pretrained_model_name_or_path: ORG/Base-7B-code}
     ```
     """
+EARLIER = """
+    merged: other/merged@0123456789012345678901234567890123456789
+    base: ORG/Base-7B@v1
+    tasks:
+      sums: {expert: ORG/Base-7B-chat@v1, data: {dataset: ORG/rows, revision: v1, config: hard, split: train}}
+      code: {expert: ORG/Base-7B-code, data: {path: code.jsonl}}
+    calibration: {examples: 7}
+    """
+SAID = "the command line or recipe"
+CONFIG = "mergekit_config.yml of ORG/merged"
 
 MERGES = [
     Merge("ties-with-gradients", config(TIES), SILENT, "ORG/Base-7B", BOTH),
@@ -171,4 +185,22 @@ MERGES = [
     Merge("mixture-of-experts", {"mergekit_moe_config.yml": "base_model: ORG/Base-7B\ngate_mode: hidden\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n"}, {}, refused="mixture of experts"),
     Merge("mixture-in-the-card", card("```yaml\nbase_model: ORG/Base-7B\nexperts:\n  - source_model: ORG/Base-7B-chat\n    positive_prompts: [chat]\n```\n"), {}, refused="mixture of experts"),
     Merge("an-adapter", lora("ORG/Base-7B"), {}, refused="is an adapter"),
+    # what the user, or an earlier run, says too
+    Merge("featcal-yaml", {"featcal.yaml": dedent(EARLIER)}, {"ORG/Base-7B-chat@v1": {}, "ORG/Base-7B-code": CODE}, "ORG/Base-7B@v1", {"sums": "ORG/Base-7B-chat@v1", "code": "ORG/Base-7B-code"}, note="a path on its author's machine", sources={"data sums": "featcal.yaml of ORG/merged", "data code": "the card of ORG/Base-7B-code"}, values={"merged": "ORG/merged", "data sums": "ORG/rows@v1:hard:train", "data code": "ORG/rows"}),
+    Merge("mergekit-before-featcal-yaml", {**listed("linear", *BOTH.values()), "featcal.yaml": "{merged: ORG/merged, base: ORG/Base-7B, tasks: {sums: {expert: ORG/Base-7B-chat, data: 'ORG/rows:hard'}}}"}, SILENT, "ORG/Base-7B", BOTH, sources={"base": "featcal.yaml", "expert chat": CONFIG, "data chat": "featcal.yaml", "data code": "card of"}, values={"data chat": "ORG/rows:hard"}),
+    Merge("unordered-list-with-the-base-said", THREE, SILENT, "ORG/Base-7B", BOTH, draft={"base": "ORG/Base-7B"}, sources={"base": SAID}),
+    Merge("built-from-experts", {}, TWO, "ORG/Base-7B", {"one": BOTH["chat"], "two": BOTH["code"]}, draft={"merged": {"method": "task_arithmetic", "scale": 0.3}, "tasks": {"one": {"expert": BOTH["chat"]}, "two": {"expert": BOTH["code"]}}}, sources={"expert one": SAID, "base": "base_model of"}, values={"merged": "task_arithmetic:0.3", "data one": "ORG/rows"}),
+    Merge("data-said-for-a-found-expert", {**config(TIES), **card(f"```yaml\n{TIES}```\n")}, SILENT, "ORG/Base-7B", {"Chat": BOTH["chat"], "code": BOTH["code"]}, draft={"tasks": {"Chat": {"data": "mine/rows:small"}}}, sources={"data Chat": SAID, "expert Chat": CONFIG}, values={"data Chat": "mine/rows:small", "data code": "ORG/rows"}),
+    Merge("experts-said-are-all-there-are", config(TIES), {**SILENT, "mine/math": card(datasets="ORG/rows")}, "ORG/Base-7B", {"sums": "mine/math", "code": BOTH["code"]}, draft={"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}}, sources={"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"}, values={"data code": "mine/rows"}, note="further experts, which are left out: ORG/Base-7B-chat"),
+    Merge("dataset-and-config-of-the-task", listed("ties", "ORG/t5_glue-cola_lora", "ORG/t5_glue-sst2_lora", base_model="ORG/t5"), {"ORG/t5_glue-cola_lora": card(datasets=["ORG/web", "ORG/cola-rows"]), "ORG/t5_glue-sst2_lora": card(datasets=["ORG/glue"]), "data ORG/cola-rows": card(configs=[{"config_name": "only", "data_files": "*"}]), "data ORG/glue": card(dataset_info=[{"config_name": name} for name in ("cola", "SST2", "ax")])}, "ORG/t5", {"cola": "ORG/t5_glue-cola_lora", "sst2": "ORG/t5_glue-sst2_lora"}, note="ORG/glue has 3 configs; SST2", values={"data cola": "ORG/cola-rows", "data sst2": "ORG/glue:SST2"}),
+    Merge("default-config", config(TIES), {"ORG/Base-7B-chat": model(data="ORG/ab"), "ORG/Base-7B-code": model(data="ORG/js"), "data ORG/ab": card(configs=[{"config_name": "a"}, {"config_name": "b", "default": True}]), "data ORG/js": card(configs=[{"config_name": "js"}, {"config_name": "default"}])}, "ORG/Base-7B", BOTH, values={"data chat": "ORG/ab:b", "data code": "ORG/js:default"}),
+    Merge("an-expert-given-as-the-base", config(TIES), TWO, BOTH["code"], {"chat": BOTH["chat"]}, draft={"base": BOTH["code"]}, sources={"base": SAID}),
+    Merge("a-base-that-a-linear-merge-lists", listed("linear", *BOTH.values(), "ORG/Base-7B"), TWO, "ORG/Base-7B", {"7b-chat": BOTH["chat"], "7b-code": BOTH["code"]}, draft={"base": "ORG/Base-7B"}, sources={"base": SAID}, values={"data 7b-code": "ORG/rows"}),
+    Merge("an-expert-not-said-is-not-the-base", card(base_model=[*BOTH.values(), "ORG/Base-7B-law"]), SILENT, draft={"tasks": {"m": {"expert": BOTH["chat"]}, "c": {"expert": BOTH["code"]}}}, refused="nothing says what the base", words=("featcal calibrate ORG/merged --base REPO",)),
+    Merge("data-for-no-expert", config(TIES), TWO, draft={"tasks": {"sums": {"data": "mine/rows"}}}, refused="the task sums", words=("chat and code", "--expert sums=REPO")),
+    Merge("nobody-to-leave-out", {}, {}, draft={"skip_experts": ["lost"]}, refused="there is no expert lost that could be left out: the experts are not known"),
+    Merge("nobody-of-this-name-to-leave-out", config(TIES), TWO, draft={"skip_experts": ["cht"]}, refused="there is no expert cht", words=("chat",)),
+    Merge("built-from-nothing", {}, {}, draft={"merged": {"method": "average"}}, refused="which experts the merged model was merged", words=("--merge average --base REPO --expert TASK=REPO",)),
+    Merge("the-only-expert-given-as-the-base", listed("ties", BOTH["chat"], base_model="ORG/Base-7B"), TWO, draft={"base": BOTH["chat"]}, refused="which experts ORG/merged was merged from", words=("--expert TASK=REPO",)),
+    Merge("data-for-an-expert-that-is-given-as-the-base", config(TIES), TWO, draft={"base": BOTH["code"], "tasks": {"code": {"data": "mine/rows"}}}, refused="for the task code", words=("experts without a task are chat", "fill in REPO and type: featcal")),
 ]  # fmt: skip

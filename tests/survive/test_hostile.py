@@ -244,8 +244,8 @@ NASTY = {
 @pytest.mark.parametrize("pattern", NASTY.values(), ids=NASTY)
 def test_a_card_takes_seconds_at_most_whatever_it_repeats(pattern: str) -> None:
     started = time.process_time()
-    read_card("---\n" + pattern * (5_000_000 // len(pattern)))
-    assert time.process_time() - started < 8
+    read_card("---\n" + pattern * (2_000_000 // len(pattern)))
+    assert time.process_time() - started < 4
 
 
 # --- names ---

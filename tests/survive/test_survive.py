@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from outcome import result
 from zygote import Started, Zygote, wait_for, wait_until
 
-from featcal_cli.runtime.files import LOCK, cache_folder
+from featcal_cli.runtime.files import cache_folder
 
 SCENARIOS, KILLS = 7, 4
 """Jobs, and how often each is killed before it may end: at every moment that the log tells of at least once."""
@@ -98,20 +98,6 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
         assert run.wait() == 0, run.stderr.read_text()
     assert result(tmp_path / "out") == result(expected / "out")
     assert not (tmp_path / ".out.featcal").exists()
-    assert len(hub.repos["model", "alice/mended"].log) == 1
-
-
-def test_what_is_left_of_a_run_that_is_killed_at_its_very_end_is_taken_away_by_the_next(
-    zygote: Zygote, job: Path, expected: Path, hub: HubServer, account: dict[str, str], tmp_path: Path
-) -> None:
-    run = start(zygote, job, tmp_path, account)
-    assert run.wait() == 0, run.stderr.read_text()
-    (tmp_path / ".out.featcal").mkdir()
-    (tmp_path / ".out.featcal" / LOCK).write_text('{"process": 1, "machine": "another"}')
-    run = start(zygote, job, tmp_path, account)
-    assert run.wait() == 0, run.stderr.read_text()
-    assert not (tmp_path / ".out.featcal").exists()
-    assert result(tmp_path / "out") == result(expected / "out")
     assert len(hub.repos["model", "alice/mended"].log) == 1
 
 

@@ -146,36 +146,18 @@ def test_recipes_are_listed_and_printed(capsys: Capsys) -> None:
     assert wrong.code == 2 and "did you mean demo?" in wrong.stderr
 
 
-def break_torch(folder: Path, code: str) -> str:
-    """The path on which Python finds a torch that is this code alone."""
-    (folder / "broken" / "torch").mkdir(parents=True)
-    (folder / "broken" / "torch" / "__init__.py").write_text(code)
-    return str(folder / "broken")
-
-
 @pytest.mark.parametrize("command", ["calibrate", "modules"])
 def test_an_error_in_lineage_is_said_without_torch(command: str, tmp_path: Path, hub: HubServer) -> None:
     """With a torch that cannot be imported, which would be said if anybody waited for it."""
-    place = break_torch(tmp_path, "import time\ntime.sleep(100)")
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("import time\ntime.sleep(100)")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "README.md").write_text("A model")
     hub.add_repo("silent/model", tmp_path / "model")
     began = time.monotonic()
-    run = featcal(command, "silent/model", folder=tmp_path, PYTHONPATH=place)
+    run = featcal(command, "silent/model", folder=tmp_path, PYTHONPATH=str(tmp_path / "broken"))
     assert run.returncode == 2 and run.stderr.count("error:") == 1 and "silent/model" in run.stderr
     assert time.monotonic() - began < 60  # and not the 100 seconds of that torch
-
-
-def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
-    place = break_torch(tmp_path, "raise ImportError('libtorch_cpu.so: no such file')")
-    (tmp_path / "red").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "red" / name).write_text("{}")
-    options = ["--base", "red", "--expert", "red=red", "--data", "red=red"]
-    run = featcal("calibrate", "red", *options, folder=tmp_path, PYTHONPATH=place)
-    assert run.returncode == 2 and run.stderr.count("error:") == 1, run.stderr
-    assert "libtorch_cpu.so: no such file" in run.stderr and "install it again" in run.stderr.replace("\n", " ")
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "broken", tmp_path / "red"]
 
 
 def test_relative_paths_work_and_run_again_from_anywhere(
@@ -301,20 +283,6 @@ def test_a_command_to_type_again_keeps_gpus(capsys: Capsys, monkeypatch: pytest.
     assert "`featcal --gpus 2 calibrate -r job.yaml --device cpu`" in saved
     asked = featcal_inside(capsys, "calibrate", {**LOCAL, "--expert": None, "--strict": ""}).stderr
     assert "featcal --gpus 2 calibrate merged --base base --data red=red.safetensors -n 8 --strict" in asked
-
-
-def test_drift_is_told_after_every_block(folder: Path, capsys: Capsys) -> None:
-    """In the log; the last block's is what the report says."""
-    run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "--log-file": "log.jsonl", "-q": ""})
-    assert run.code == 0, run.stderr
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    report = json.loads((folder / "out" / "featcal_report.json").read_text())
-    told = [line for line in lines if line["event"] == "drift"]
-    assert [line["block"] for line in told] == [block["name"] for block in report["blocks"]]
-    models = report["measures"]["red"]["models"]
-    for role in ("merged", "calibrated"):
-        drifts = [block["drift"]["relative"] for block in models[role]["blocks"]]
-        assert [line["tasks"]["red"][role] for line in told] == drifts[-len(told) :]
 
 
 def test_falling_drift_is_shown_of_many_tasks_in_few_lines() -> None:

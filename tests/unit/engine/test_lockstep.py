@@ -51,7 +51,7 @@ def test_a_row_runs_no_oftener_than_fit_and_figures_need(tmp_path: Path, monkeyp
     assert list(runs.values()) == [len(saved.inputs) * (8 * times + 4 * 4) for times in (3, 2)]
 
 
-@pytest.mark.parametrize("name", few_of(["vit", "bert", "gpt2", "t5", "llama", "mixtral"], ("t5",)))
+@pytest.mark.parametrize("name", few_of(["vit", "t5", "mixtral"], ("vit",)))
 def test_kept_outputs_save_only_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A block runs once for each of its parts; what no change has reached is the same, bit for bit."""
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=12)

@@ -1,213 +1,35 @@
-"""Every source of a merged model's lineage, told, told apart, asked for or refused."""
+"""Every source of a merged model's lineage, told, told apart, asked for at once or refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from bad_input import LAUGHS, MERGES
+from bad_input import LAUGHS
+from bad_input import MERGES as MERGE_KEYS
 from hub_texts import Files, card, open_texts
+from wild_merges import CODE, MERGES, SAID, SILENT, TIES, Merge, config, listed, lora
 
 from featcal_cli.hub.repo import Kind, Repo
 from featcal_cli.lineage.claims import MalformedError, read_card, read_mergekit
 from featcal_cli.lineage.experts import name_tasks
-from featcal_cli.lineage.resolve import Lineage, find_lineage
+from featcal_cli.lineage.resolve import find_lineage
+from featcal_cli.lineage.search import OpenQuestionsError
+from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import Draft
-from featcal_cli.runtime.errors import FeatCalError, HubError, LineageError, RecipeError
+from featcal_cli.runtime.errors import FeatCalError, LineageError
 from featcal_cli.runtime.structured_text import load_documents
 from featcal_cli.workflows.inputs import dump_recipe
 
-SAID = "the command line or recipe"
-CONFIG = "mergekit_config.yml of ORG/merged"
-
-
-def mergekit(config: str, **metadata: Any) -> Files:
-    """A repo as mergekit leaves it: the configuration in a file, and again in the card."""
-    return {"mergekit_config.yml": config, **card(shown(config), **metadata), "config.json": '{"model_type": "bert"}'}
-
-
-def shown(config: str, text: str = "") -> str:
-    """The text of a card that mergekit writes."""
-    return f"# merged\n\nA merge of language models. {text}\n\n### Configuration\n\n```yaml\n{config}\n```\n"
-
-
-def listing(method: str, *models: str, base: str | None = None) -> str:
-    """A configuration with a list of models."""
-    config: dict[str, Any] = {"merge_method": method, "models": [{"model": model} for model in models]}
-    return yaml.safe_dump(config | ({"base_model": base} if base else {}))
-
-
-def expert(task: str, base: str | None = "ORG/base") -> Files:
-    """An expert whose card names its dataset."""
-    return card(datasets=[f"ORG/{task}-rows"]) if base is None else card(datasets=[f"ORG/{task}-rows"], base_model=base)
-
-
-def adapter(base: str, **metadata: Any) -> Files:
-    """The files of an adapter, but its weights."""
-    return {"adapter_config.json": f'{{"peft_type": "LORA", "base_model_name_or_path": "{base}"}}', **card(**metadata)}
-
-
-ROWS = {"data ORG/math-rows": card(), "data ORG/code-rows": card()}
-TWO = {"ORG/bert-math": expert("math"), "ORG/bert-code": expert("code"), **ROWS}
-SILENT = {"ORG/bert-math": expert("math", None), "ORG/bert-code": expert("code", None), **ROWS}
-TIES = listing("ties", "ORG/bert-math", "ORG/bert-code", base="ORG/base")
-LINEAR = listing("linear", "ORG/bert-math", "ORG/bert-code")
-ONLY_CARD = card(base_model=["ORG/bert-math", "ORG/base", "ORG/bert-code"], tags=["mergekit", "merge"])
-ROWS_OF = {"data math": "ORG/math-rows", "data code": "ORG/code-rows"}
-EXPERTS = {"expert math": "ORG/bert-math", "expert code": "ORG/bert-code", **ROWS_OF}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A Hub on which a lineage can be told, or words of the message why not."""
-
-    name: str
-    merged: Files | None
-    """The text files of ORG/merged."""
-    draft: Mapping[str, Any]
-    values: Mapping[str, str] = field(default_factory=lambda: {"base": "ORG/base", **EXPERTS})
-    """Role → value of the findings that are looked at."""
-    repos: Mapping[str, Files] = field(default_factory=lambda: SILENT)
-    """Repo id (datasets after "data ") → its text files."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Role → source, in part."""
-    note: str = ""
-    """A part of one of the notes."""
-    refused: tuple[str, ...] = ()
-
-
-FEATCAL_YAML = """
-merged: other/merged@0123456789012345678901234567890123456789
-base: ORG/base@v1
-tasks:
-  sums: {expert: ORG/bert-math@v1, data: {dataset: ORG/math-rows, revision: v1, config: hard, split: train}}
-  code: {expert: ORG/bert-code, data: {path: code.jsonl}}
-calibration: {examples: 7}
-"""
-SUMS = "{merged: ORG/merged, base: ORG/base, tasks: {sums: {expert: ORG/bert-math, data: 'ORG/math-rows:hard'}}}"
-TOLD = [
-    Case(
-        "featcal-yaml", {"featcal.yaml": FEATCAL_YAML}, {},
-        {
-            "merged": "ORG/merged", "base": "ORG/base@v1", "expert sums": "ORG/bert-math@v1",
-            "data sums": "ORG/math-rows@v1:hard:train", "data code": "ORG/code-rows",
-        },
-        {"ORG/bert-math@v1": {}, "ORG/bert-code": expert("code"), **ROWS},
-        {"data sums": "featcal.yaml of ORG/merged", "data code": "the card of ORG/bert-code"},
-        note="a path on its author's machine",
-    ),
-    Case(
-        "mergekit-before-featcal-yaml", {**mergekit(LINEAR), "featcal.yaml": SUMS}, {},
-        {"base": "ORG/base", **EXPERTS, "data math": "ORG/math-rows:hard"},
-        sources={"base": "featcal.yaml", "expert math": CONFIG, "data math": "featcal.yaml", "data code": "card of"},
-    ),
-    Case("unordered-list-with-the-base-said", ONLY_CARD, {"base": "ORG/base"}, sources={"base": SAID}),
-    Case(
-        "built-from-experts", None,
-        {
-            "merged": {"method": "task_arithmetic", "scale": 0.3},
-            "tasks": {"one": {"expert": "ORG/bert-math"}, "two": {"expert": "ORG/bert-code"}},
-        },
-        {"merged": "task_arithmetic:0.3", "base": "ORG/base", "data one": "ORG/math-rows"}, TWO,
-        {"expert one": SAID, "base": "base_model of"},
-    ),
-    Case(
-        "data-said-for-a-found-expert", mergekit(TIES), {"tasks": {"Math": {"data": "mine/rows:small"}}},
-        {"expert Math": "ORG/bert-math", "data Math": "mine/rows:small", "data code": "ORG/code-rows"},
-        sources={"data Math": SAID, "expert Math": CONFIG},
-    ),
-    Case(
-        "experts-said-are-all-there-are", mergekit(TIES),
-        {"tasks": {"sums": {"expert": "mine/math"}, "code": {"data": "mine/rows"}}},
-        {"base": "ORG/base", "expert sums": "mine/math", "expert code": "ORG/bert-code", "data code": "mine/rows"},
-        {**SILENT, "mine/math": card(datasets="ORG/math-rows")},
-        {"expert sums": SAID, "expert code": CONFIG, "data sums": "the card of mine/math"},
-        note="further experts, which are left out: ORG/bert-math",
-    ),
-    Case(
-        "dataset-and-config-of-the-task",
-        mergekit(listing("ties", "ORG/t5_glue-cola_lora", "ORG/t5_glue-sst2_lora", base="ORG/t5")), {},
-        {"data cola": "ORG/cola-rows", "data sst2": "ORG/glue:SST2"},
-        {
-            "ORG/t5_glue-cola_lora": card(datasets=["ORG/web", "ORG/cola-rows"]),
-            "ORG/t5_glue-sst2_lora": card(datasets=["ORG/glue"]),
-            "data ORG/cola-rows": card(configs=[{"config_name": "only", "data_files": "*"}]),
-            "data ORG/glue": card(dataset_info=[{"config_name": name} for name in ("cola", "SST2", "ax")]),
-        },
-        note="ORG/glue has 3 configs; SST2",
-    ),
-    Case(
-        "default-config", mergekit(TIES), {},
-        {"data math": "ORG/math-rows:b", "data code": "ORG/code-rows:default"},
-        {
-            **TWO,
-            "data ORG/math-rows": card(configs=[{"config_name": "a"}, {"config_name": "b", "default": True}]),
-            "data ORG/code-rows": card(configs=[{"config_name": "js"}, {"config_name": "default"}]),
-        },
-    ),
-    Case(
-        "an-expert-given-as-the-base", mergekit(TIES), {"base": "ORG/bert-code"},
-        {"base": "ORG/bert-code", "expert math": "ORG/bert-math"}, TWO, {"base": SAID},
-    ),
-    Case(
-        "a-base-that-a-linear-merge-lists",
-        mergekit(listing("linear", "ORG/bert-math", "ORG/bert-code", "ORG/base")), {"base": "ORG/base"},
-        {"base": "ORG/base", "expert bert-math": "ORG/bert-math", "data bert-code": "ORG/code-rows"}, TWO,
-        {"base": SAID},
-    ),
-]  # fmt: skip
-REFUSED = [
-    Case(
-        "an-expert-not-said-is-not-the-base", card(base_model=["ORG/bert-math", "ORG/bert-code", "ORG/bert-law"]),
-        {"tasks": {"m": {"expert": "ORG/bert-math"}, "c": {"expert": "ORG/bert-code"}}},
-        refused=("nothing says what the base", "featcal calibrate ORG/merged --base REPO"),
-    ),
-    Case(
-        "data-for-no-expert", mergekit(TIES), {"tasks": {"sums": {"data": "mine/rows"}}}, repos=TWO,
-        refused=("the task sums", "math and code", "--expert sums=REPO"),
-    ),
-    Case(
-        "nobody-to-leave-out", {}, {"skip_experts": ["lost"]}, repos={},
-        refused=("there is no expert lost that could be left out: the experts are not known",),
-    ),
-    Case(
-        "nobody-of-this-name-to-leave-out", mergekit(TIES), {"skip_experts": ["mth"]}, repos=TWO,
-        refused=("there is no expert mth", "math"),
-    ),
-    Case(
-        "built-from-nothing", None, {"merged": {"method": "average"}}, repos={},
-        refused=("which experts the merged model was merged", "--merge average --base REPO --expert TASK=REPO"),
-    ),
-    Case(
-        "the-only-expert-given-as-the-base", mergekit(listing("ties", "ORG/bert-math", base="ORG/base")),
-        {"base": "ORG/bert-math"}, repos=TWO,
-        refused=("which experts ORG/merged was merged from", "--expert TASK=REPO"),
-    ),
-    Case(
-        "data-for-an-expert-that-is-given-as-the-base", mergekit(TIES),
-        {"base": "ORG/bert-code", "tasks": {"code": {"data": "mine/rows"}}}, repos=TWO,
-        refused=("for the task code", "experts without a task are math", "fill in REPO and type: featcal"),
-    ),
-]  # fmt: skip
-
-
-def seek(case: Case) -> Lineage:
-    """The lineage; no repo is opened twice for it."""
-    opened: list[tuple[str, Kind]] = []
-    open_one = open_texts({**({"ORG/merged": case.merged} if case.merged is not None else {}), **case.repos})
-
-    def open_noted(name: str, kind: Kind) -> Repo:
-        opened.append((name, kind))
-        return open_one(name, kind)
-
-    try:
-        return find_lineage(Draft.model_validate({"merged": "ORG/merged", **case.draft}), open_noted)
-    finally:
-        assert len(set(opened)) == len(opened)
+ROWS: dict[str, Files] = {
+    "data ORG/rows": card(),
+    "data ORG/parts": card(configs=[{"config_name": "one"}, {"config_name": "two"}]),
+    "ORG/mine": card(),
+}
+ANSWERS = {"REPO": "ORG/mine", "SOURCE": "ORG/rows", "CONFIG": "one", "TASK": "mine"}
 
 
 @pytest.fixture(autouse=True)
@@ -217,42 +39,73 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
 
 
-@pytest.mark.parametrize("case", TOLD, ids=lambda case: case.name)
-def test_lineage_is_told(case: Case) -> None:
-    lineage = seek(case)
+def read_command(command: str) -> Draft:
+    """What a command line of `featcal calibrate` says, as the command itself reads it."""
+    featcal, calibrate, merged, *options = shlex.split(command)
+    assert (featcal, calibrate) == ("featcal", "calibrate")
+    given: dict[str, list[str]] = {"base": [], "expert": [], "data": [], "skip_expert": []}
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        given[name.removeprefix("--").replace("-", "_")].append(value)
+    base = next(iter(given.pop("base")), None)
+    return read_draft(None, collect_overrides(merged=merged, base=base, **given))
+
+
+@pytest.mark.parametrize("merge", MERGES, ids=lambda merge: merge.name)
+def test_a_merge_is_found_or_asked_for_in_one_round_or_refused(merge: Merge) -> None:
+    """The recipe says the same as the findings; where the user says something too, no repo is opened twice."""
+    open_one = open_texts({"ORG/merged": merge.files, **merge.repos, **ROWS})
+    opened: list[tuple[str, Kind]] = []
+
+    def opener(name: str, kind: Kind) -> Repo:
+        opened.append((name, kind))
+        return open_one(name, kind)
+
+    draft = Draft.model_validate({"merged": "ORG/merged", **merge.draft})
+    if merge.refused:
+        with pytest.raises(FeatCalError, match=merge.refused) as refused:
+            find_lineage(draft, opener)
+        assert all(words in str(refused.value) for words in merge.words)
+        assert refused.value.where and refused.value.fix
+        return
+    if merge.asks:
+        with pytest.raises(OpenQuestionsError) as caught:
+            find_lineage(draft, opener)
+        command = caught.value.command
+        for words in merge.words:
+            assert words in str(caught.value)
+        asked = [" ".join(pair) for question in caught.value.questions for pair in question.options or ()]
+        assert sorted(asked) == sorted(merge.asks)
+        names_experts = any(one.startswith("--expert") for one in asked)
+        for task, expert in merge.experts.items():
+            assert (f"--expert {task}={expert}" in command) is names_experts
+        if merge.base:
+            assert (f"--base {merge.base}" in command) is names_experts
+        command = re.sub(r"\b(REPO|SOURCE|CONFIG|TASK)\b", lambda word: ANSWERS[word[1]], command)
+        draft = read_command(command)
+        opened.clear()
+    lineage = find_lineage(draft, opener)
+    assert not merge.draft or len(set(opened)) == len(opened)
     values = {finding.role: finding.value for finding in lineage.findings}
+    experts = {role: value for role, value in values.items() if role.startswith("expert ")}
+    if not merge.asks:
+        assert values["base"] == merge.base
+        assert experts == {f"expert {task}": one for task, one in merge.experts.items()}
+    assert values.items() >= merge.values.items()
     sources = {finding.role: finding.source for finding in lineage.findings}
-    for role, value in case.values.items():
-        assert values[role] == value
-    for role, source in case.sources.items():
+    for role, source in merge.sources.items():
         assert source in sources[role]
-    assert case.note in "\n".join(lineage.notes)
-    # the recipe says the same as the findings, and is a whole one
+    assert merge.note in "\n".join(lineage.notes)
     assert lineage.recipe.base == values["base"]
-    assert [f"expert {task}" for task in lineage.recipe.tasks] == [
-        role for role in values if role.startswith("expert ")
-    ]
+    assert [f"expert {task}" for task in lineage.recipe.tasks] == list(experts)
     for task, spec in lineage.recipe.tasks.items():
         assert (spec.expert, str(spec.data)) == (values[f"expert {task}"], values[f"data {task}"])
     assert Draft.model_validate(yaml.safe_load(dump_recipe(lineage.recipe)))
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_lineage_is_asked_for_or_refused(case: Case) -> None:
-    with pytest.raises(FeatCalError) as caught:
-        seek(case)
-    message = str(caught.value)
-    for words in case.refused:
-        assert words in message
-    assert isinstance(caught.value, LineageError | HubError | RecipeError)
-    assert caught.value.where
-    assert caught.value.fix
-
-
 def test_many_experts_that_are_gone_are_told_shortly() -> None:
     experts = [f"ORG/bert-{number}" for number in range(60)]
-    repos = {name: expert("math") for name in experts[:2]}
-    opener = open_texts({"ORG/merged": mergekit(listing("ties", *experts, base="ORG/base")), **repos, **ROWS})
+    repos = dict.fromkeys(experts[:2], CODE)
+    opener = open_texts({"ORG/merged": listed("ties", *experts, base_model="ORG/base"), **repos, **ROWS})
     with pytest.raises(LineageError) as caught:
         find_lineage(Draft(merged="ORG/merged"), opener)
     assert "and 53 more" in caught.value.what and len(caught.value.what) + len(caught.value.where) < 1000
@@ -271,27 +124,25 @@ def test_a_complete_draft_stays_as_it_is() -> None:
 
 def test_a_card_on_the_hub_leads_to_no_folder_here() -> None:
     """A folder with the name of a repo that a card names is passed over: the Hub's repo is meant."""
-    name = "ORG"
-    opener = open_texts({"ORG/merged": mergekit(TIES), **SILENT})
-    for folder in ("base", "bert-math", "math-rows"):
-        Path(name, folder).mkdir(parents=True)
-        Path(name, folder, "README.md").write_text("---\ndatasets: /etc\nbase_model: /etc\n---\n")
+    opener = open_texts({"ORG/merged": config(TIES), **SILENT, **ROWS})
+    for folder in ("Base-7B", "Base-7B-chat", "rows"):
+        Path("ORG", folder).mkdir(parents=True)
+        Path("ORG", folder, "README.md").write_text("---\ndatasets: /etc\nbase_model: /etc\n---\n")
     recipe = find_lineage(Draft(merged="ORG/merged"), opener).recipe
-    assert recipe.base == f"{name}/base@main"
-    assert recipe.tasks["math"].expert == f"{name}/bert-math@main"
-    assert str(recipe.tasks["math"].data) == f"{name}/math-rows@main"
-    assert recipe.tasks["code"].expert == f"{name}/bert-code"
+    assert recipe.base == "ORG/Base-7B@main"
+    assert recipe.tasks["chat"].expert == "ORG/Base-7B-chat@main"
+    assert str(recipe.tasks["chat"].data) == "ORG/rows@main"
+    assert recipe.tasks["code"].expert == "ORG/Base-7B-code"
 
 
 def test_a_card_in_a_folder_may_name_paths(tmp_path: Path) -> None:
     """From the folder, absolute, or (where it can be nothing else) from where the command runs."""
-    config = listing("ties", "../math", str(tmp_path / "code"), "./law", base="base")
     for name, files in {
-        "merged": mergekit(config),
+        "merged": listed("ties", "../math", str(tmp_path / "code"), "./law", base_model="base"),
         "merged/base": {},
         "math": card(datasets=["rows"]),
         "math/rows": {},
-        "code": adapter("../merged/base", datasets="../math/rows"),
+        "code": lora("../merged/base", "../math/rows"),
         "here/law": card(datasets=str(tmp_path / "math/rows")),
     }.items():
         (tmp_path / name).mkdir(exist_ok=True)
@@ -314,7 +165,7 @@ UNREADABLE = {
     "odd tags": 'base_model: !!int ""',
     "a python object": "base_model: !!python/object/apply:os.system [exit]",
     "nested without end": f"base_model: {'[' * 1000}",
-    "merge keys that unfold": MERGES,
+    "merge keys that unfold": MERGE_KEYS,
     "aliases that unfold": LAUGHS,
     "a list in itself": "base_model: &a [*a]",
     "too long": f"base_model: {'x' * 2_000_000}",
@@ -336,7 +187,7 @@ def test_unreadable_metadata_is_left_out_and_said(metadata: str, tmp_path: Path)
 
 
 def test_a_config_that_is_none_is_malformed() -> None:
-    for config in (
+    for text in (
         "[]",
         "models: []",
         "{merge_method: [ties], models: []}",
@@ -348,11 +199,12 @@ def test_a_config_that_is_none_is_malformed() -> None:
         "{merge_method: ties, modules: {vision: 7}}",
     ):
         with pytest.raises(MalformedError):
-            read_mergekit(load_documents(config), "mergekit_config.yml")
+            read_mergekit(load_documents(text), "mergekit_config.yml")
 
 
 def test_foreign_text_reaches_a_message_escaped_and_short(tmp_path: Path) -> None:
-    (tmp_path / "mergekit_config.yml").write_text(listing("ties", "x\x1b[31m/\n" + "y" * 500, base="a/b"))
+    (text,) = listed("ties", "x\x1b[31m/\n" + "y" * 500, base_model="a/b").values()
+    (tmp_path / "mergekit_config.yml").write_text(text)
     with pytest.raises(LineageError) as caught:
         find_lineage(Draft(merged=str(tmp_path)))
     assert "\x1b" not in str(caught.value)

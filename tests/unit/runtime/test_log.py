@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import featcal, featcal_inside
@@ -29,7 +30,7 @@ def test_a_line_of_the_log_is_json_whatever_was_measured(tmp_path: Path) -> None
     assert json.loads(lines[1])["tasks"] == {"red": {"merged": None, "calibrated": [None, 1.5]}}
 
 
-def read(file: Path) -> list[dict[str, object]]:
+def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -65,6 +66,13 @@ def test_lines_of_a_log_are_json_and_the_last_tells_the_end(tmp_path: Path, caps
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", str(line["time"])) for line in lines)
     assert [lines[0]["event"], lines[-1]["event"], lines[-1]["exit_code"]] == ["start", "end", 0]
     assert [line["finished"] for line in lines if line["event"] == "block"][-1] == len(BY_NAME["bert"].block_names)
+    # drift is told after every block, and the last block's is what the report says
+    report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    told = [line for line in lines if line["event"] == "drift"]
+    assert [line["block"] for line in told] == [block["name"] for block in report["blocks"]]
+    for role in ("merged", "calibrated"):
+        drifts = [block["drift"]["relative"] for block in report["measures"]["red"]["models"][role]["blocks"]]
+        assert [line["tasks"]["red"][role] for line in told] == drifts[-len(told) :]
     again = featcal_inside(capsys, "calibrate", {**options, "--examples": 7})
     assert again.code == 2
     more = [line for line in read(tmp_path / "log.jsonl")[len(lines) :] if line["event"] not in ("stage", "note")]

@@ -22,7 +22,7 @@ from transformers import AutoModel
 from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import FeatCalError, OutputError
-from featcal_cli.runtime.files import explain_full, tell_fix
+from featcal_cli.runtime.files import LOCK, explain_full, tell_fix
 from featcal_cli.workflows.verbs import calibrate, dry_run
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
@@ -105,8 +105,10 @@ def test_a_finished_output_says_what_was_done_and_is_not_made_again(tmp_path: Pa
     assert 0 < report["cost"]["expert_bytes_read"] <= experts
 
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    write(tmp_path, f".out.featcal/{LOCK}", b'{"process": 1, "machine": "another"}')  # of a run killed at its very end
     again = calibrate(saved.recipe(), output=output)
     assert again.was_done and again.report.drift.keys() == set(saved.inputs)
+    assert not (tmp_path / ".out.featcal").exists()
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     for change, said in (({"examples": 7}, "--examples was 12, and is 7"), ({"rho": 0.5}, "--rho was 2, and is 0.5")):
         with pytest.raises(OutputError, match="this is the output of another job") as refused:

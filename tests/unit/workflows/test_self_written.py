@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hub_server import HubServer
-from hub_texts import publish_texts
+from hub_texts import card, open_texts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -211,22 +210,16 @@ def test_what_an_expert_writes_has_no_split_no_columns_and_no_labels(world: Path
         ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}'}, True),
         ({"adapter_config.json": '{"task_type": "CAUSAL_LM", "base_model_name_or_path": "lm/base"}'}, True),
         ({"config.json": '{"architectures": ["BertForSequenceClassification"]}'}, False),
-        (
-            {
-                "config.json": '{"architectures": ["LlamaForCausalLM"]}',
-                "README.md": "---\ndatasets: [lm/a, lm/b]\n---\n",
-            },
-            False,
-        ),
+        ({"config.json": LLAMA, **card(datasets=["lm/a", "lm/b"])}, False),
     ],
 )
-def test_language_models_write_their_data(files: dict[str, str], writes: bool, hub: HubServer, tmp_path: Path) -> None:
-    publish_texts(hub, tmp_path, {"lm/merged": {}, "lm/base": {}, "lm/math": files})
+def test_language_models_write_their_data(files: dict[str, str], writes: bool) -> None:
+    opener = open_texts({"lm/merged": {}, "lm/base": {}, "lm/math": files})
     draft = Draft.model_validate({"merged": "lm/merged", "base": "lm/base", "tasks": {"math": {"expert": "lm/math"}}})
     if not writes:
         with pytest.raises(OpenQuestionsError, match=r"nothing says|several datasets"):
-            find_lineage(draft)
+            find_lineage(draft, opener)
         return
-    lineage = find_lineage(draft)
+    lineage = find_lineage(draft, opener)
     assert lineage.recipe.tasks["math"].data == Data(dataset="self")
     assert any("lm/math names no dataset: its expert is to write them" in note for note in lineage.notes)

@@ -15,7 +15,7 @@ from recipe_world import shake
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
-from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
+from vocabularies import add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
 
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.workflows.evaluate import evaluate
@@ -282,11 +282,3 @@ def accuracies(folder: Path, merged: str, how: Mapping[str, Any]) -> dict[str, f
     task["evaluate"] = {"split": "train", "metric": "accuracy", **how}
     found = evaluate({"merged": str(folder / merged), "base": str(folder / "plain"), "tasks": {"it": task}})
     return {role: score.value for role, score in found.tasks["it"].scores.items()}
-
-
-@pytest.mark.parametrize("kind", ["words", "bytes", "unigram"])
-def test_the_tokenizers_here_cut_a_text_into_words(tmp_path: Path, kind: str) -> None:
-    make_tokenizer(kind, shuffled(spell(kind), 5)).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = " ".join(WORDS)
-    assert [token.strip("Ġ▁") for token in tokenizer.tokenize(text)] == WORDS
