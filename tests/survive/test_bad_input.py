@@ -7,7 +7,6 @@ from pathlib import Path
 import bad_data
 import bad_models
 import bad_options
-import bad_recipes
 import bad_surroundings
 import bad_tensors
 import pytest
@@ -16,7 +15,7 @@ from command_line import featcal_inside
 
 CASES = [
     pytest.param(arrange, words, id=f"{kind.__name__}-{number}")
-    for kind in (bad_recipes, bad_options, bad_models, bad_tensors, bad_data, bad_surroundings)
+    for kind in (bad_options, bad_models, bad_tensors, bad_data, bad_surroundings)
     for number, (arrange, words) in enumerate(kind.CASES)
 ]
 

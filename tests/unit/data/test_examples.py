@@ -459,10 +459,7 @@ def test_question_context_and_answer_are_read_in_order(
 def test_an_encoder_decoder_gets_the_target_shifted_right_or_its_start_token(at: Folder) -> None:
     found = at.load(tiny("t5"), at.rows({"inputs": "w1 w2", "targets": "w3"}, {"inputs": "w4", "targets": "w5 w6"}))
     by_source = dict(zip(words_of(found.fitted), words_of(found.fitted, "decoder_input_ids"), strict=True))
-    assert by_source == {
-        "[CLS] w1 w2 [SEP]": "[PAD] [CLS] w3 [PAD]",
-        "[CLS] w4 [SEP] [PAD]": "[PAD] [CLS] w5 w6",
-    }
+    assert by_source == {"[CLS] w1 w2 [SEP]": "[PAD] [CLS] w3 [PAD]", "[CLS] w4 [SEP] [PAD]": "[PAD] [CLS] w5 w6"}
     [batch] = found.fitted
     assert sorted(batch["decoder_attention_mask"].sum(1).tolist()) == [3, 4]
     assert tiny("t5")(**batch).logits.shape[:2] == (2, 4)

@@ -84,28 +84,18 @@ def test_a_merge_is_explained_by_its_experts_and_one_that_was_not_merged_shows(k
     assert kind == "dare" or abs(parts[-1]) < LEAST_COEFFICIENT * max(map(abs, parts))
 
 
-def test_what_was_not_merged_explains_nothing() -> None:
-    steps = make_steps(2 * TASKS)
-    share, _ = explain(steps[:TASKS].mean(0), torch.randn(TASKS, SIZE, dtype=torch.float64))
-    assert share is not None and share < LEAST_SHARE / 10
-
-
-def test_a_missing_expert_is_a_part_that_is_not_explained() -> None:
+def test_what_was_not_merged_explains_nothing_and_what_is_missing_is_a_part_that_is_not_explained() -> None:
+    """Slerp is explained by its two; what rounding drowns is not judged."""
     steps = make_steps()
+    share, _ = explain(steps.mean(0), torch.randn(TASKS, SIZE, dtype=torch.float64))
+    assert share is not None and share < LEAST_SHARE / 10
     share, _ = explain(steps.mean(0), steps[:-1])
     assert share is not None and 0.5 < share < 0.95
-
-
-def test_slerp_is_explained_by_its_two() -> None:
+    drowned = steps.mean(0) + torch.randn(SIZE, dtype=torch.float64)
+    assert explain(drowned, steps, noise=float(SIZE))[0] is None
     steps = make_steps(2)
     share, parts = explain(slerp(steps), steps)
     assert share is not None and share > 0.9 and parts[0] == pytest.approx(parts[1], rel=0.1)
-
-
-def test_what_rounding_drowns_is_not_judged() -> None:
-    steps = make_steps()
-    target = steps.mean(0) + torch.randn(SIZE, dtype=torch.float64)
-    assert explain(target, steps, noise=float(SIZE))[0] is None
 
 
 def bert(seed: int) -> BertModel:

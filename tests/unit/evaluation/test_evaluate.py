@@ -577,11 +577,7 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
             "does not read a text and write another[^$]*lm_eval",
         ),
         (draft_of(t5, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
-        (
-            perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}),
-            RecipeError,
-            "no common mean",
-        ),
+        (perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}), RecipeError, "no common mean"),
     ):
         with pytest.raises(error, match=message):
             evaluate(draft)

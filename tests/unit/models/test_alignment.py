@@ -142,9 +142,7 @@ def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> No
     assert compare_configs(wide, replace(merged, role="expert red", part="vision_model")) == []
 
 
-def test_models_of_one_outline_are_compared_by_their_own_configs(
-    tmp_path: Path,
-) -> None:
+def test_models_of_one_outline_are_compared_by_their_own_configs(tmp_path: Path) -> None:
     merged = outline("merged", tmp_path, tf.BertConfig(**TEXT_SIZES), tf.BertModel)
     other = outline("expert red", tmp_path, tf.RobertaConfig(**TEXT_SIZES), tf.BertModel)
     with pytest.raises(CheckpointError, match=r"another architecture than merged \(roberta, not bert\)"):

@@ -45,21 +45,16 @@ def refusal(folder: Path) -> OutputError:
 
 
 def test_a_lock_that_is_held_is_refused_and_free_with_its_end(tmp_path: Path) -> None:
+    """However its holder ends."""
     folder = tmp_path / "deep" / "hidden"
-    with holder(folder) as other:
-        assert refusal(folder).what == "another run is working on this output"
-        assert refusal(folder).where == "out"
-        assert refusal(folder).fix == "wait for it, stop it, or give another --output"
-        other.communicate()
-    with hold(folder, Path("out")):
-        assert refusal(folder)
-
-
-def test_the_lock_of_a_dead_process_counts_nothing(tmp_path: Path) -> None:
-    with holder(tmp_path) as other:
-        other.kill()
-    with hold(tmp_path, Path("out")):
-        assert (tmp_path / LOCK).is_file()
+    for end in (subprocess.Popen.communicate, subprocess.Popen.kill):
+        with holder(folder) as other:
+            told = refusal(folder)
+            assert (told.what, told.where) == ("another run is working on this output", "out")
+            assert told.fix == "wait for it, stop it, or give another --output"
+            end(other)
+        with hold(folder, Path("out")):
+            assert refusal(folder) and (folder / LOCK).is_file()
 
 
 def test_a_folder_that_the_holder_takes_away_is_no_lock_that_somebody_else_may_have_too(tmp_path: Path) -> None:
