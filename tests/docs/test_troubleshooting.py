@@ -87,10 +87,6 @@ def hub_that_is_down(stage: Stage) -> Arguments:
     return {"--expert": "red=user/expert"}
 
 
-def full_disk(stage: Stage) -> None:
-    stage.patch.setattr("featcal_cli.workflows.plan_checks.free_bytes", lambda _: 1000)
-
-
 def full_memory(stage: Stage) -> Arguments:
     def fail(*_: object, **__: object) -> NoReturn:
         raise torch.OutOfMemoryError
@@ -170,7 +166,9 @@ WAYS: dict[str, Arrange] = {
     ),
     "not a whole safetensors file": bad_tensors.cut_short,
     "Apple's GPUs (mps)": options(device="mps"),
-    "of disk are needed": full_disk,
+    "of disk are needed": lambda stage: stage.patch.setattr(
+        "featcal_cli.workflows.plan_checks.free_bytes", lambda _: 1
+    ),
     "does not suffice": full_memory,
     "are not finite at": huge_pixels,
     "unfinished run": unfinished_run,

@@ -42,10 +42,6 @@ def hub_dataset(stage: Stage, /, name: str, **files: str | bytes) -> Arguments:
     return {"--data": f"red={stage.publish(name, 'data', 'dataset')}"}
 
 
-def model_in_place_of_data(stage: Stage) -> Arguments:
-    return {"--data": f"red={stage.publish('data/model', 'red')}"}
-
-
 def no_tokenizer(stage: Stage) -> Arguments | None:
     for path in (stage.folder / "base").glob("tokenizer*"):
         path.unlink()
@@ -83,10 +79,6 @@ def a_pipe_among_images(stage: Stage) -> Arguments:
     return of_images(stage, rows)
 
 
-def images_that_are_names(stage: Stage) -> Arguments:
-    return of_images(stage, stage.write("images/rows.jsonl", '{"image": "/etc/nothing.png"}\n' * 20))
-
-
 IDS = torch.ones(8, 9, dtype=torch.long)
 CASES: list[Case] = [
     (options(data="red={}/nowhere.jsonl"), ["nowhere.jsonl"]),
@@ -109,8 +101,9 @@ CASES: list[Case] = [
     (images(png(9_500, 9_500), f"{ESCAPE}.png"), ["\\x1b[31m.png", "90250000 pixels"]),
     (bombs_in_a_table, ["rows.parquet", "400000000 pixels", "20 of 20 rows", "example 1"]),
     (a_pipe_among_images, ["pipe.png", "no plain file"]),
-    (images_that_are_names, ["nothing.png"]),
-    (model_in_place_of_data, ["data/model"]),
+    (lambda stage: of_images(stage, stage.write("images/rows.jsonl", '{"image": "/etc/nothing.png"}\n' * 20)),
+     ["nothing.png"]),
+    (lambda stage: {"--data": f"red={stage.publish('data/model', 'red')}"}, ["data/model"]),
     (hub_dataset("data/nothing", README__md="# nothing"), ["no files of a kind"]),
     (hub_dataset("data/laughs", README__md=f"---\n{LAUGHS}\n---\n", a__txt="w2"), ["README.md", "unfolds"]),
     (hub_dataset("data/above", README__md="---\nconfigs: [{config_name: a, data_files: '../../**'}]\n---\n",

@@ -184,10 +184,6 @@ def adapter(stage: Stage, /, **config: object) -> Arguments:
     return {"--expert": f"red={stage.folder / 'adapter'}"}
 
 
-def adapter_on_itself(stage: Stage) -> Arguments | None:
-    return adapter(base_model_name_or_path=str(stage.folder / "adapter"))(stage)
-
-
 def adapter_that_is_not_json(stage: Stage) -> Arguments | None:
     arguments = adapter()(stage)
     stage.write("adapter/adapter_config.json", "[" * 100_000)
@@ -260,7 +256,7 @@ CASES: list[Case] = [
     (link("gone.txt", "nowhere/gone.txt"), ["gone.txt is a link", "nowhere/gone.txt"]),
     (link_in_what_a_merge_copies, ["tokenizer.json is a link", "replace the link"]),
     (pickled({"a": Bomb()}), ["more than tensors", "safetensors"]),
-    (adapter_on_itself, ["is an adapter itself"]),
+    (lambda stage: adapter(base_model_name_or_path=str(stage.folder / "adapter"))(stage), ["is an adapter itself"]),
     (adapter(base_model_name_or_path=["a", "b"]), ["adapter", "base"]),
     (adapter(peft_type="NEW\x1b[31m"), ["does not know", "NEW\\x1b"]),
     (adapter(r=10**9), ["rank", "does not fit"]),

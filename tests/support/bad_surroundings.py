@@ -16,10 +16,6 @@ def closed(stage: Stage, kind: str) -> Arguments:
     return {"--expert": f"red=strangers/{kind}"}
 
 
-def dataset_in_place_of_a_model(stage: Stage) -> Arguments:
-    return {"--expert": f"red={stage.publish('strangers/rows', 'red', 'dataset')}"}
-
-
 @case
 def listing(stage: Stage, name: str, path: str, /, **said: Any) -> Arguments:
     """An expert's repo, whose listing has a file of this path, and may say what is not so of its size."""
@@ -74,7 +70,10 @@ CASES: list[Case] = [
     (options(expert="red=a/b@"), ["a/b@", "REVISION"]),
     (options(expert="red=a//b"), ["a//b"]),
     (closed("private"), ["strangers/private", "private"]),
-    (dataset_in_place_of_a_model, ["there is no model strangers/rows"]),
+    (
+        lambda stage: {"--expert": f"red={stage.publish('strangers/rows', 'red', 'dataset')}"},
+        ["there is no model strangers/rows"],
+    ),
     (listing("strangers/above", "../../../escaped.json"), ["outside of itself", "../../../escaped.json"]),
     (listing("strangers/root", "/tmp/escaped.json"), ["outside of itself", "/tmp/escaped.json"]),
     (listing("strangers/dot", "./config.json"), ["outside of itself"]),

@@ -10,12 +10,9 @@ from bad_input import Arguments, Arrange, Case, Stage, case, options
 
 def written(header: object, data: bytes = bytes(16)) -> bytes:
     """A file with this header (text or bytes as they are, else as JSON), and these bytes after it."""
-    text = header if isinstance(header, bytes) else header.encode() if isinstance(header, str) else dumped(header)
+    given = header if isinstance(header, bytes | str) else json.dumps(header)
+    text = given.encode() if isinstance(given, str) else given
     return len(text).to_bytes(8, "little") + text + data
-
-
-def dumped(header: object) -> bytes:
-    return json.dumps(header).encode()
 
 
 def entry(shape: object = (4,), start: object = 0, stop: object = 16, dtype: object = "F32") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from command_line import Run, featcal, featcal_inside
 from egress import watch_egress
 from families import TASKS, VOCABULARY, save_tokenizer
 from hub_server import HubServer
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from outcome import refusal_of
 from published import Published, change_config, publish, write_card
 from safetensors.torch import load_file
@@ -60,11 +60,6 @@ class User:
         assert run.code == 0 and "nothing is computed again" in one_line(run.stderr), run.stderr
         assert len(self.hub.repos["model", target].log) == 1
         assert sorted(path.name for path in self.here.iterdir()) == ["merged-featcal"]
-
-    def use_empty_cache(self, name: str) -> None:
-        """A machine that has downloaded nothing yet."""
-        self.patch.setattr(constants, "HF_HUB_CACHE", str(self.here.parent / name / "hub"))
-        self.patch.setenv("FEATCAL_CACHE", str(self.here.parent / name / "featcal"))
 
     def calibrate(self, merged: str, **options: object) -> Run:
         """The command in this process; options with _ for -."""
