@@ -190,7 +190,6 @@ def test_too_much_drift_ends_with_3_and_names_the_task(demo: Demo, compared: Any
     shown = " ".join(run.stderr.split())
     assert f"expert of {worst} by {last[worst]:.3f}, which is over" in shown and "other task" not in shown
     assert f"task {worst}: after vit.layers.2" in shown
-    assert inspect(capsys, demo.merged, demo.recipe, max_drift=last[worst] + 0.001).code == 0
 
 
 def test_a_comparison_fails_only_when_the_second_model_is_the_worse(demo: Demo, compared: Any, capsys: Capture) -> None:

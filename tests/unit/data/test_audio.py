@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 import transformers
-from command_line import featcal
+from command_line import featcal_inside
 from example_folder import WORDS, Folder, words_of
 from scipy.signal import resample_poly
 from transformers import PreTrainedModel
@@ -174,16 +174,19 @@ def test_an_extractor_that_lacks_a_package_or_asks_for_gigabytes_is_not_used(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whisper", "wav2vec2"])
-def test_a_merge_that_hears_is_calibrated(at: Folder, kind: str) -> None:
+def test_a_merge_that_hears_is_calibrated(
+    at: Folder, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare(at, kind)
     at.expert.rename(at.path / "merged")
     for seed, name in enumerate(("merged", "base", "expert")):
         make_model(kind, seed).save_pretrained(at.path / name)
     waves = [encoded(tone(n, 0.1 + 0.01 * (n % 3))) for n in range(24)]
     at.file("rows.parquet", [{"audio": {"bytes": x, "path": ""}, "text": f"w{n % 3}"} for n, x in enumerate(waves)])
-    arguments = "calibrate merged --base base --expert speech=expert --data speech=rows.parquet -n 8 -o out --json"
-    done = featcal(*arguments.split(), folder=at.path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(at.path)
+    named = {"--base": "base", "--expert": "speech=expert", "--data": "speech=rows.parquet", "-n": 8, "-o": "out"}
+    done = featcal_inside(capsys, "calibrate", {"": "merged", **named, "--json": ""})
+    assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
     assert sum(not block["is_head"] for block in report["blocks"]) == (3 if kind == "whisper" else 2)
     assert all(block["modules"] for block in report["blocks"])

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from command_line import featcal
+from command_line import featcal_inside
 from example_folder import Folder
 from PIL import Image
 from tokenizers import Tokenizer
@@ -117,23 +117,17 @@ ASKED = "user : <image> <image> <image> <image> what is it assistant : "
 PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "what is it"}]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        lambda colour: {"question": "what is it", "answer": colour},
-        lambda colour: {"question": "what is it", "answers": [colour, "a"]},
-        lambda colour: {
-            "conversations": [{"from": "human", "value": "<image>\nwhat is it"}, {"from": "gpt", "value": colour}]
-        },
-        lambda colour: {
-            "messages": [
-                {"role": "user", "content": PARTS},
-                {"role": "assistant", "content": [{"type": "text", "text": colour}]},
-            ]
-        },
-    ],
-    ids=["answer", "answers", "conversation", "messages"],
-)
+ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "answer": lambda said: {"question": "what is it", "answer": said},
+    "answers": lambda said: {"question": "what is it", "answers": [said, "a"]},
+    "conversation": lambda said: {"conversations": [
+        {"from": "human", "value": "<image>\nwhat is it"}, {"from": "gpt", "value": said}]},
+    "messages": lambda said: {"messages": [
+        {"role": "user", "content": PARTS}, {"role": "assistant", "content": [{"type": "text", "text": said}]}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_questions_about_images_take_the_chat_template(at: Folder, row: Callable[[str], dict[str, Any]]) -> None:
     model = prepare(at.expert, "llava")
     (batch,) = at.load(model, pictures(at, lambda colour: row(COLOURS[colour]))).fitted
@@ -159,7 +153,9 @@ def test_rows_of_several_images_cannot_be_used(at: Folder) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["clip", "llava"])
-def test_a_merge_that_sees_and_reads_is_calibrated(at: Folder, kind: str) -> None:
+def test_a_merge_that_sees_and_reads_is_calibrated(
+    at: Folder, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both of a task's towers, or the tower and the language model; with another task of text alone for the latter."""
     prepare(at.path / "merged", kind)
     for seed, name in enumerate(("merged", "base", "expert")):
@@ -169,10 +165,11 @@ def test_a_merge_that_sees_and_reads_is_calibrated(at: Folder, kind: str) -> Non
     rows = [{"question": "what is it", "answer": colour, "caption": f"a {colour}"} for colour in colours]
     at.file("rows.parquet", [{"image": picture(number), **row} for number, row in enumerate(rows)])
     at.file("text.jsonl", [{"text": f"it is {x} {y}"} for x in COLOURS for y in WORDS])
-    arguments = "calibrate merged --base base --expert seen=expert --data seen=rows.parquet -n 8 -o out --json"
-    further = " --expert read=expert --data read=text.jsonl"
-    done = featcal(*(arguments + further).split(), folder=at.path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(at.path)
+    named: dict[str, object] = {"--base": "base", "--expert": ["seen=expert", "read=expert"]}
+    named |= {"--data": ["seen=rows.parquet", "read=text.jsonl"], "-n": 8, "-o": "out", "--json": ""}
+    done = featcal_inside(capsys, "calibrate", {"": "merged", **named})
+    assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
     assert sum(not block["is_head"] for block in report["blocks"]) == 4
     assert all(block["modules"] for block in report["blocks"])

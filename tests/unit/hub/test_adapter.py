@@ -38,7 +38,6 @@ BASES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
     "t5": (lambda: tf.T5ForConditionalGeneration(tf.T5Config(**T5)), ["q", "v", "wo"], "SEQ_2_SEQ_LM"),
     "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)), ["q_proj", "down_proj"], "CAUSAL_LM"),
 }
-KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
 
 
 def save_base(folder: Path, name: str = "bert", dtype: torch.dtype = torch.float32) -> Path:
@@ -119,46 +118,35 @@ def edit(folder: Path, **changes: Any) -> None:
 # Folding
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("bert", "LoRA"), ("t5", "LoRA"), ("llama", "LoRA"), ("bert", "rsLoRA"), ("bert", "DoRA")]
-)
-def test_the_folded_copy_is_what_peft_makes(tmp_path: Path, name: str, kind: str) -> None:
-    base = save_base(tmp_path / "base", name)
+FOLDED: list[tuple[str, torch.dtype, Any, str]] = [
+    *((name, torch.float32, lora(name), "LORA, rank 8") for name in BASES),
+    *(("bert", torch.float32, lora("bert", **{kind: True}), "LORA, rank 8") for kind in ("use_rslora", "use_dora")),
+    ("llama", torch.bfloat16, lora("llama", modules_to_save=["lm_head"]), "LORA, rank 8"),
+    ("bert", torch.float32, peft.IA3Config(target_modules=["key", "value"], feedforward_modules=[]), "IA3"),
+    ("bert", torch.float32, peft.VeraConfig(r=4, target_modules=["query"], vera_dropout=0.0), "VERA"),
+    ("bert", torch.float32, peft.LoraConfig(r=4, target_modules=["query"], bias="all",
+     rank_pattern={"0.attention.self.query": 2}), "LORA"),
+]  # fmt: skip
+"""A base, its precision, what peft can merge into it, and what it is called."""
+
+
+@pytest.mark.parametrize(("name", "dtype", "config", "kind"), FOLDED)
+def test_the_folded_copy_is_what_peft_makes(
+    tmp_path: Path, name: str, dtype: torch.dtype, config: Any, kind: str
+) -> None:
+    base = save_base(tmp_path / "base", name, dtype)
     build = type(BASES[name][0]())
     before = (base / "model.safetensors").read_bytes()
-    adapter = save_adapter(tmp_path / "adapter", base, build.from_pretrained(base), lora(name, **KINDS[kind]))
+    adapter = save_adapter(tmp_path / "adapter", base, build.from_pretrained(base, dtype="auto"), config)
     snapshot = resolve(str(adapter))
-    assert_equal(loaded(snapshot, build), by_peft(build.from_pretrained(base), adapter))
-    assert f"is an adapter (LORA, rank 8) on {base}" in snapshot.notes[0]
+    found = loaded(snapshot, build)
+    assert_equal(found, by_peft(build.from_pretrained(base, dtype="auto"), adapter))
+    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    assert f"is an adapter ({kind}" in snapshot.notes[0] and f" on {base}" in snapshot.notes[0]
     assert "featcal's cache keeps the folded copy" in snapshot.notes[0]
     assert (base / "model.safetensors").read_bytes() == before
     assert load_file(snapshot.weights()[0]).keys() == load_file(base / "model.safetensors").keys()
     assert not list(snapshot.folder.glob("adapter_*"))
-
-
-def test_a_base_in_half_precision_stays_so(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "llama", torch.bfloat16)
-    model = tf.LlamaForCausalLM.from_pretrained(base, dtype="auto")
-    config = lora("llama", modules_to_save=["lm_head"])
-    adapter = save_adapter(tmp_path / "adapter", base, model, config)
-    found = loaded(resolve(str(adapter)), tf.LlamaForCausalLM)
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    assert_equal(found, by_peft(tf.LlamaForCausalLM.from_pretrained(base, dtype="auto"), adapter))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.IA3Config(target_modules=["key", "value"], feedforward_modules=[]),
-        peft.VeraConfig(r=4, target_modules=["query"], vera_dropout=0.0),
-        peft.LoraConfig(r=4, target_modules=["query"], bias="all", rank_pattern={"0.attention.self.query": 2}),
-    ],
-    ids=lambda config: str(config.peft_type.value),
-)
-def test_other_kinds_are_folded_where_peft_can_merge_them(tmp_path: Path, base: Path, config: Any) -> None:
-    adapter = save_adapter(tmp_path / "other", base, tf.BertModel.from_pretrained(base), config)
-    found = loaded(resolve(str(adapter)), tf.BertModel)
-    assert_equal(found, by_peft(tf.BertModel.from_pretrained(base), adapter))
 
 
 def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Path) -> None:

@@ -265,23 +265,14 @@ def test_growing_drift_is_said_at_the_top() -> None:
 
 
 KINDS = [
-    ({"q_proj": "linear"}, False, "Only linear projections of transformer blocks were calibrated."),
-    (
-        {"q_proj": "linear", "ln": "layernorm", "dwconv": "convolution"},
-        False,
-        "Only linear projections, convolutions and norms of transformer blocks were calibrated.",
-    ),
-    (
-        {"mlp.experts.down_proj[0]": "linear", "ln": "rmsnorm"},
-        False,
-        "Only linear projections and norms of transformer blocks (experts of mixtures included) were calibrated.",
-    ),
-    (
-        {"c_attn": "conv1d", "projection": "convolution"},
-        True,
-        "Only linear projections and convolutions of transformer blocks and of the stem (patch embeddings) before",
-    ),
-]
+    ({"q_proj": "linear"}, False, "linear projections of transformer blocks were calibrated."),
+    ({"q_proj": "linear", "ln": "layernorm", "dwconv": "convolution"}, False,
+     "linear projections, convolutions and norms of transformer blocks were calibrated."),
+    ({"mlp.experts.down_proj[0]": "linear", "ln": "rmsnorm"}, False,
+     "linear projections and norms of transformer blocks (experts of mixtures included) were calibrated."),
+    ({"c_attn": "conv1d", "projection": "convolution"}, True,
+     "linear projections and convolutions of transformer blocks and of the stem (patch embeddings) before"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kinds", "stems", "sentence"), KINDS)
@@ -291,7 +282,7 @@ def test_the_limits_name_the_kinds_of_calibrated_modules(kinds: dict[str, str], 
     report = make_report(blocks=[BlockReport("layers.0", 1.0, modules, [])])
     report = replace(report, settings={**report.settings, "stems": stems})
     card = write_card(report, name="mended")
-    assert sentence in card.partition("## Limits")[2].replace("\\", "")
+    assert f"Only {sentence}" in card.partition("## Limits")[2].replace("\\", "")
     assert "its weights were changed in closed form" in card
     undone = write_card(replace(report, settings={**report.settings, "step": 0.0}), name="mended")
     assert "were calibrated." not in undone.partition("## Limits")[2]

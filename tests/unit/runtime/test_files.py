@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def refusal(folder: Path) -> OutputError:
 def test_a_lock_that_is_held_is_refused_and_free_with_its_end(tmp_path: Path) -> None:
     """However its holder ends."""
     folder = tmp_path / "deep" / "hidden"
-    for end in (subprocess.Popen.communicate, subprocess.Popen.kill):
+    ends: tuple[Callable[..., object], ...] = (subprocess.Popen.communicate, subprocess.Popen.kill)
+    for end in ends:
         with holder(folder) as other:
             told = refusal(folder)
             assert (told.what, told.where) == ("another run is working on this output", "out")
