@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from jinja2 import Environment
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
@@ -181,21 +180,6 @@ def undrawn() -> Iterator[None]:
     """Calibrations draw no picture, which takes as long as calibrating a tiny model; tests/unit/reporting/ draws it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("featcal_cli.workflows.calibrate.plot_drift", lambda _: b"")
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_once() -> Iterator[None]:
-    """The card's template is compiled once in a process, which takes a tenth of calibrating a tiny model."""
-    compile_template, compiled = Environment.compile, dict[str, Any]()
-
-    def look_up(environment: Environment, source: str) -> Any:
-        if source not in compiled:
-            compiled[source] = compile_template(environment, source)
-        return compiled[source]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Environment, "compile", look_up)
         yield
 
 

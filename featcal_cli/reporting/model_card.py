@@ -7,11 +7,12 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template, pass_context
 from markupsafe import Markup
 
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
@@ -89,7 +90,7 @@ def write_card(
         "report_file": REPORT,
         "adapter_folder": ADAPTER,
     }
-    text = _make_environment(report).from_string(TEMPLATE.read_text(encoding="utf-8")).render(context)
+    text = _load_template().render(context)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     metadata = data.to_dict()  # type: ignore[no-untyped-call]
     return without_tokens(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
@@ -174,8 +175,9 @@ def _on_hub(source: Source) -> bool:
     return source.commit is not None and is_hub_id(source.name)
 
 
-def _make_environment(report: Report) -> Environment:
-    """Make the template's Jinja environment, which escapes every value that is not marked as Markdown."""
+@cache
+def _load_template() -> Template:
+    """Load the template of the card, which escapes every value that is not marked as Markdown."""
 
     def finalize(value: object) -> str:
         return str(value) if isinstance(value, Markup) else for_markdown(str(value))
@@ -184,7 +186,7 @@ def _make_environment(report: Report) -> Environment:
     environment = Environment(finalize=finalize, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters: dict[str, Any] = {
         "markdown": Markup,
-        "message": lambda text: _show_message(text, report),
+        "message": pass_context(lambda context, text: _show_message(text, context["report"])),
         "names": _show_names,
         "python": lambda text: Markup(json.dumps(one_line(text), ensure_ascii=False)),
         "sh": lambda text: Markup(shlex.quote(one_line(text))),
@@ -194,7 +196,7 @@ def _make_environment(report: Report) -> Environment:
         "seconds": tell_seconds,
     }
     environment.filters |= filters
-    return environment
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _show_names(names: Iterable[str]) -> Markup:
