@@ -169,13 +169,18 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
             )
         except Exception as error:  # transformers raises many kinds for files that it cannot read
             raise _unloadable(role, snapshot, model_class, error) from error
+    make_readable(module)
+    return _describe_loaded(role, snapshot, module, info)
+
+
+def make_readable(module: PreTrainedModel) -> None:
+    """Let a model compute in such a way that its features can be read block by block."""
     module.requires_grad_(False)
     if module._can_set_experts_implementation():
         module.set_experts_implementation("eager")  # one product an expert, as it is calibrated
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         # a block that is run twice would write to a captured cache twice
         config.use_cache = False
-    return _describe_loaded(role, snapshot, module, info)
 
 
 def load_outline(

@@ -59,13 +59,19 @@ class Routing:
     Mixtures are recognised by these torch functions alone, never by the names of models.
     """
 
-    def __init__(self, decided: Sequence[Any] = (), on_decision: Callable[[Tensor], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        decided: Sequence[Any] = (),
+        on_decision: Callable[[Tensor], None] = lambda _: None,
+        *,
+        in_turn: bool = False,
+    ) -> None:
         """Replay the decisions `decided` of another run, if there are any. `on_decision` is called with the scores that
-        each decision is made from."""
+        each decision is made from. With `in_turn`, tokens choose experts in turn instead of by their scores."""
         self.decisions: list[Any] = []
         self.active_gates = 1
         """Number of running modules that choose experts. While it is 0, a top-k is not taken for a routing decision."""
-        self._decided, self._on_decision = decided, on_decision
+        self._decided, self._on_decision, self._in_turn = decided, on_decision, in_turn
         self._scores = 0
         """Number of scores for each token in the latest decision."""
         self._routes: list[Route] = []
@@ -133,6 +139,7 @@ class Routing:
             self._scores = args[0].shape[-1]
             # replay the other run's decision, so that both give an expert the same tokens
             result = self._decided[len(self.decisions)] if len(self.decisions) < len(self._decided) else result
+            result = _choose_in_turn(args[0], result) if self._in_turn else result
             self.decisions.append(result)
         elif not self.decisions:  # before any decision, indexing and scaling are ordinary arithmetic
             return result
@@ -161,6 +168,21 @@ class Routing:
             rows = rows.flatten().nonzero()[:, 0] if rows.shape == source.shape[:-1] else rows
         if rows.ndim == 1 and rows.dtype == torch.int64 and result.numel() == len(rows) * source.shape[-1]:
             self._routes.append(Route(rows, source.shape))
+
+
+def _choose_in_turn(scores: Tensor, decision: Any) -> Any:
+    """Return a decision of the same form from scores [.., experts], in which each token begins with the next expert. A
+    decision that is not made along the last dimension is returned as it is."""
+    chosen = decision[1] if isinstance(decision, tuple) else decision
+    leading, is_one = scores.shape[:-1], chosen.shape == scores.shape[:-1]
+    if not scores.ndim or not (is_one or chosen.shape[:-1] == leading):
+        return decision
+    tokens = torch.arange(leading.numel(), device=scores.device).view(*leading, 1)
+    ranks = torch.arange(1 if is_one else chosen.shape[-1], device=scores.device)
+    # what is computed from the decision still depends on what the scores depend on
+    experts = (tokens + ranks + 0 * chosen.view(*leading, -1)) % scores.shape[-1]
+    values, experts = (x.view(chosen.shape) for x in (scores.gather(-1, experts), experts))
+    return type(decision)((values, experts)) if isinstance(decision, tuple) else experts
 
 
 MATRIX_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}

@@ -74,7 +74,8 @@ class Trace:
         """Paths of the routers, which compute the scores from which a mixture chooses its experts."""
         self.gating_modules: set[str] = set()
         """Modules that choose the experts: the router itself, or the mixture around it."""
-        self.routing = Routing(on_decision=as_hook(self._record_choice))
+        # in turn: else what is found would depend on which experts the probe's few tokens happen to choose
+        self.routing = Routing(on_decision=as_hook(self._record_choice), in_turn=True)
         self._running: list[str] = []
         self._open_choices: dict[str, set[str]] = {}
         """Running modules that have made a choice by largest scores, each with the Linear modules that computed the

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from families import BY_NAME, SPREAD, images
+from families import BY_NAME, SPREAD, build_lively, few_of, images
+from families_text import MIXTURES
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -15,6 +16,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.models.architecture import find_architecture
+from featcal_cli.models.loading import make_readable
 from featcal_cli.models.module_kinds import kind_of, normalise
 from featcal_cli.models.tracing import MatmulDepth
 from featcal_cli.runtime.errors import ArchitectureError
@@ -27,6 +29,19 @@ def test_blocks_are_the_layers_in_execution_order(name: str) -> None:
     architecture = find_architecture(family.build().eval(), {"task": family.inputs(4)}, "layernorm")
     assert [block.name for block in architecture.blocks] == family.block_names
     assert all(len(block.modules) >= 2 for block in architecture.blocks)
+
+
+@pytest.mark.parametrize("name", few_of([family.name for family in MIXTURES], {"mixtral", "zaya"}))
+def test_experts_are_found_whichever_tokens_a_probe_has(name: str) -> None:
+    """Tokens that are all alike would choose the same experts, which would then be given all tokens, as other modules
+    are."""
+    family = BY_NAME[name]
+    model, batch = build_lively(family), family.inputs(4)
+    make_readable(model)
+    alike = {**batch, "input_ids": torch.full_like(batch["input_ids"], 7)}
+    found, other = (find_architecture(model, {"task": given}, "layernorm") for given in (batch, alike))
+    assert any(block.is_mixture for block in found.blocks)
+    assert found == other
 
 
 KINDS = {
