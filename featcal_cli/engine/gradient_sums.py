@@ -117,7 +117,9 @@ class GradientSums:
         for of_width in projected.values():
             pairs = zip(*find_eigenvectors(torch.stack(list(of_width.values()))), strict=True)
             for name, (values, vectors) in zip(of_width, pairs, strict=True):
-                largest = bases[name] @ vectors[:, -directions:] * values[-directions:].clamp_min(0).sqrt()
+                # what is only rounding would change how far the approximate solution gets
+                values = torch.where(values > FLOAT32_ROUNDING * values[-1], values, 0)
+                largest = bases[name] @ vectors[:, -directions:] * values[-directions:].sqrt()
                 factors[name] = scales[name] * largest.T
         return factors
 
@@ -157,7 +159,8 @@ def factor_of_sketch(sketch: Tensor, drawn: Tensor, directions: int) -> Tensor:
     b = (vectors / values.clamp_min(shift).sqrt()).T @ y.T  # [k, d], with bᵀb about M + shift
     values, vectors = torch.linalg.eigh(b @ b.T)
     values, vectors = values[-directions:], vectors[:, -directions:]
-    kept = ((values - shift).clamp_min(0) / values.clamp_min(shift)).sqrt()
+    # what is not above the shift is only rounding
+    kept = torch.where(values > 2 * shift, 1 - shift / values, 0).sqrt()
     factor: Tensor = (kept[:, None] * (vectors.T @ b)).to(sketch)
     return factor
 
