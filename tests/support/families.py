@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 __all__ = [
     "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "few_of", "images",
-    "save_family", "save_tokenizer", "text",
+    "save_family", "save_tokenizer", "shake", "text",
 ]  # fmt: skip
 
 TASKS = ("red", "green", "blue")
@@ -95,7 +95,7 @@ def _make_family(folder: Path, family: Family, examples: int, spread: float, dty
     inputs = {}
     for task in TASKS:
         _load(model, start)
-        _shake(model, spread)
+        shake(model, spread)
         model.save_pretrained(folder / task)
         for total, now, then in zip(mean, model.parameters(), start, strict=True):
             total += (now.detach() - then) / len(TASKS)
@@ -132,7 +132,7 @@ def build_lively(family: Family) -> PreTrainedModel:
             least = 0.15 if parameter.ndim > 1 else 0.05
             if parameter.requires_grad and 0 < (size := _spread(parameter)) < least:
                 parameter *= least / size
-    _shake(model, 0.5)
+    shake(model, 0.5)
     return model
 
 
@@ -149,7 +149,8 @@ def _load(model: PreTrainedModel, values: list[Tensor]) -> None:
         parameter.data = value.clone()
 
 
-def _shake(model: PreTrainedModel, spread: float) -> None:
+def shake(model: PreTrainedModel, spread: float) -> None:
+    """Move every parameter by noise of `spread` times its own size."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:  # else a table of sines: models make it anew when they are loaded
