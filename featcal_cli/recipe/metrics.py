@@ -51,7 +51,8 @@ def _pair_numbers(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
     import numpy
 
     columns = [list(map(read_number, predictions)), list(map(read_number, labels))]
-    return numpy.asarray(columns, dtype=numpy.float64).T
+    rows: Numbers = numpy.asarray(columns, dtype=numpy.float64).T
+    return rows
 
 
 def read_number(text: Any) -> float:

@@ -468,7 +468,8 @@ def patches(module: Any, x: Tensor) -> Tensor:
                 position, module.stride, module.dilation, module.kernel_size, strict=True
             )
         ]
-        rows.append(padded[(slice(None), slice(None), *window)].flatten(1))
+        index = (slice(None), slice(None), *window)
+        rows.append(padded[index].flatten(1))
     return torch.stack(rows, 1).view(len(x), *counts, -1)
 
 
