@@ -190,13 +190,14 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
         what = f"{repo.name} names several datasets for {task}: {list_some(usable)}"
         search.ask(what, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
         return None
-    problem = f"nothing says where the examples of {task} come from: {repo.name} names no dataset"
     if _is_language_model(repo):
         search.notes += lost
-        search.notes.append(f"{problem}: its expert is to write them, and real ones are better: --data {task}=SOURCE")
         return Data(dataset=SELF), ASSUMED
-    problem += f" that could be opened ({lost[0]})" if lost else ""
-    search.ask(problem, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+    if lost:
+        what = f"nothing says where the examples of {task} come from: {repo.name} names no dataset that could be opened"
+        search.ask(f"{what} ({lost[0]})", ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+    else:
+        search.without_data[task] = repo.name
     return None
 
 

@@ -11,6 +11,7 @@ from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims
 from featcal_cli.lineage.experts import TaskData, choose_config, choose_dataset, find_experts
 from featcal_cli.lineage.search import (
+    ASSUMED,
     FROM_USER,
     Finding,
     OpenQuestionsError,
@@ -97,7 +98,7 @@ class Lineage:
 
 
 def find_lineage(
-    draft: Draft, open_repo: Opener = open_repo, tell: Callable[[Finding], None] = lambda _: None
+    draft: Draft, open_repo: Opener = open_repo, tell: Callable[[Sequence[Finding]], None] = lambda _: None
 ) -> Lineage:
     """Complete the draft: find base and experts in the merged repo's files, and data in the experts' cards.
 
@@ -128,8 +129,7 @@ def find_lineage(
         base = find_ancestor(search, {expert.value: expert.source for expert in here.values()})
     if base:
         here = _settle(search, here, base)
-        for finding in (base, *here.values()):
-            tell(finding)
+        tell([base, *here.values()])
     data = _find_data(search, here)
     if search.asked or base is None:
         found = {**experts, **here} if here else {}
@@ -229,6 +229,15 @@ def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, Task
     for task, dataset in named.items():
         if whole := choose_config(search, task, dataset):
             data[task] = whole
+    if silent := search.without_data:
+        whose = f"{enumerate_names(silent.values())} {'names' if len(silent) == 1 else 'name'} no dataset"
+        what = f"nothing says where the examples of {enumerate_names(silent)} come from: {whose}"
+        options = [("--data", f"{task}=SOURCE") for task in silent]
+        search.ask(what, *options, where=f"data of {enumerate_names(silent)}")
+    if assumed := [task for task, (_, source) in data.items() if source == ASSUMED]:
+        whose = "the expert is" if len(assumed) == 1 else "their experts are"
+        what = f"{ASSUMED} for {enumerate_names(assumed)}: {whose} to write examples, and real ones are better"
+        search.notes.append(f"{what}: --data {assumed[0]}=SOURCE")
     return data
 
 

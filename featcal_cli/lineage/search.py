@@ -26,6 +26,8 @@ from featcal_cli.runtime.structured_text import parse_json
 FROM_USER = "the command line or recipe"
 ASSUMED = "no data is named"
 """Sources of findings that no place names: the user, and a reason for which featcal assumes something."""
+NAMED_BY = ", named by "
+"""Words between a repo and the source that names it, in the place of an error."""
 _ORDER = ("--base", "--expert", "--data", "--skip-expert")
 
 Option = tuple[str, str]
@@ -58,7 +60,7 @@ class OpenQuestionsError(LineageError):
         merged = [*([] if isinstance(draft.merged, str) else ["--merge"]), show_merged(draft.merged)]
         super().__init__(
             _join([question.what for question in questions]),
-            where=_join([question.where for question in questions if question.where]),
+            where=_join_places([question.where for question in questions if question.where]),
             fix="; or ".join([_join(fixes)] * bool(fixes) + [" and ".join([*steps, "type"])] * bool(self.options)),
             command=self.complete(["calibrate", *merged]) if self.options else "",
         )
@@ -82,6 +84,16 @@ def show_merged(merged: str | Merge) -> str:
     return merged if isinstance(merged, str) else merged.option
 
 
+def _join_places(places: Iterable[str]) -> str:
+    """Join the distinct places; repos that one source names stand together before it."""
+    named: dict[str, list[str]] = {}
+    for place in dict.fromkeys(places):
+        name, _, source = place.partition(NAMED_BY)
+        named.setdefault(source, []).append(name)
+    alone = named.pop("", [])
+    return _join([*alone, *(f"{enumerate_names(names)}{NAMED_BY}{source}" for source, names in named.items())])
+
+
 def _join(phrases: Iterable[str]) -> str:
     """Join the distinct phrases, as many as are readable, and say how many more there are."""
     return list_some(dict.fromkeys(phrases), between="; ", write=str)
@@ -103,6 +115,8 @@ class Search:
         """Decisions that were made and their reasons, one sentence each."""
         self.asked: list[LineageError] = []
         """Questions to the user about what no source says, or what is ambiguous."""
+        self.without_data: dict[str, str] = {}
+        """Experts whose cards name no dataset, by task; the user is asked about all of them at once."""
         self._open_repo = cache(open_repo)
 
     @property
@@ -181,7 +195,7 @@ def _named_by(name: str, source: str) -> Iterator[None]:
     except HubError as error:
         if source == FROM_USER:
             raise
-        raise HubError(error.what, where=f"{name}, named by {source}", fix=error.fix) from error
+        raise HubError(error.what, where=f"{name}{NAMED_BY}{source}", fix=error.fix) from error
 
 
 def is_gone(error: HubError, reference: str) -> bool:

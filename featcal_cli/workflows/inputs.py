@@ -76,14 +76,19 @@ def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:
     """Return the complete recipe and where its parts were found, which is noted at once, but for a dry run."""
     noted: set[Finding] = set()
 
-    def note(finding: Finding) -> None:
-        if finding.source != FROM_USER and finding not in noted and not session.options.dry_run:
-            noted.add(finding)
-            session.note(f"{finding.role}: {finding.value} ({tell_source(finding)})")
+    def note(findings: Sequence[Finding]) -> None:
+        """Note the findings that are new, in one sentence for each source."""
+        if session.options.dry_run:
+            return
+        named: dict[str, list[str]] = {}
+        for finding in findings:
+            if finding.source != FROM_USER and finding not in noted:
+                noted.add(finding)
+                named.setdefault(tell_source(finding), []).append(f"{finding.role} {finding.value}")
+        session.note(*(f"{source}: {'; '.join(names)}" for source, names in named.items()))
 
     lineage = find_lineage(session.draft, session.open_repo, note)
-    for finding in lineage.findings:
-        note(finding)
+    note(lineage.findings)
     given = [f"{finding.role} {finding.value}" for finding in lineage.findings if finding.source == FROM_USER]
     if given and not session.options.dry_run:
         session.listener.note(f"given: {list_some(given, between='; ')}")

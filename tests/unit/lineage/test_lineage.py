@@ -110,6 +110,21 @@ def test_many_experts_that_are_gone_are_told_shortly() -> None:
         find_lineage(Draft(merged="ORG/merged"), opener)
     assert "and 53 more" in caught.value.what and len(caught.value.what) + len(caught.value.where) < 1000
     assert caught.value.command.count("--skip-expert") == 58 and "--expert " not in caught.value.command
+    assert caught.value.where.startswith("ORG/bert-2, ORG/bert-3, ")
+    assert caught.value.where.endswith(" and 53 more, named by mergekit_config.yml of ORG/merged")
+    assert caught.value.where.count("named by") == 1
+
+
+def test_data_of_several_tasks_are_asked_for_in_one_sentence() -> None:
+    names = ["ORG/bert-math", "ORG/bert-code"]
+    repos = {name: {"README.md": "---\nlicense: mit\n---\n"} for name in names}
+    opener = open_texts({"ORG/merged": mergekit(listing("ties", *names, base="ORG/base")), **repos})
+    with pytest.raises(LineageError) as caught:
+        find_lineage(Draft(merged="ORG/merged"), opener)
+    whose = "ORG/bert-math and ORG/bert-code name no dataset"
+    assert caught.value.what == f"nothing says where the examples of math and code come from: {whose}"
+    assert caught.value.where == "data of math and code"
+    assert caught.value.command.endswith("--data math=SOURCE --data code=SOURCE")
 
 
 def test_a_complete_draft_stays_as_it_is() -> None:

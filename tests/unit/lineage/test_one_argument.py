@@ -103,12 +103,10 @@ def test_one_argument_is_enough(user: User) -> None:
         )
     assert run.returncode == 0, run.stderr
     assert egress.hosts == []
-    for role, value, source in (
-        ("base", "one/base", "mergekit_config.yml of one/merged"),
-        *((f"expert {task}", f"one/bert-{task}", "mergekit_config.yml of one/merged") for task in TASKS),
-        *((f"data {task}", f"one/{task}-rows", f"the card of one/bert-{task}") for task in TASKS),
-    ):
-        assert f"{role}: {value} (from {source}" in one_line(run.stderr)
+    models = ["base one/base", *(f"expert {task} one/bert-{task}" for task in TASKS)]
+    assert f"from mergekit_config.yml of one/merged: {'; '.join(models)}" in one_line(run.stderr)
+    for task in TASKS:
+        assert f"from the card of one/bert-{task} (datasets): data {task} one/{task}-rows" in one_line(run.stderr)
 
     out = user.hub.repos["model", "one/out"]
     assert [commit.sha for commit in out.log] == [out.refs["main"]]
@@ -253,6 +251,8 @@ def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
     run = user.calibrate("again/merged", push_to="again/out")
     assert run.code == 0, run.stderr
     assert len(user.hub.repos["model", "again/out"].log) == 1
+    # the time of this command is not that of the calibration
+    assert re.search(r"(?<! s); the calibrated model is in merged-featcal and at ", one_line(run.stdout)), run.stdout
     run = user.calibrate("again/merged")
     assert run.code == 0 and "already done" in run.stderr
 

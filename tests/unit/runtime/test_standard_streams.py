@@ -189,8 +189,8 @@ def test_processes_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 STARTS = {
-    "one argument": (["calibrate", "user/merged"], "base: openai/clip-vit-base-patch32 (from "),
-    "an inspection": (["inspect-drift", "user/merged"], "data mnist: ylecun/mnist (from "),
+    "one argument": (["calibrate", "user/merged"], ": base openai/clip-vit-base-patch32"),
+    "an inspection": (["inspect-drift", "user/merged"], ": data mnist ylecun/mnist"),
     "an evaluation": (["evaluate", "-r", "demo"], "given: merged "),
 }
 """What is typed, and what must be there when torch is asked for."""

@@ -222,4 +222,5 @@ def test_language_models_write_their_data(files: dict[str, str], writes: bool) -
         return
     lineage = find_lineage(draft, opener)
     assert lineage.recipe.tasks["math"].data == Data(dataset="self")
-    assert any("lm/math names no dataset: its expert is to write them" in note for note in lineage.notes)
+    note = "no data is named for math: the expert is to write examples, and real ones are better: --data math=SOURCE"
+    assert lineage.notes == [note]
