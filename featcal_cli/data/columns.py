@@ -240,6 +240,11 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
     raise _no_column("text", "text:COLUMN", samples, where)
 
 
+def name_among(chosen: str, samples: Samples) -> str:
+    """Return the words for the chosen columns, with all columns behind them if there are several."""
+    return f"{chosen} (of {list_some(samples)})" if len(samples) > 1 else chosen
+
+
 def _bare_name(column: str) -> str:
     """Return a column's name in lower case with underscores, so that spelling variants are equal."""
     return column.strip().lower().replace(" ", "_").replace("-", "_")

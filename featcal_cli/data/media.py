@@ -24,6 +24,7 @@ from featcal_cli.data.columns import (
     find_about,
     find_column,
     is_text,
+    name_among,
 )
 from featcal_cli.data.files import folder_of
 from featcal_cli.data.preprocessing import (
@@ -40,7 +41,7 @@ from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_tex
 from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import exception_text, list_some, plain
+from featcal_cli.runtime.sanitise import exception_text, plain
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are decoded. Pillow knows more, but for one of them, PostScript, it would run an external program."""
@@ -89,7 +90,7 @@ def open_images(
     """Open the reader for rows with images, by default with an image processor that is loaded. Raises DataError."""
     column = find_column("image", data, samples, target.where)
     images, source = processor or load_preprocessor("image processor", target.folders, target.where)
-    chosen = f"column {column} (of {list_some(samples)}), image processor from {source}"
+    chosen = f"column {name_among(column, samples)}, image processor from {source}"
     return ImageReader(chosen, target, column, folder_of(data), images)
 
 
@@ -149,7 +150,7 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
     except (ImportError, OSError) as error:  # OSError: without the C library
         raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, **INSTALL) from None
     extractor, source = load_preprocessor("feature extractor", target.folders, target.where)
-    chosen = f"column {column} (of {list_some(samples)}), feature extractor from {source}"
+    chosen = f"column {name_among(column, samples)}, feature extractor from {source}"
     transcript = None
     if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
         transcript = data.columns.get("response") or data.columns.get("text")
@@ -238,7 +239,7 @@ def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueRead
     formatter = RowFormatter(
         roles, find_about(data, roles, others), data.template, "causal", _Turns(processor, processor.chat_template)
     )
-    chosen = f"{images.chosen}; {formatter.describe()}, processor from {source}"
+    chosen = f"{images.chosen}; {formatter.describe(others)}, processor from {source}"
     cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
     models = target.text_models
     tokens = TextTokens(cutting) if models is None else models.relate(cutting, target.where)

@@ -22,6 +22,7 @@ from featcal_cli.data.columns import (
     find_about,
     is_conversation,
     is_text,
+    name_among,
     read_messages,
 )
 from featcal_cli.data.preprocessing import Reader, Target, TextTokens, open_tokens
@@ -121,14 +122,14 @@ class RowFormatter:
             return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
         return TokenizerInput("\n".join(turns))
 
-    def describe(self) -> str:
-        """Describe which column plays which role, for a note."""
+    def describe(self, samples: Samples) -> str:
+        """Describe which of the columns plays which role, for a note."""
         shown = [(role, column) for role, column in self.roles.items() if role not in ("image", "audio", "label")]
-        used = " and ".join(f"column {column} as {role}" for role, column in shown)
-        used = f"template {self.template!r}" if self.template else used
+        columns = (f"column {column}" + (f" as {role}" if role != column else "") for role, column in shown)
+        used = f"template {self.template!r}" if self.template else " and ".join(columns)
         if self.about:
             used += f", with {list_some(self.about)} behind the prompt"
-        return used
+        return name_among(used, samples)
 
 
 def _say(role: str, content: str) -> Message:
@@ -208,6 +209,6 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     formatter = RowFormatter(roles, find_about(data, roles, samples), data.template, kind, tokenizer)
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
-    used = formatter.describe()
-    chosen = f"{used} (of {list_some(samples)}), at most {max_tokens} tokens, tokenizer from {tokens.source}"
+    used = formatter.describe(samples)
+    chosen = f"{used}, at most {max_tokens} tokens, tokenizer from {tokens.source}"
     return TextReader(chosen, target, formatter, tokens, max_tokens)

@@ -180,8 +180,8 @@ def test_a_base_without_the_experts_tokens_is_compared_by_its_weights(tmp_path: 
         (
             "red",
             [
-                "red: column text as text (of text), at most 32 tokens, tokenizer from merged (merged), as its expert",
-                "green: column text as text (of text), at most 32 tokens, tokenizer from its expert (merged has",
+                "red: column text, at most 32 tokens, tokenizer from merged (merged), as its expert",
+                "green: column text, at most 32 tokens, tokenizer from its expert (merged has",
             ],
         ),
     ],
