@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from featcal_cli.calibration.results import AdapterReport, BlockReport, Refinement
 from featcal_cli.evaluation.results import TaskScores
 from featcal_cli.runtime.progress import tell_change
-from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_tokens
+from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_folders, without_tokens
 from featcal_cli.runtime.structured_text import write_json
 
 SCHEMA = 1
@@ -126,8 +127,11 @@ class Inspection:
 
     @property
     def short_names(self) -> dict[str, str]:
-        """The `names`, with commits shortened to seven digits."""
-        return {role: shorten_commits(name) for role, name in self.names.items()}
+        """The `names`, with commits shortened to seven digits, and folders to their own names where these differ."""
+        names = {role: shorten_commits(name) for role, name in self.names.items()}
+        last = {role: without_folders(name) for role, name in names.items()}
+        times = Counter(last.values())
+        return {role: last[role] if times[last[role]] == 1 else name for role, name in names.items()}
 
     def to_json(self) -> str:
         return write_json(asdict(self), indent=2) + "\n"

@@ -122,3 +122,11 @@ def test_colour_is_only_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPat
     plain = show(inspection, terminal=True)
     assert not re.search(r"\x1b\[[\d;]*3\d", plain)
     assert re.sub(r"\x1b\[[\d;]*m", "", plain) == show(inspection)
+
+
+def test_sentences_name_folders_shortly_unless_these_have_the_same_name() -> None:
+    inspection = make_inspection(["a"], 2, compare=True)
+    for other, sentence in (("/work/tuned", "tuned is "), ("/home/merge", "/home/merge is ")):
+        text = show(replace(inspection, names=inspection.names | {"model": "/work/merge", "other": other}), 200)
+        assert f"model  /work/merge\nother  {other}\n" in text
+        assert any(line.startswith(sentence) for line in text.splitlines())
