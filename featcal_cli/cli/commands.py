@@ -148,7 +148,8 @@ def calibrate(
                 _print_json(done.to_dict())
             elif how.evaluate or not done.was_done:
                 made = done.report, done.output, done.pushed
-                results.show_calibration(*made, screen.seconds, [] if quiet else results.list_next_steps(*made))
+                seconds = screen.seconds if done.models else None
+                results.show_calibration(*made, seconds, [] if quiet else results.list_next_steps(*made))
             elif quiet:
                 typer.echo(verbs.ALREADY_DONE.format(done.output))
             if how.strict:

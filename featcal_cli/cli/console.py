@@ -94,14 +94,20 @@ class Screen(Listener):
                     yield
             finally:
                 over.set()
-            if self._has_noted:
-                ERR.print()
+            self._end_notes()
+
+    def _end_notes(self) -> None:
+        """Print an empty line below the notes, if there are any."""
+        if self._has_noted:
+            self._has_noted = False
+            ERR.print()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hide the bar while this context lasts, so that other text can be printed."""
+        """Hide the bar while this context lasts, so that other text can be printed, apart from notes above it."""
         if not self._bar.disable:
             self._bar.stop()
+        self._end_notes()
         yield
         if not self._bar.disable:
             self._bar.start()

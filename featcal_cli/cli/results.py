@@ -63,6 +63,7 @@ def show_inputs(inputs: Inputs) -> None:
         OUT.print(f"{escape(source[:1].upper() + source[1:])}:")
         for line in lines:
             OUT.print(line, soft_wrap=True)
+    OUT.print()
 
 
 def show_plan(plan: Plan) -> None:
@@ -79,13 +80,12 @@ def show_plan(plan: Plan) -> None:
         "examples": "; ".join(_describe_examples(plan)),
         "settings": plan.settings,
         "refined": _describe_refining(plan),
-        "download": f"{tell_bytes(missing)}; {tell_bytes(here)} are here already" if missing else "nothing",
+        "download": describe_download(missing, here),
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
-        "disk": f"about {tell_bytes(needs.disk_bytes)} for the output while it is made",
+        "disk": f"about {tell_bytes(needs.disk_bytes)} while it runs, with the output",
         "time": _describe_time(plan, downloads=bool(missing)),
         "push": f"to {plan.recipe.output.push_to}" if plan.recipe.output.push_to else "no",
     }
-    OUT.print()
     for name, text in lines.items():
         for line in fold(text, OUT.width, f"{name:<11} ", " " * 12):
             OUT.print(escape(line), soft_wrap=True)
@@ -100,6 +100,14 @@ def _describe_refining(plan: Plan) -> str:
         return "no"
     how = f"by {plan.refining.steps} steps of distillation, with {plan.refining.texts} examples per task in each"
     return how if plan.recipe.calibration.refine else f"{how} (--no-refine leaves it out)"
+
+
+def describe_download(missing: int, here: int) -> str:
+    if not missing:
+        return "nothing"
+    nothing = tell_bytes(0)  # what rounds to it is left out
+    amount = "less than 0.1 MiB" if tell_bytes(missing) == nothing else tell_bytes(missing)
+    return amount if tell_bytes(here) == nothing else f"{amount}; {tell_bytes(here)} are here already"
 
 
 def _describe_time(plan: Plan, *, downloads: bool) -> str:
@@ -121,9 +129,10 @@ def _describe_examples(plan: Plan) -> Iterator[str]:
 
 
 def show_calibration(
-    report: Report, output: Path, pushed: Pushed | None, seconds: float, next_steps: Iterable[str] = ()
+    report: Report, output: Path, pushed: Pushed | None, seconds: float | None, next_steps: Iterable[str] = ()
 ) -> None:
-    """Show the result of a calibration, its output folder, and its duration, and lines on what to do next."""
+    """Show the result of a calibration, its output folder, and its duration (None if an earlier run computed it), and
+    lines on what to do next."""
     _show_drift(report)
     if report.scores:
         OUT.print()
@@ -136,7 +145,8 @@ def show_calibration(
     places = [str(output), *([pushed.url] if pushed else [])]
     text = " and ".join([*_describe_scores(report.scores), _describe_drift(report)])
     where = " and at ".join(places)
-    _print(f"{text[:1].upper()}{text[1:]} in {tell_seconds(seconds)}; the calibrated model is in {where}.")
+    took = "" if seconds is None else f" in {tell_seconds(seconds)}"
+    _print(f"{text[:1].upper()}{text[1:]}{took}; the calibrated model is in {where}.")
     for step in next_steps:
         _hint(step)
 

@@ -24,7 +24,7 @@ EXIT_CODES = {
     "--strict, or on average, with --push-to)",
     INTERRUPTED: "interrupted, and the same command goes on from there (143 by SIGTERM, 129 by SIGHUP)",
     GONE: "the reader of the output has gone (`| head`)",
-    1: "a bug (a report of it is written), or a problem that `featcal doctor` found",
+    1: "a bug (please report it), or a problem that `featcal doctor` found",
 }
 """The meaning of each exit code, as the help shows it. To add one, add an entry, and a class below that has it."""
 

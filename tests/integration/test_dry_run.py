@@ -30,6 +30,8 @@ def test_all_stops_are_said(folder: Path, capsys: pytest.CaptureFixture[str], mo
     run = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--save": "my job.yaml"})
     assert run.code == 2 and run.stderr.count("error:") == 1
     assert "blocks" in run.stdout and "memory" in run.stdout and "push        to me/calibrated" in run.stdout
+    # notes stand between these two parts on a terminal, with an empty line above and below
+    assert run.stdout.count("\n\n") == 1 and "\n\nmodel  " in run.stdout
     assert "at most 8 to fit and 8 to hold out per task" in run.stdout
     for what in (
         "error: 4 things would stop a run",

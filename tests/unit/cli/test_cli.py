@@ -26,7 +26,7 @@ from rich.console import Console
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.console import show_error, show_falling_drift
 from featcal_cli.cli.options import list_keys, with_groups
-from featcal_cli.cli.results import list_next_steps
+from featcal_cli.cli.results import describe_download, list_next_steps
 from featcal_cli.hub.push import Pushed
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, print_shipped, read_draft
@@ -316,3 +316,16 @@ def test_a_message_breaks_no_command(capsys: Capsys) -> None:
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
     assert max(map(len, lines[:-1])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("missing", "here", "told"),
+    [
+        (0, 2**30, "nothing"),
+        (3 * 2**30, 900, "3.0 GiB"),
+        (3 * 2**30, 2**29, "3.0 GiB; 0.5 GiB are here already"),
+        (700, 0, "less than 0.1 MiB"),
+    ],
+)
+def test_a_download_is_told_without_zeros(missing: int, here: int, told: str) -> None:
+    assert describe_download(missing, here) == told
