@@ -144,8 +144,8 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     # linear averages all that it lists, the base_model too if that is among them
     averaged = method == "linear" and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
-        note = f"{where}: {method} averages {quoted(bases[0])} with the others: it is no base" if bases else ""
-        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=note)
+        told = f"{where}: with {method}, base_model {quoted(bases[0])} is one of the experts and not their base"
+        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=told if bases else "")
     if len(bases) > 1:
         what = f"its slices have {len(bases)} different base models"
         raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
@@ -238,7 +238,11 @@ def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
         raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
     card = read_card(repo.read_card())
     notes += [f"the card of {repo.name}: {card.problem}"] if card.problem else []
-    claims = [_without_itself(claim, repo, notes) for claim in _claims(repo, card, notes)]
+    claims = list[Claim]()
+    for claim in (_without_itself(claim, repo, notes) for claim in _claims(repo, card, notes)):
+        # mergekit writes its configuration into the card too
+        if all(replace(claim, source=known.source, note=known.note) != known for known in claims):
+            claims.append(claim)
     notes += [claim.note for claim in claims if claim.note]
     return claims
 

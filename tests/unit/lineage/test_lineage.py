@@ -115,6 +115,14 @@ def test_many_experts_that_are_gone_are_told_shortly() -> None:
     assert caught.value.where.count("named by") == 1
 
 
+def test_a_configuration_that_the_card_repeats_is_noted_once() -> None:
+    names = ["ORG/bert-math", "ORG/bert-code"]
+    merged = mergekit(listing("slerp", *names, base=names[0]))
+    opener = open_texts({"ORG/merged": merged, **{name: expert("math") for name in names}, **ROWS})
+    notes = find_lineage(Draft(merged="ORG/merged"), opener).notes
+    assert sum("is one of the experts and not their base" in note for note in notes) == 1
+
+
 def test_data_of_several_tasks_are_asked_for_in_one_sentence() -> None:
     names = ["ORG/bert-math", "ORG/bert-code"]
     repos = {name: {"README.md": "---\nlicense: mit\n---\n"} for name in names}
