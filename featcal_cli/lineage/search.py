@@ -141,7 +141,7 @@ class Search:
 
     def open(self, name: str, kind: Kind = "model", source: str = FROM_USER) -> Repo:
         """Open a repo, once; `source` says who names it. Raises HubError."""
-        with _named_by(name, source):
+        with named_by(name, source):
             return self._open_repo(name, kind)
 
     def read_ahead(self, repos: Iterable[tuple[str, Kind]]) -> None:
@@ -157,7 +157,7 @@ class Search:
     def look_at(self, name: str, kind: Kind, source: str = FROM_USER) -> None:
         """Open a repo and read a small file of it, as a gated repo can be listed but not read. Raises HubError."""
         repo = self.open(name, kind, source)
-        with _named_by(name, source):
+        with named_by(name, source):
             if kind == "model":
                 repo.read_text(ADAPTER_CONFIG if is_adapter(repo.files) else "config.json")
 
@@ -188,14 +188,15 @@ class Search:
 
 
 @contextmanager
-def _named_by(name: str, source: str) -> Iterator[None]:
-    """Add to a HubError who names the repo, unless it was the user."""
+def named_by(name: str, source: str, instead: str = "") -> Iterator[None]:
+    """Add to a HubError who names the repo, and what may be done instead, unless it was the user."""
     try:
         yield
     except HubError as error:
         if source == FROM_USER:
             raise
-        raise HubError(error.what, where=f"{name}{NAMED_BY}{source}", fix=error.fix) from error
+        fix = "; ".join(filter(None, (error.fix, instead)))
+        raise HubError(error.what, where=f"{name}{NAMED_BY}{source}", fix=fix) from error
 
 
 def is_gone(error: HubError, reference: str) -> bool:

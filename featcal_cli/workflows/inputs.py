@@ -17,7 +17,7 @@ from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import divide_files, find_second_copies, weight_files
 from featcal_cli.lineage.resolve import find_lineage
-from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, tell_source
+from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, named_by, tell_source
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
@@ -60,7 +60,8 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
     recipe, findings = _complete(session) if ranks.is_first else (Recipe.model_construct(), [])
     if not ranks.is_first:
         recipe, findings, further = ranks.broadcast((recipe, findings, further))
-    origins = {role: session.find_origin(name) for role, name in {**name_models(recipe), **further}.items()}
+    origins = _find_origins(session, recipe, findings)
+    origins |= {role: session.find_origin(name) for role, name in further.items()}
     if copied:
         copies = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
         for repo in (repo for role in copies for repo in origins[role].repos()):
@@ -70,6 +71,17 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
     if ranks.is_first:
         ranks.broadcast((recipe, findings, {role: origins[role].pinned for role in further}))
     return Inputs(recipe, findings, origins)
+
+
+def _find_origins(session: Session, recipe: Recipe, findings: Sequence[Finding]) -> dict[str, Origin]:
+    """Find the origin of every model of a job, by role. Raises HubError, which says who named the model unless it was
+    the user."""
+    sources = {finding.role: finding.source for finding in findings}
+    origins = {}
+    for role, name in name_models(recipe).items():
+        with named_by(name, sources.get(role, FROM_USER), "or name the base: --base REPO" if role == "base" else ""):
+            origins[role] = session.find_origin(name)
+    return origins
 
 
 def _complete(session: Session) -> tuple[Recipe, Sequence[Finding]]:

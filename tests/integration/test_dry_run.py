@@ -51,6 +51,16 @@ def test_all_stops_are_said(folder: Path, capsys: pytest.CaptureFixture[str], mo
     assert len(plan["stops"]) == 4 and all(stop["what"] and stop["fix"] for stop in plan["stops"])
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_base_that_is_gone_is_told_with_who_names_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of an adapter that was trained on a folder which has the name of no repo."""
+    (folder / "red" / "README.md").write_text("---\nbase_model: nobody/base\n---\n")
+    run = featcal_inside(capsys, "calibrate", {**DRY, "--base": None})
+    assert run.code == 2 and "there is no model nobody/base on" in run.stderr
+    assert f"in: nobody/base, named by the base_model of {folder / 'red'}" in run.stderr
+    assert "or name the base: --base REPO" in run.stderr
+
+
 @pytest.mark.usefixtures("folder")
 def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """20 rows: of so few that are read at once some are always left over."""
