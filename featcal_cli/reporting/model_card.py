@@ -81,7 +81,7 @@ def write_card(
         "regained": regained_share(report.scores) if report.scores else 0.0,
         "other_metrics": _show_names(_list_other_metrics(report)),
         "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
-        "notes": [_show_message(note, report) for note in join_notes(report.notes, report.drift)],
+        "notes": [_show_message(note, report) for note in _list_notes(report)],
         "any_local": not all(_on_hub(source) or source.name == ITSELF for source in report.sources),
         "mark": MARK,
         "listed": LISTED,
@@ -235,6 +235,14 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
         "agreed": agreed,
         "licenses": Markup("; ".join(filter(None, (licenses, unnamed)))),
     }
+
+
+def _list_notes(report: Report) -> list[str]:
+    """List the notes without those on sources, settings, updates and head, which other sections of the card hold."""
+    elsewhere = ("settings: ", *(f"from {source.found_in}: " for source in report.sources))
+    told = describe_guard(report.blocks), describe_head(report.blocks)
+    notes = join_notes(report.notes, report.drift)
+    return [note for note in notes if note not in told and not note.startswith(elsewhere)]
 
 
 def _describe_modules(report: Report) -> dict[str, Any]:

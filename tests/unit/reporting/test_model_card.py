@@ -380,3 +380,11 @@ def test_metadata_are_kept_as_the_hub_reads_them() -> None:
     assert read["tags"] == ["featcal", "merge", "on", "2024-01-02"]  # a number is no tag
     # also for huggingface_hub, which reads YAML 1.1
     assert metadata(card)["language"] == ["no", "en"]
+
+
+def test_a_note_is_not_repeated_that_another_section_holds() -> None:
+    report = make_report()
+    source = report.sources[0]
+    told = [f"from {source.found_in}: {source.role} {source.name}", "settings: method featcal, ridge 0.0001"]
+    assert write_card(replace(report, notes=told), name="x") == write_card(replace(report, notes=[]), name="x")
+    assert "- batches were halved" in write_card(replace(report, notes=[*told, "batches were halved"]), name="x")
