@@ -84,7 +84,8 @@ def describe_head(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on the divergence that calibrating the head removed; empty if it was not measured."""
     for block in blocks:
         if block.divergence is not None and block.divergence[1] < block.divergence[0]:
-            before, after = (f"{nats:.3g}" for nats in block.divergence)
+            form = ".3f" if block.divergence[1] >= 0.01 else ".2g"
+            before, after = (f"{nats:{form}}" for nats in block.divergence)
             return (
                 f"{block.name} was fitted to the experts' predictions: with it, the divergence from them on held-out "
                 f"examples fell from {before} to {after} nats"

@@ -289,7 +289,7 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     base = fetch(base_origin, watch)
     key = hashlib.sha256(repr((_key(origin), _key(base_origin))).encode()).hexdigest()[:32]
     copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
-    note = f"{repo.name} is an adapter ({adapter}) on {base_origin.pinned}; featcal's cache keeps the folded copy"
+    note = f"{repo.name} is an adapter ({adapter}), folded into {base_origin.pinned}"
     return _complete(Snapshot(repo.name, copy, repo.commit, (*base.notes, note)), _delete(copy))
 
 

@@ -142,8 +142,7 @@ def test_the_folded_copy_is_what_peft_makes(
     found = loaded(snapshot, build)
     assert_equal(found, by_peft(build.from_pretrained(base, dtype="auto"), adapter))
     assert {tensor.dtype for tensor in found.values()} == {dtype}
-    assert f"is an adapter ({kind}" in snapshot.notes[0] and f" on {base}" in snapshot.notes[0]
-    assert "featcal's cache keeps the folded copy" in snapshot.notes[0]
+    assert f"is an adapter ({kind}" in snapshot.notes[0] and f", folded into {base}" in snapshot.notes[0]
     assert (base / "model.safetensors").read_bytes() == before
     assert load_file(snapshot.weights()[0]).keys() == load_file(base / "model.safetensors").keys()
     assert not list(snapshot.folder.glob("adapter_*"))
@@ -313,7 +312,7 @@ def test_an_adapter_on_the_hub_is_pinned_with_its_base(hub: HubServer, base: Pat
     assert (snapshot.name, snapshot.commit) == ("user/pinned", commits[1])
     pinned = find_origin("user/pinned").pinned
     assert pinned == f"user/pinned-base@{commits[0]}+user/pinned@{commits[1]}"
-    assert f"on user/pinned-base@{commits[0]}" in snapshot.notes[0]
+    assert f"folded into user/pinned-base@{commits[0]}" in snapshot.notes[0]
     (base / "new.txt").write_text("new")
     (adapter / "new.txt").write_text("new")
     assert put(hub, "user/pinned", base, adapter) != commits
