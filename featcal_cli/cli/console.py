@@ -232,7 +232,7 @@ def show_error(error: FeatCalError, who: str = "") -> None:
         what = fit(what, min(cell_len(what), most * ERR.width) - 4)
     _print_part(head, what, "bold red")
     for line in listed:
-        for part in fold(shorten_commits(line), ERR.width, "    - "):
+        for part in fold(shorten_commits(line), ERR.width, "    - ", " " * 6):
             ERR.print(escape(part), soft_wrap=True)
     _print_part("  in:", where)
     _print_part("  fix:", fix)

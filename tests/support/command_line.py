@@ -21,7 +21,7 @@ from featcal_cli.runtime.errors import RecipeError
 def unfold(text: str) -> str:
     """What was printed to stderr without the breaks of its lines: those that go on are indented."""
     text = text.replace(" \\\n      --", " --")
-    return re.sub(r"\n(?: {4}|  (?!in:|fix:| ))(?=\S)", " ", text)
+    return re.sub(r"\n(?: {4}| {6}|  (?!in:|fix:| ))(?=\S)", " ", text)
 
 
 def featcal(*arguments: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -32,7 +32,7 @@ from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, print_shipped, read_draft
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
 from featcal_cli.reporting.report import Report, TaskDrift
-from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError
+from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError, SeveralErrors
 
 Capsys = pytest.CaptureFixture[str]
 VIT = next(family for family in FAMILIES if family.name == "vit")
@@ -316,6 +316,14 @@ def test_a_message_breaks_no_command(capsys: Capsys) -> None:
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
     assert max(map(len, lines[:-1])) <= 80
+
+
+def test_the_lines_of_a_list_of_errors_hang_below_their_first(capsys: Capsys) -> None:
+    errors = [FeatCalError("word " * 30, where=place) for place in ("here", "there")]
+    show_error(SeveralErrors("2 mistakes", errors, where="this plan", fix="mend them"))
+    lines = capsys.readouterr().err.splitlines()[1:-2]
+    assert [line[:11] for line in lines if line.startswith("    - ")] == ["    - here:", "    - there"]
+    assert len(lines) > 4 and all(line.startswith(("    - ", "      word")) for line in lines)
 
 
 @pytest.mark.parametrize(
