@@ -117,8 +117,10 @@ def test_many_experts_that_are_gone_are_told_shortly() -> None:
 
 def test_a_configuration_that_the_card_repeats_is_noted_once() -> None:
     names = ["ORG/bert-math", "ORG/bert-code"]
-    merged = mergekit(listing("slerp", *names, base=names[0]))
-    opener = open_texts({"ORG/merged": merged, **{name: expert("math") for name in names}, **ROWS})
+    files = listed("slerp", *names, base_model=names[0])
+    (text,) = files.values()
+    files |= card(f"```yaml\n{text}```\n", tags=["mergekit"])
+    opener = open_texts({"ORG/merged": files, **dict.fromkeys(names, CODE), **ROWS})
     notes = find_lineage(Draft(merged="ORG/merged"), opener).notes
     assert sum("is one of the experts and not their base" in note for note in notes) == 1
 
@@ -126,7 +128,7 @@ def test_a_configuration_that_the_card_repeats_is_noted_once() -> None:
 def test_data_of_several_tasks_are_asked_for_in_one_sentence() -> None:
     names = ["ORG/bert-math", "ORG/bert-code"]
     repos = {name: {"README.md": "---\nlicense: mit\n---\n"} for name in names}
-    opener = open_texts({"ORG/merged": mergekit(listing("ties", *names, base="ORG/base")), **repos})
+    opener = open_texts({"ORG/merged": listed("ties", *names, base_model="ORG/base"), **repos})
     with pytest.raises(LineageError) as caught:
         find_lineage(Draft(merged="ORG/merged"), opener)
     whose = "ORG/bert-math and ORG/bert-code name no dataset"
