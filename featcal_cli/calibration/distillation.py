@@ -31,8 +31,7 @@ LARGE, RANK = 10**8, 32
 """To save memory, models with LARGE calibrated parameters learn matrices' updates of this rank, and their blocks run
 once more in the backward pass."""
 UP = 2.5
-"""Learning rate of the first factor of an update of low rank, as a multiple of that with which the update would grow as
-fast as a whole one."""
+"""Factor of the learning rate of `up`; with 1, the update would grow as fast as a whole one."""
 SHARES = (1.0, 0.5, 0.25)
 """Candidates for the share of the updates that is kept, the largest first."""
 CLEARLY = 2.0
@@ -54,7 +53,7 @@ class Schedule:
     """Number of measurements on held-out examples."""
 
 
-LONG, SHORT = Schedule(200, 8, 0.12, 10), Schedule(128, 4, 0.07, 2)
+LONG, SHORT = Schedule(200, 8, 0.12, 10), Schedule(72, 4, 0.08, 2)
 """How long a result is refined if the user asks for it, and if it is a language model and nothing is asked for."""
 Run: TypeAlias = "Callable[[Batch], tuple[Tensor, Tensor]]"
 """Runs a model on a batch. Returns the logits [rows, c] of the predictions that count, and the number in the batch of
@@ -208,11 +207,14 @@ def distil(
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     orders = {task: order_examples(lesson.fitted, schedule, seed) for task, lesson in lessons.items()}
     state = journal.read_state()
-    if state is not None and (known := json.loads(state[0]))["schedule"] == plan:
+    names = {name: list(part.shape) for name, part in parts.items()}
+    if state is not None and (known := json.loads(state[0])).get("learned") == [plan, names]:
         done, best = Refinement(**known["done"]), _restore(state[1], parts, optimizer)
         before = {task: state[1][f"before/{task}"] for task in lessons}
     else:
         before = measure()
+        if not all(parts.isfinite().all() for of in (merged, before) for parts in of.values()):
+            raise RuntimeError("the divergences from the experts are not finite")
         done, best = Refinement(add_up(merged), add_up(before), add_up(before)), dict[str, Tensor]()
     began = time.monotonic() - done.seconds
     every = ceil(steps / schedule.checks)
@@ -231,14 +233,16 @@ def distil(
                 best = {name: part.detach().cpu().clone() for name, part in parts.items()}
                 done = replace(done, after=now, best=step + 1)
             done = replace(done, steps=step + 1, seconds=time.monotonic() - began)
-            text = json.dumps({"schedule": plan, "done": asdict(done)})
+            text = json.dumps({"learned": [plan, names], "done": asdict(done)})
             journal.write_state(text, _collect_state(parts, optimizer, best, before))
     for share in SHARES if best else ():
         kept = {name: x if name.endswith("/down") else share * x for name, x in best.items()}
         for name, part in parts.items():
             part.data.copy_(kept[name])
         after = measure()
-        if not any(is_clearly_larger(after[task], max(before[task], merged[task], key=Tensor.sum)) for task in lessons):
+        is_nearer = fmean(add_up(after).values()) < fmean(done.before.values())
+        allowed = {task: max(before[task], merged[task], key=Tensor.sum) for task in lessons}
+        if is_nearer and not any(is_clearly_larger(after[task], allowed[task]) for task in lessons):
             return replace(done, after=add_up(after), share=share), kept
     return replace(done, after=done.before, share=0.0), {}
 

@@ -42,7 +42,7 @@ from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
 from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
-from featcal_cli.workflows.refine import Refiner, read_groups, refine
+from featcal_cli.workflows.refine import prepare, read_groups, refine
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
 from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, Workspace, describe_output, stamp_inputs
@@ -218,7 +218,7 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     if unchecked and guarded:
         session.note(f"updates are not checked on held-out examples: {unchecked[0]} has no held-out rows")
     # before the job makes its models pause
-    refiner = Refiner(session, setup, setup.refining) if setup.refining and session.ranks.is_first else None
+    refiner = prepare(session, setup)
     watchers = {MERGED: models.merged, "base": models.base}
     job = setup.make_job({CALIBRATED: models.student}, watchers, guarded=guarded and not unchecked, judged=guarded)
     held_out = [task for task, rows in examples.items() if rows.held_out_count]

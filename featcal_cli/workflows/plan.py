@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from featcal_cli.calibration.distillation import LONG, SHORT, Schedule
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
@@ -29,8 +26,7 @@ from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
-from featcal_cli.runtime.files import tell_bytes
-from featcal_cli.runtime.hardware import free_bytes, memory_of
+from featcal_cli.runtime.hardware import memory_of
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import choose_batch_sizes, probe_batches
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
@@ -39,6 +35,7 @@ from featcal_cli.workflows.plan_checks import (
     Headers,
     check_adapter,
     check_disk,
+    check_memory,
     check_models,
     check_refinable,
     check_teacher,
@@ -154,11 +151,14 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     transfers = {role: count_transfer(origin) for role, origin in origins.items()}
     probed = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
-    needs_of = partial(estimate, recipe, merged, architecture, examples, probed, device, writes=target is not None)
-    needs = needs_of(refining)
     self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
-    if self_written:
-        needs = add_writing(needs, merged.module, device)
+
+    def needs_of(refining: Schedule | None) -> Estimate:
+        about = recipe, merged, architecture, examples, probed, device, refining
+        found = estimate(*about, writes=target is not None)
+        return add_writing(found, merged.module, device) if self_written else found
+
+    needs = needs_of(refining)
     if target is not None:
         with look():
             check_writable(merged, architecture, headers["merged"])
@@ -186,7 +186,21 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
             check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if head and target is not None and calibration.refines_language_models:
-        refining, needs = _refine_if_it_fits(session, calibration, examples, needs, needs_of, target)
+        counts = [rows.fitted_count if rows.is_whole else calibration.examples for rows in examples.values()]
+        short = replace(SHORT, steps=min(SHORT.steps, *counts))
+        larger = needs_of(short)
+
+        def check_short() -> None:
+            check_refinable(examples)
+            for task in examples:
+                check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
+            check_memory(larger, needs, device)
+            check_disk(larger, transfers, target if session.ranks.is_first else None)
+
+        if obstacle := _find_obstacle(session, check_short):
+            session.note(f"the result is not refined: {obstacle}")
+        else:
+            refining, needs = short, larger
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     timed = None
@@ -218,33 +232,14 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     )
 
 
-def _refine_if_it_fits(
-    session: Session,
-    calibration: Calibration,
-    examples: Mapping[str, TaskExamples],
-    needs: Estimate,
-    needs_of: Callable[[Schedule], Estimate],
-    target: Path,
-) -> tuple[Schedule | None, Estimate]:
-    """Return how a language model is refined if the user does not say it, and what the job needs with it; None if no
-    rows are held out to check it on, or if memory or disk do not suffice for it."""
-    if not all(rows.selection_count for rows in examples.values()):
-        return None, needs
-    counts = [rows.fitted_count if rows.is_whole else calibration.examples for rows in examples.values()]
-    schedule = replace(SHORT, steps=min(SHORT.steps, *counts))
-    larger, host = needs_of(schedule), torch.device("cpu")
-    rooms = [
-        (larger.device_bytes, needs.device_bytes, f"{session.device} memory", memory_of(session.device)),
-        (larger.host_bytes, needs.host_bytes, "memory", memory_of(host)),
-        (larger.disk_bytes, needs.disk_bytes, "disk", free_bytes(target.resolve().parent)),
-    ]
-    lacking = [(wanted, kind, room) for wanted, anyway, kind, room in rooms if wanted > max(anyway, room)]
-    lacking = session.ranks.broadcast(lacking)
-    if not lacking:
-        return schedule, larger
-    wanted, kind, room = lacking[0]
-    session.note(f"not refined, as {tell_bytes(wanted)} of {kind} would be needed, and there is {tell_bytes(room)}")
-    return None, needs
+def _find_obstacle(session: Session, check: Callable[[], None]) -> str:
+    """Return what a check raises on any of the processes; an empty string if nothing."""
+    obstacle = ""
+    try:
+        check()
+    except FeatCalError as error:
+        obstacle = error.what
+    return next(filter(None, session.ranks.gather(obstacle)), "")
 
 
 def choose_head(

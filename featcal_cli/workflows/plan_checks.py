@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from huggingface_hub import constants
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,9 +22,9 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.loading import Model
 from featcal_cli.reporting.report import REPORT
-from featcal_cli.runtime.errors import OutputError, RecipeError
+from featcal_cli.runtime.errors import OutputError, RecipeError, ShortageError
 from featcal_cli.runtime.files import tell_bytes
-from featcal_cli.runtime.hardware import disk_of, free_bytes
+from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
 from featcal_cli.workflows.resource_estimate import Estimate
@@ -71,6 +72,18 @@ def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], targ
         if free < wanted:
             what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
             raise OutputError(what, where=str(place), fix=fix)
+
+
+def check_memory(needs: Estimate, anyway: Estimate, device: torch.device) -> None:
+    """Raise ShortageError if a job needs more memory than there is, and more than it needs `anyway`."""
+    rooms = [
+        (needs.device_bytes, anyway.device_bytes, f"memory of {device}", memory_of(device)),
+        (needs.host_bytes, anyway.host_bytes, "memory", memory_of(torch.device("cpu"))),
+    ]
+    for wanted, without, kind, room in rooms:
+        if wanted > max(without, room):
+            what = f"{tell_bytes(wanted)} of {kind} would be needed, and there is {tell_bytes(room)}"
+            raise ShortageError(what, fix="use a machine with more")
 
 
 def check_refinable(examples: Mapping[str, TaskExamples]) -> None:

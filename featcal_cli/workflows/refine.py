@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, r
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
+from featcal_cli.runtime.errors import ShortageError
 from featcal_cli.runtime.progress import Progress
+from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan_checks import check_teacher, refuse_refining
 from featcal_cli.workflows.resource_estimate import choose_dtype
@@ -107,6 +109,13 @@ class Refiner:
 
     def learn(self, journal: Journal, outcome: Outcome) -> tuple[Refinement, dict[str, Tensor]]:
         """Learn updates of what was calibrated; return the report and the parts of the updates, as `distil` does."""
+        try:
+            return self._learn(journal, outcome)
+        finally:
+            for headed in self._headed.values():
+                headed.to("meta")  # gives its memory back
+
+    def _learn(self, journal: Journal, outcome: Outcome) -> tuple[Refinement, dict[str, Tensor]]:
         student, seed = self._student, self._setup.calibration.seed
         for headed in self._headed.values():
             self._place(headed)
@@ -119,15 +128,10 @@ class Refiner:
             for layer in (student.get_submodule(block.name) for block in outcome.blocks if not block.is_head):
                 run = partial(_run_with_cache, layer.forward)
                 layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-        learned, watch = (
-            add_updates(student, self._measure_distances(calibrated), seed),
-            self._session.listener.progress,
-        )
+        learned = add_updates(student, self._measure_distances(calibrated), seed)
+        watch = self._session.listener.progress
         del calibrated
-        found = distil(self._lessons, learned, self._schedule, of_merged, journal, seed, watch)
-        for headed in self._headed.values():
-            headed.to("meta")  # gives its memory back
-        return found
+        return distil(self._lessons, learned, self._schedule, of_merged, journal, seed, watch)
 
     def _measure_distances(self, paths: Collection[str]) -> dict[str, float]:
         """Return the root mean square of expert − merged for each of merged's parameters, by path, over all experts."""
@@ -144,6 +148,17 @@ class Refiner:
         return {path: fmean(squares.get(path, [usual])) ** 0.5 for path in paths}
 
 
+def prepare(session: Session, setup: Setup) -> Refiner | None:
+    """Return what refines the result, on the first process; None if it is not refined."""
+    if setup.refining is None or not session.ranks.is_first:
+        return None
+    try:
+        return Refiner(session, setup, setup.refining)
+    except (RuntimeError, MemoryError) as error:
+        session.note(_explain(session, error))
+        return None
+
+
 def refine(session: Session, refiner: Refiner | None, journal: Journal | None, outcome: Outcome) -> Outcome:
     """Refine the result of a calibration, and measure it again. The first process, which alone has a refiner and the
     journal, learns the updates."""
@@ -151,8 +166,16 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
         session.note("nothing is refined, as no module was calibrated")
         return outcome
     session.stage("refining the result")
-    learned = refiner.learn(journal, outcome) if refiner and journal else None
+    learned = None
+    if refiner and journal:
+        try:
+            learned = refiner.learn(journal, outcome)
+        except (RuntimeError, MemoryError) as error:
+            session.note(_explain(session, error))
+            hardware.release_memory(session.device)
     refined, parts = _share(session.ranks, learned)
+    if refined is None:
+        return outcome
     session.note(str(refined))
     outcome = replace(outcome, refined=refined, updates=parts)
     if parts:
@@ -162,11 +185,22 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
     return outcome
 
 
-def _share(ranks: Ranks, learned: tuple[Refinement, dict[str, Tensor]] | None) -> tuple[Refinement, dict[str, Tensor]]:
-    """Return what the first process has learned."""
-    parts = learned[1] if learned else {}
-    about = (learned[0], {name: x.shape for name, x in parts.items()}) if learned else None
-    refined, shapes = cast("tuple[Refinement, dict[str, torch.Size]]", ranks.broadcast(about))
+def _explain(session: Session, error: RuntimeError | MemoryError) -> str:
+    """Return a sentence on why the result is not refined. Raises FeatCalError instead if the user asked for it."""
+    why, fix = f"it cannot be differentiated: {exception_text(error)}", "leave out --refine"
+    if hardware.is_out_of_memory(error):
+        why = f"the memory of {session.device} does not suffice for the whole model with its updates"
+    if session.draft.calibration.refine:
+        raise ShortageError(f"the result cannot be refined: {why}", fix=fix) from error
+    return f"the result is not refined: {why}"
+
+
+def _share(
+    ranks: Ranks, learned: tuple[Refinement, dict[str, Tensor]] | None
+) -> tuple[Refinement | None, dict[str, Tensor]]:
+    """Return what the first process has learned; None if it has learned nothing."""
+    refined, parts = learned or (None, {})
+    refined, shapes = ranks.broadcast((refined, {name: x.shape for name, x in parts.items()}))
     for name, shape in shapes.items():
         ranks.copy(parts.setdefault(name, torch.empty(shape)))
     return refined, parts

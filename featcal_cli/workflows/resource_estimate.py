@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 import torch
 from torch import nn
@@ -52,6 +53,8 @@ LOGIT_COPIES = 6
 SQUARES, SQUARES_SOLVED = 2.0, 3
 """Matrices of d_in² elements. SQUARES: in the sums for one input, products of the student's features with themselves
 and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory."""
+VALUE_COPIES = 4
+"""Copies of the largest updated parameter while a batch runs: its update, its new value, and the gradients of both."""
 UPDATE_COPIES = 5
 """Copies of the updates by which a result is refined: they, their gradients, two moments, and the best so far."""
 HEAP_GAPS = 2 * LARGEST_REUSED
@@ -233,9 +236,15 @@ def _count_refining(merged: Model, architecture: Architecture, taught: float, *,
     found = find_head(merged, (), architecture) if has_head else None
     weights += model.get_submodule(found[1] or found[0]).parameters() if found else ()
     is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
-    learned = sum(RANK * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights)
+    learned = sum(
+        RANK * prod(x.shape[:-2]) * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights
+    )
     updates = UPDATE_COPIES * COMPUTE * learned
-    return updates + SAVED_TENSORS * taught * (1 if is_large else len(architecture.blocks)), updates
+    # a parameter with its update, and their gradients
+    values = VALUE_COPIES * COMPUTE * max((x.numel() for x in weights), default=0)
+    graph = SAVED_TENSORS * taught * (1 if is_large else len(architecture.blocks))
+    # a state is written beside the one before
+    return updates + values + graph, 2 * updates
 
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:

@@ -26,9 +26,9 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.engine.job import Job
 from featcal_cli.evaluation.results import average_tasks
 from featcal_cli.reporting.verdict import write_verdict
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import RecipeError, ShortageError
 from featcal_cli.runtime.progress import Listener, Progress
-from featcal_cli.workflows import perplexity, plan
+from featcal_cli.workflows import perplexity, plan, plan_checks
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate, dry_run
@@ -323,10 +323,31 @@ def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.Mo
     saved = save(tmp_path, *CASES["llama"][:2])
     recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24)
     needed, notes = dry_run(recipe, output=tmp_path / "out").estimate, Notes()
-    monkeypatch.setattr(plan, "free_bytes", lambda _: needed.disk_bytes - 1)
+    monkeypatch.setattr(plan_checks, "free_bytes", lambda _: needed.disk_bytes - 1)
     without = dry_run(recipe, output=tmp_path / "out", listener=notes)
     assert without.refining is None and without.estimate.disk_bytes < needed.disk_bytes
-    assert any(note.startswith("not refined, as ") for note in notes.texts)
+    assert any(note.startswith("the result is not refined: ") for note in notes.texts)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_result_that_cannot_be_refined_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
+) -> None:
+    """Memory that runs out, for example, does not lose the closed form; where refining was asked for, the run stops."""
+    saved = save(tmp_path, *CASES["llama"][:2])
+    plain, _ = run(saved, "plain")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no derivative is implemented")
+
+    monkeypatch.setattr("featcal_cli.workflows.refine.distil", fail)
+    if asked:
+        with pytest.raises(ShortageError, match="no derivative is implemented"):
+            run(saved, "out", refine=asked)
+        return
+    found, report = run(saved, "out", refine=asked)
+    assert all(torch.equal(found[name], value) for name, value in plain.items()) and report["refined"] is None
+    assert any("not refined: it cannot be differentiated: no derivative" in note for note in report["notes"])
 
 
 def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:

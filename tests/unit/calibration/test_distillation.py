@@ -18,8 +18,8 @@ from featcal_cli.calibration.distillation import (
     add_updates,
     distil,
     divergence,
+    is_clearly_larger,
     join_others,
-    learning_rate,
     order_examples,
 )
 from featcal_cli.calibration.journal import Journal
@@ -55,18 +55,20 @@ def test_each_example_is_used_once_before_any_is_used_again() -> None:
     assert order_examples(60, SCHEDULE, seed=3) != order_examples(60, SCHEDULE, seed=4)
 
 
-def test_a_parameter_learns_at_a_rate_in_proportion_to_its_distance() -> None:
-    """So the first step of AdamW, whose size is the rate, is a share of it; however large the model's weights are."""
-    schedule, moved = Schedule(steps=1, texts=8, peak=0.1, checks=1), []
-    for distance in (1.0, 1e-3):
-        learned = add_updates(make_student(), {"0.weight": distance}, seed=0)
-        (part,) = learned.parts.values()
-        assert learned.rates == {"0.weight/whole": distance}
-        optimizer = torch.optim.AdamW([part], lr=distance * learning_rate(0, schedule), weight_decay=0.0)
-        part.grad = torch.full_like(part, 0.3)
-        optimizer.step()
-        moved.append(float(part.detach().abs().mean()) / distance)
-    assert moved == pytest.approx([0.1, 0.1], rel=1e-5)
+@pytest.mark.parametrize("distance", [1.0, 1e-2])
+def test_a_parameter_learns_at_a_rate_in_proportion_to_its_distance(tmp_path: Path, distance: float) -> None:
+    """The first step of AdamW is as large as the rate, whatever the gradients are."""
+    expert, once = make_expert(0.3, seed=1), Schedule(steps=1, texts=64, peak=0.01, checks=1)
+    _, parts = learn(tmp_path / "room", {"red": (expert, expert)}, distance=distance, schedule=once)
+    assert float(parts["0.weight/whole"].abs().median()) == pytest.approx(0.01 * distance, rel=1e-2)
+
+
+def test_one_task_counts_as_worse_by_two_standard_errors() -> None:
+    one, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 3.0])
+    # the sum grows by 1, with a standard error of 1
+    assert not is_clearly_larger(one, other) and not is_clearly_larger(other, one)
+    assert is_clearly_larger(other + 0.1, other) and not is_clearly_larger(other - 0.1, other)
+    assert is_clearly_larger(one[:1] + 1, other[:1]) and not is_clearly_larger(other, other)
 
 
 def make_student() -> nn.Sequential:
@@ -96,7 +98,12 @@ def make_expert(size: float, seed: int) -> nn.Sequential:
 
 
 def learn(
-    folder: Path, experts: dict[str, tuple[nn.Module, nn.Module]], watch: Callable[[Progress], None] = lambda _: None
+    folder: Path,
+    experts: dict[str, tuple[nn.Module, nn.Module]],
+    watch: Callable[[Progress], None] = lambda _: None,
+    *,
+    distance: float = 1.0,
+    schedule: Schedule = SCHEDULE,
 ) -> tuple[Refinement, dict[str, Tensor]]:
     """Distil experts, with those that held-out examples are answered by, into a new student."""
     student = make_student()
@@ -106,8 +113,8 @@ def learn(
     }
     merged = {task: lesson.measure() for task, lesson in lessons.items()}
     journal = Journal(folder / "work" / "journal", {})
-    learned = add_updates(student, {"0.weight": 1.0}, seed=0)
-    return distil(lessons, learned, SCHEDULE, merged, journal, 5, watch)
+    learned = add_updates(student, {"0.weight": distance}, seed=0)
+    return distil(lessons, learned, schedule, merged, journal, 5, watch)
 
 
 @pytest.mark.parametrize("large", [distillation.LARGE, 0])
