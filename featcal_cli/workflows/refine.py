@@ -156,6 +156,7 @@ def prepare(session: Session, setup: Setup) -> Refiner | None:
         return Refiner(session, setup, setup.refining)
     except (RuntimeError, MemoryError) as error:
         session.note(_explain(session, error))
+        hardware.release_memory(session.device)
         return None
 
 

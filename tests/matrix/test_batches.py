@@ -88,7 +88,7 @@ def in_memory(role: str, module: PreTrainedModel) -> Model:
 def calibrate_both_ways(
     models: Models, inputs: Batch, folder: Path, batch_size: int, *, head: bool = True
 ) -> dict[str, dict[str, Tensor]]:
-    """The new parameters of all blocks, by method."""
+    """Return the new parameters of all blocks, by method."""
     folder.mkdir()
     file = folder / "inputs.safetensors"
     save_file(inputs, file)
@@ -118,7 +118,7 @@ def calibrate_both_ways(
 
 
 def arrange(inputs: Batch) -> Batch:
-    """The same examples, those that are fitted in another order, and their padding on the other side."""
+    """Return the examples, those that are fitted in another order, padded on the other side."""
     order = [2, 0, 3, 1, *range(FITTED, FITTED + HELD_OUT)]
     inputs = {name: value[order] for name, value in inputs.items()}
     for name, mask in inputs.items():
