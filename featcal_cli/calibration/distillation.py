@@ -193,8 +193,8 @@ def distil(
 ) -> tuple[Refinement, dict[str, Tensor]]:
     """Learn updates by AdamW, from where an interrupted run of the same job stopped. merged: what the lessons measure
     for the merged model, by task. Returns the report, and the parts that were best on held-out examples, in the largest
-    share with which no task is clearly farther from its expert than both merged and what was calibrated; no parts if
-    they do not help."""
+    share with which the mean is nearer than merged's and what was calibrated, and no task clearly farther than both; no
+    parts if there is none."""
     parts, plan, steps = learned.parts, asdict(schedule), schedule.steps
 
     def measure() -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ def distil(
         for name, part in parts.items():
             part.data.copy_(kept[name])
         after = measure()
-        is_nearer = fmean(add_up(after).values()) < fmean(done.before.values())
+        is_nearer = fmean(add_up(after).values()) < min(fmean(of.values()) for of in (done.before, done.merged))
         allowed = {task: max(before[task], merged[task], key=Tensor.sum) for task in lessons}
         if is_nearer and not any(is_clearly_larger(after[task], allowed[task]) for task in lessons):
             return replace(done, after=add_up(after), share=share), kept

@@ -90,7 +90,7 @@ def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up(hub: HubServe
             assert spoken.first(told) - first < SHORTLY, text
         assert spoken.longest_silence(began) < SILENCE and spoken.ended - first < LONGEST, text
         if command[-1] == "out":  # a dry run says all that it found at its end
-            assert spoken.first("expert red: ") < spoken.first(told), text
+            assert spoken.first("expert ") < spoken.first(told), text
 
 
 def show(written: bytes, width: int = 80) -> tuple[list[str], bool]:

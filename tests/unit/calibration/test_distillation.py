@@ -63,6 +63,12 @@ def test_a_parameter_learns_at_a_rate_in_proportion_to_its_distance(tmp_path: Pa
     assert float(parts["0.weight/whole"].abs().median()) == pytest.approx(0.01 * distance, rel=1e-2)
 
 
+def test_what_stays_farther_away_than_merged_is_dropped(tmp_path: Path) -> None:
+    expert = make_expert(0.3, seed=1)
+    record, best = learn(tmp_path / "room", {"red": (expert, expert)}, merged=0.0)
+    assert not best and record.best == 40 and record.share == 0 and record.after == record.before
+
+
 def test_one_task_counts_as_worse_by_two_standard_errors() -> None:
     one, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 3.0])
     # the sum grows by 1, with a standard error of 1
@@ -103,6 +109,7 @@ def learn(
     watch: Callable[[Progress], None] = lambda _: None,
     *,
     distance: float = 1.0,
+    merged: float = 1.0,
     schedule: Schedule = SCHEDULE,
 ) -> tuple[Refinement, dict[str, Tensor]]:
     """Distil experts, with those that held-out examples are answered by, into a new student."""
@@ -111,10 +118,10 @@ def learn(
     lessons = {
         task: make_lesson(student, *answering, folder / f"{task}.safetensors") for task, answering in experts.items()
     }
-    merged = {task: lesson.measure() for task, lesson in lessons.items()}
+    of_merged = {task: merged * lesson.measure() for task, lesson in lessons.items()}
     journal = Journal(folder / "work" / "journal", {})
     learned = add_updates(student, {"0.weight": distance}, seed=0)
-    return distil(lessons, learned, schedule, merged, journal, 5, watch)
+    return distil(lessons, learned, schedule, of_merged, journal, 5, watch)
 
 
 @pytest.mark.parametrize("large", [distillation.LARGE, 0])
