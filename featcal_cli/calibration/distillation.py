@@ -34,6 +34,8 @@ UP = 2.5
 """Factor of the learning rate of `up`; with 1, the update would grow as fast as a whole one."""
 SHARES = (1.0, 0.5, 0.25)
 """Candidates for the share of the updates that is kept, the largest first."""
+SAVED_EVERY = 300.0
+"""Seconds after which the state is written between measurements too, where steps are long."""
 CLEARLY = 2.0
 """Standard errors by which a task must get worse on held-out examples to count as worse: they are few."""
 
@@ -104,7 +106,7 @@ class Lesson:
         kept: dict[str, Tensor] = {}
         for batch, numbers in self.batches(range(len(self.examples))):
             z, owners = run(batch)
-            places = z.topk(min(KEPT, z.shape[-1]), dim=-1).indices
+            places = z.topk(min(KEPT, z.shape[-1]), dim=-1, sorted=False).indices
             found = {"places": places.int(), "log_p": join_others(z, places)}
             kept |= {f"{n}/{key}": x[owners == at].cpu() for at, n in enumerate(numbers) for key, x in found.items()}
         save_file(kept, self.answers)
@@ -195,28 +197,21 @@ def distil(
     for the merged model, by task. Returns the report, and the parts that were best on held-out examples, in the largest
     share with which the mean is nearer than merged's and what was calibrated, and no task clearly farther than both; no
     parts if there is none."""
-    parts, plan, steps = learned.parts, asdict(schedule), schedule.steps
-
-    def measure() -> dict[str, Tensor]:
-        return {task: lesson.measure() for task, lesson in lessons.items()}
-
-    def add_up(measured: Mapping[str, Tensor]) -> dict[str, float]:
-        return {task: float(parts.sum()) for task, parts in measured.items()}
-
+    parts, steps = learned.parts, schedule.steps
     groups = [{"params": [part], "rate": learned.rates[name]} for name, part in parts.items()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     orders = {task: order_examples(lesson.fitted, schedule, seed) for task, lesson in lessons.items()}
     state = journal.read_state()
-    names = {name: list(part.shape) for name, part in parts.items()}
-    if state is not None and (known := json.loads(state[0])).get("learned") == [plan, names]:
+    job = [asdict(schedule), {name: list(part.shape) for name, part in parts.items()}]
+    if state is not None and (known := json.loads(state[0])).get("job") == job:
         done, best = Refinement(**known["done"]), _restore(state[1], parts, optimizer)
         before = {task: state[1][f"before/{task}"] for task in lessons}
     else:
-        before = measure()
-        if not all(parts.isfinite().all() for of in (merged, before) for parts in of.values()):
+        before = _measure(lessons)
+        if not all(of_task.isfinite().all() for of in (merged, before) for of_task in of.values()):
             raise RuntimeError("the divergences from the experts are not finite")
-        done, best = Refinement(add_up(merged), add_up(before), add_up(before)), dict[str, Tensor]()
-    began = time.monotonic() - done.seconds
+        done, best = Refinement(_add_up(merged), _add_up(before), _add_up(before)), dict[str, Tensor]()
+    began, saved = time.monotonic() - done.seconds, time.monotonic()
     every = ceil(steps / schedule.checks)
     for step in range(done.steps, steps):
         watch(Progress("", step, steps, unit="step"))
@@ -227,24 +222,48 @@ def distil(
             for losses, _ in lesson.divergences(orders[task][step]):
                 (losses.sum() / len(lessons)).backward()
         optimizer.step()
-        if (step + 1) % every == 0 or step + 1 == steps:
-            now = add_up(measure())
+        is_checked = (step + 1) % every == 0 or step + 1 == steps
+        if is_checked:
+            now = _add_up(_measure(lessons))
             if fmean(now.values()) < fmean(done.after.values()):
                 best = {name: part.detach().cpu().clone() for name, part in parts.items()}
                 done = replace(done, after=now, best=step + 1)
+        if is_checked or time.monotonic() - saved >= SAVED_EVERY:
             done = replace(done, steps=step + 1, seconds=time.monotonic() - began)
-            text = json.dumps({"learned": [plan, names], "done": asdict(done)})
+            text = json.dumps({"job": job, "done": asdict(done)})
             journal.write_state(text, _collect_state(parts, optimizer, best, before))
+            saved = time.monotonic()
+    return _choose_share(lessons, parts, done, best, (merged, before))
+
+
+def _choose_share(
+    lessons: Mapping[str, Lesson],
+    parts: Mapping[str, nn.Parameter],
+    done: Refinement,
+    best: Mapping[str, Tensor],
+    others: Sequence[Mapping[str, Tensor]],
+) -> tuple[Refinement, dict[str, Tensor]]:
+    """Return what `distil` returns, given its best parts, and what lessons measure for the other models, by task."""
+    allowed = {task: max((other[task] for other in others), key=Tensor.sum) for task in lessons}
     for share in SHARES if best else ():
         kept = {name: x if name.endswith("/down") else share * x for name, x in best.items()}
         for name, part in parts.items():
             part.data.copy_(kept[name])
-        after = measure()
-        is_nearer = fmean(add_up(after).values()) < min(fmean(of.values()) for of in (done.before, done.merged))
-        allowed = {task: max(before[task], merged[task], key=Tensor.sum) for task in lessons}
-        if is_nearer and not any(is_clearly_larger(after[task], allowed[task]) for task in lessons):
-            return replace(done, after=add_up(after), share=share), kept
+        found = _measure(lessons)
+        after = _add_up(found)
+        is_nearer = all(fmean(after.values()) < fmean(_add_up(other).values()) for other in others)
+        if is_nearer and not any(is_clearly_larger(found[task], allowed[task]) for task in lessons):
+            return replace(done, after=after, share=share), kept
     return replace(done, after=done.before, share=0.0), {}
+
+
+def _measure(lessons: Mapping[str, Lesson]) -> dict[str, Tensor]:
+    """Return what each task's lesson measures."""
+    return {task: lesson.measure() for task, lesson in lessons.items()}
+
+
+def _add_up(measured: Mapping[str, Tensor]) -> dict[str, float]:
+    return {task: float(of_task.sum()) for task, of_task in measured.items()}
 
 
 def is_clearly_larger(one: Tensor, other: Tensor) -> bool:

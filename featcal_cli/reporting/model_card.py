@@ -238,9 +238,10 @@ def _describe_sources(report: Report, agreed: str | None) -> dict[str, Any]:
 
 
 def _list_notes(report: Report) -> list[str]:
-    """List the notes without those on sources, settings, updates and head, which other sections of the card hold."""
+    """List the notes without those on sources, settings, updates, head and refining, which other sections of the card
+    hold."""
     elsewhere = ("settings: ", *(f"from {source.found_in}: " for source in report.sources))
-    told = describe_guard(report.blocks), describe_head(report.blocks)
+    told = describe_guard(report.blocks), describe_head(report.blocks), str(report.refined or "")
     notes = join_notes(report.notes, report.drift)
     return [note for note in notes if note not in told and not note.startswith(elsewhere)]
 
@@ -248,7 +249,7 @@ def _list_notes(report: Report) -> list[str]:
 def _describe_modules(report: Report) -> dict[str, Any]:
     """Return template variables on what was calibrated, how much it changed, and what was left unchanged."""
     modules = [module for block in report.blocks for module in block.modules]
-    guard, head = describe_guard(report.blocks), describe_head(report.blocks)
+    guard, head, refined = describe_guard(report.blocks), describe_head(report.blocks), str(report.refined or "")
     kinds = Counter(module.kind for module in modules).most_common()
     last = next((block for block in report.blocks if block.is_head), None)
     skipped = Counter((entry["name"], entry["reason"]) for block in report.blocks for entry in block.skipped)
@@ -267,6 +268,7 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "changes": sorted(module.relative_change for module in modules),
         "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
         "guard": guard[:1].upper() + guard[1:],
+        "refined": refined[:1].upper() + refined[1:],
         "has_head": last is not None and bool(last.modules),
         "head": head if report.settings.get("step", 1) == 1 else "",
         "blocks": [block for block in report.blocks if not block.is_head],

@@ -250,6 +250,7 @@ def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -
     texts = [describe_guard(outcome.blocks), outcome.pulled, describe_ridges(outcome.blocks)]
     # it was measured with whole updates
     texts += [describe_head(outcome.blocks)] * (outcome.step == 1)
+    texts.append(str(outcome.refined or ""))
     texts.append(outcome.job.describe_precision())
     if journal and journal.restored:
         count = len(outcome.blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +190,13 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         counts = [rows.fitted_count if rows.is_whole else calibration.examples for rows in examples.values()]
         short = replace(SHORT, steps=min(SHORT.steps, *counts))
         larger = needs_of(short)
-
-        def check_short() -> None:
-            check_refinable(examples)
-            for task in examples:
-                check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
-            check_memory(larger, needs, device)
-            check_disk(larger, transfers, target if session.ranks.is_first else None)
-
-        if obstacle := _find_obstacle(session, check_short):
+        checks = [
+            partial(check_refinable, examples),
+            *(partial(check_teacher, outlines[f"{EXPERT}{task}"], merged.module, token_ids) for task in examples),
+            partial(check_memory, larger, needs, device),
+            partial(check_disk, larger, transfers, target if session.ranks.is_first else None),
+        ]
+        if obstacle := _find_obstacle(session, checks):
             session.note(f"the result is not refined: {obstacle}")
         else:
             refining, needs = short, larger
@@ -232,11 +231,12 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     )
 
 
-def _find_obstacle(session: Session, check: Callable[[], None]) -> str:
-    """Return what a check raises on any of the processes; an empty string if nothing."""
+def _find_obstacle(session: Session, checks: Sequence[Callable[[], None]]) -> str:
+    """Return what the first failing check raises on any of the processes; an empty string if none fails."""
     obstacle = ""
     try:
-        check()
+        for check in checks:
+            check()
     except FeatCalError as error:
         obstacle = error.what
     return next(filter(None, session.ranks.gather(obstacle)), "")

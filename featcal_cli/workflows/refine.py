@@ -177,7 +177,6 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
     refined, parts = _share(session.ranks, learned)
     if refined is None:
         return outcome
-    session.note(str(refined))
     outcome = replace(outcome, refined=refined, updates=parts)
     if parts:
         session.stage("measuring the result")

@@ -271,6 +271,7 @@ def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys:
     assert report["headline"].startswith(f"mean KL divergence of outputs went from {before:.3f} to {after:.3f}")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "refined by a short distillation" in card and "without training" not in card
+    assert "\nRefined by " in card and "- refined by " not in card
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     again = refine(llama, tmp_path / "out", capsys)
     assert again.code == 0 and json.loads(again.stdout)["refined"] == refined

@@ -146,6 +146,22 @@ def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path: Path, monkeypatch: p
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
+def test_where_steps_are_long_a_run_goes_on_from_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is written between measurements too."""
+    monkeypatch.setattr(distillation, "SAVED_EVERY", 0.0)
+    expert, steps = make_expert(0.3, seed=1), list[int]()
+    _, whole = learn(tmp_path / "whole", {"red": (expert, expert)})
+
+    def stop(progress: Progress) -> None:
+        if progress.finished == 27:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn(tmp_path / "parts", {"red": (expert, expert)}, stop)
+    _, parts = learn(tmp_path / "parts", {"red": (expert, expert)}, lambda progress: steps.append(progress.finished))
+    assert steps == list(range(27, 40)) and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
 def test_updates_that_never_help_on_held_out_examples_are_dropped(tmp_path: Path) -> None:
     record, best = learn(tmp_path / "room", {"red": (make_expert(0.3, seed=1), make_student())})
     assert not best and record.share == record.best == 0 and record.steps == 40
