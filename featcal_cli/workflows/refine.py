@@ -187,7 +187,7 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
 
 def _explain(session: Session, error: RuntimeError | MemoryError) -> str:
     """Return a sentence on why the result is not refined. Raises FeatCalError instead if the user asked for it."""
-    why, fix = f"it cannot be differentiated: {exception_text(error)}", "leave out --refine"
+    why, fix = exception_text(error), "leave out --refine"
     if hardware.is_out_of_memory(error):
         why = f"the memory of {session.device} does not suffice for the whole model with its updates"
     if session.draft.calibration.refine:

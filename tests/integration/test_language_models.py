@@ -348,7 +348,7 @@ def test_a_result_that_cannot_be_refined_stays_as_it_is(
         return
     found, report = run(saved, "out", refine=asked)
     assert all(torch.equal(found[name], value) for name, value in plain.items()) and report["refined"] is None
-    assert any("not refined: it cannot be differentiated: no derivative" in note for note in report["notes"])
+    assert any("the result is not refined: no derivative" in note for note in report["notes"])
 
 
 def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
