@@ -18,7 +18,7 @@ SPEAKERS = {
 }  # fmt: skip
 """The speaker's name in chat templates for each name that datasets use."""
 
-OTHER_COLUMNS = "name the right columns with --columns, fix these rows, or give other data"
+OTHER_COLUMNS = "name the right columns with --columns TASK=ROLE:COLUMN, fix these rows, or give other data"
 
 
 class BadRowError(Exception):
@@ -125,20 +125,20 @@ LOOKED_AT_CHARACTERS = 1000
 # --- what the recipe names ---
 
 
-def check_columns(data: Data, columns: Iterable[str], where: str) -> None:
+def check_columns(data: Data, columns: Iterable[str]) -> None:
     """Raise DataError if the recipe names a column or template field that does not exist."""
     for column in data.columns.values():
         if column not in columns:
-            raise DataError(f"there is no column {column}", where=where, fix=f"use one of: {list_some(columns)}")
+            raise DataError(f"there is no column {column}", fix=f"use one of: {list_some(columns)}")
     if set(FIELD.sub("", data.template or "")) & set("{}"):
         what = "the template is broken: a brace in it belongs to no column"
-        raise DataError(what, where=where, fix="write {premise} for a column, and {{ or }} for a brace")
+        raise DataError(what, fix="write {premise} for a column, and {{ or }} for a brace")
     fields = [name for name, _ in FIELD.findall(data.template or "") if name]
     if data.template is not None and not fields:
-        raise DataError("the template names no column", where=where, fix="write e.g. {premise} {hypothesis}")
+        raise DataError("the template names no column", fix="write e.g. {premise} {hypothesis}")
     if missing := [name for name in fields if name not in columns]:
         what = f"the template names a column that does not exist: {{{missing[0]}}}"
-        raise DataError(what, where=where, fix=f"use: {list_some(columns)}")
+        raise DataError(what, fix=f"use: {list_some(columns)}")
 
 
 def names_text(data: Data) -> bool:
@@ -155,17 +155,16 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
     return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
 
 
-def _no_column(what: str, roles: str, columns: Iterable[str], where: str) -> DataError:
-    """Return the error that lists the columns and says how to name one, for the task whose name begins `where`."""
+def _no_column(what: str, role: str, columns: Iterable[str]) -> DataError:
+    """Return the error that lists the columns and says how to name the one of a role."""
     what = f"no column holds {what}; the columns are {list_some(columns)}"
-    option = f"--columns {where.partition(': ')[0]}={roles} (in a recipe, columns: {{{roles.replace(':', ': ')}}})"
-    return DataError(what, where=where, fix=f"name it: {option}")
+    return DataError(what, fix=f"name it: --columns TASK={role}:COLUMN (in a recipe, columns: {{{role}: COLUMN}})")
 
 
 # --- what names and values tell ---
 
 
-def find_column(role: str, data: Data, samples: Samples, where: str) -> str:
+def find_column(role: str, data: Data, samples: Samples) -> str:
     """Return the column of images, recordings or labels: the recipe's, else one with a usual name, else the first whose
     values look so. Raises DataError if there is none."""
     if role in data.columns:
@@ -173,7 +172,7 @@ def find_column(role: str, data: Data, samples: Samples, where: str) -> str:
     usual = [name for name in NAMES[role] if name in samples]
     likely = find_media(role, samples) if role in MEDIA else usual
     if not likely:
-        raise _no_column(f"{role}s" if role != "audio" else "recordings", f"{role}:COLUMN", samples, where)
+        raise _no_column(f"{role}s" if role != "audio" else "recordings", role, samples)
     return next((name for name in usual if name in likely), likely[0])
 
 
@@ -204,14 +203,14 @@ def has_caption(data: Data, samples: Samples) -> bool:
     return names_text(data) or (not data.columns and any(isinstance(x, str) or is_conversation(x) for x in found))
 
 
-def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool, where: str) -> dict[str, str]:
+def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: bool) -> dict[str, str]:
     """Return the column of each text role: the recipe's if it names a text, else found by names and values. `chat` says
     whether the tokenizer has a chat template. Raises DataError when no column holds text."""
     named: dict[str, str] = dict(data.columns.items())
-    return named if names_text(data) else _find_text_columns(samples, kind, chat, where) | named
+    return named if names_text(data) else _find_text_columns(samples, kind, chat) | named
 
 
-def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str) -> dict[str, str]:
+def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str, str]:
     names = {_bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
     bare = {name: samples[column] for name, column in names.items()}
     texts = _find_likely(bare, lambda value: isinstance(value, str))
@@ -237,7 +236,7 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool, where: str)
         return {"text": single[0]}
     if messages or talks:
         return {"messages": (messages or [names[name] for name in talks])[0]}
-    raise _no_column("text", "text:COLUMN", samples, where)
+    raise _no_column("text", "text", samples)
 
 
 def name_among(chosen: str, samples: Samples) -> str:

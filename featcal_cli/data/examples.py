@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from featcal_cli.data.batches import (
     take_range,
 )
 from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
+from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
 from featcal_cli.data.preprocessing import Folders, Reader, Target, TextModels
-from featcal_cli.data.rows import draw_rows, name_task, read_rows
+from featcal_cli.data.rows import draw_rows, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
 from featcal_cli.recipe.data_formats import Row
@@ -128,21 +130,21 @@ def draw_examples(
     Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
     bad.
     """
-    where = f"{task}: {data}"
     notes: list[str] = []
+    target = Target(model, preprocessor_folders, text_models or TextModels())
     wanted = min(count, sampled or count)
     further = most_held_out(wanted)
     reader: Reader
     rows: Iterable[Any]
-    if is_tensor_file(data):
-        reader = tensors = open_tensors(data, data.split, model, where)
-        rows = tensors.positions[: 2 * (wanted + further)]
-    else:
-        drawn = name_task(task, draw_rows(data, wanted + further, seed, notes.append))
-        first = list(islice(drawn, PEEKED_ROWS))
-        reader = _open_rows(data, first, Target(model, preprocessor_folders, where, text_models))
-        rows = chain(first, drawn)
-    usable = _read_usable(reader, rows, wanted, further, where)
+    with naming_task(task, data):
+        if is_tensor_file(data):
+            reader = tensors = open_tensors(data, data.split, model)
+            rows = tensors.positions[: 2 * (wanted + further)]
+        else:
+            drawn = draw_rows(data, wanted + further, seed, notes.append)
+            first = list(islice(drawn, PEEKED_ROWS))
+            reader, rows = _open_rows(data, first, target), chain(first, drawn)
+        usable = _read_usable(reader, rows, wanted, further)
     if usable.is_whole:
         usable.divide(count, hold_out=hold_out)
     else:
@@ -157,12 +159,12 @@ def draw_examples(
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
     """Open the reader that suits the model and the columns of the first rows. Raises DataError if they do not fit.
     labelled: answers are compared with labels, so that a model with two towers reads only the image."""
-    model, where = target.model, target.where
+    model = target.model
     if not first:
-        raise DataError("the source has no rows", where=where, fix="give data with rows, or another split")
+        raise DataError("the source has no rows", fix="give data with rows, or another split")
     names = dict.fromkeys(name for row in first for name in row)
     samples = {name: [row.get(name) for row in first] for name in names}
-    check_columns(data, samples, where)
+    check_columns(data, samples)
     named = data.columns.keys() - {"label"}
     has_images = "image" in named or (not named and bool(find_media("image", samples)))
     if model.main_input_name == "pixel_values":
@@ -178,7 +180,7 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     if model.main_input_name == "input_ids":
         return open_text(data, samples, target)
     what = f"the model reads {model.main_input_name}, for which there is no preprocessing here"
-    raise DataError(what, where=where, fix="give a .safetensors file with one tensor for each argument of forward")
+    raise DataError(what, fix="give a .safetensors file with one tensor for each argument of forward")
 
 
 @dataclass
@@ -217,7 +219,7 @@ def _count_measured(fitted: int) -> int:
     return min(fitted, most_held_out(fitted) // 2)
 
 
-def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, where: str) -> _UsableRows:
+def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int) -> _UsableRows:
     """Read up to `count` examples to fit, then `further` different ones. Raises DataError when most rows are bad."""
     usable = _UsableRows(is_whole=True)
     keys: set[bytes] = set()
@@ -229,7 +231,7 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
             usable.bad.append(f"{reason} (example {number})")
             fix = fix or reason.fix
             continue
-        _check_finite(example, f"{where.partition(': ')[0]}: example {number}")
+        _check_finite(example, number)
         is_copy = example.key in keys
         keys.add(example.key)
         if len(usable.fitted) < count:
@@ -244,18 +246,16 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int, 
     good = len(usable.fitted) + len(usable.further) + usable.left_out
     if len(usable.bad) > good:
         what = f"{len(usable.bad)} of {len(usable.bad) + good} rows cannot be used; the first: {usable.bad[0]}"
-        task, _, source = where.partition(": ")
-        fix = fix.replace("--columns", f"--columns {task}=ROLE:COLUMN")
-        raise DataError(what, where=source, fix=fix, task=task)
+        raise DataError(what, fix=fix)
     return usable
 
 
-def _check_finite(example: Example, where: str) -> None:
+def _check_finite(example: Example, number: int) -> None:
     """Raise DataError if an input is NaN or infinite, because every result would become NaN."""
     for name, tensor in example.inputs.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             fix = "take this example out of the data, or fix it"
-            raise DataError(f"{name} holds NaN or infinity", where=where, fix=fix)
+            raise DataError(f"{name} holds NaN or infinity", where=f"example {number}", fix=fix)
 
 
 def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
@@ -278,28 +278,34 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
 class LabelledRows:
     """Rows of a split with their labels, which are read once, in batches."""
 
+    task: str
+    data: Data
     reader: Reader
     rows: Iterable[Any]
     label_of: Callable[[Any], Any]
     column: str
-    where: str
+
+    @property
+    def where(self) -> str:
+        """The task and its source, as error messages name them."""
+        return f"{self.task}: {self.data}"
 
     def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
         """Yield batches, each with its labels. Raises DataError for a row that cannot be used: accuracy counts all."""
-        rows = enumerate(self.rows, 1)
-        while numbered := list(islice(rows, size)):
-            examples = [self._read(number, row) for number, row in numbered]
-            for group in group_examples(examples, size):
-                labels = [self.label_of(numbered[place][1]) for place in group]
-                yield collate([examples[place] for place in group], self.reader.padding), labels
+        with naming_task(self.task, self.data):
+            rows = enumerate(self.rows, 1)
+            while numbered := list(islice(rows, size)):
+                examples = [self._read(number, row) for number, row in numbered]
+                for group in group_examples(examples, size):
+                    labels = [self.label_of(numbered[place][1]) for place in group]
+                    yield collate([examples[place] for place in group], self.reader.padding), labels
 
     def _read(self, number: int, row: Any) -> Example:
         try:
             return self.reader.read(row)
         except BadRowError as reason:
-            what = f"row {number} cannot be used: {reason}"
             fix = "take the bad rows out, or evaluate another split"
-            raise DataError(what, where=self.where, fix=fix) from None
+            raise DataError(f"row {number} cannot be used: {reason}", fix=fix) from None
 
 
 def open_labelled(
@@ -315,27 +321,30 @@ def open_labelled(
 ) -> LabelledRows:
     """Open all rows of the split in order, or `limit` rows chosen at random with a seed. Without `labelled`, their
     labels are None. Raises DataError for data that cannot be read or understood, or that lack labels."""
-    where = f"{task}: {data.model_copy(update={'split': split})}"
     if data.is_self_written:
         what = f"what an expert writes itself {'has no labels' if labelled else 'flatters it'}"
         fix = f"name {'labelled ' * labelled}data: --data {task}=SOURCE"
         raise DataError(what, where=f"{task}: {data}", fix=fix)
-    if is_tensor_file(data):
-        opened = open_tensors(data, split, model, where)
-        labels = opened.labels
-        positions = opened.positions[:limit]
-        if not labelled:
-            return LabelledRows(opened, positions, lambda _: None, "", where)
-        if labels is None:
-            raise DataError("no tensor holds the labels", where=where, fix="add one named label, [rows]")
-        return LabelledRows(opened, positions, lambda position: labels[position].item(), "label", where)
-    if limit is None:
-        rows = name_task(task, read_rows(data, split))
-    else:
-        rows = islice(name_task(task, draw_rows(data.model_copy(update={"split": split}), limit, SEED)), limit)
-    first = list(islice(rows, PEEKED_ROWS))
-    reader = _open_rows(data, first, Target(model, folders, where, text_models), labelled=labelled)
-    if not labelled:
-        return LabelledRows(reader, chain(first, rows), lambda _: None, "", where)
-    column = find_column("label", data, dict.fromkeys(first[0], ()), where)
-    return LabelledRows(reader, chain(first, rows), lambda row: row.get(column), column, where)
+    data = data.model_copy(update={"split": split})
+    column = ""
+    label_of: Callable[[Any], Any] = lambda _: None  # noqa: E731 - replaced where there are labels
+    reader: Reader
+    rows: Iterable[Any]
+    with naming_task(task, data):
+        if is_tensor_file(data):
+            reader = tensors = open_tensors(data, split, model)
+            rows = tensors.positions[:limit]
+            labels = tensors.labels
+            if labelled and labels is None:
+                raise DataError("no tensor holds the labels", fix="add one named label, [rows]")
+            if labelled and labels is not None:
+                column, label_of = "label", lambda position: labels[position].item()
+        else:
+            read = read_rows(data, split) if limit is None else islice(draw_rows(data, limit, SEED), limit)
+            first = list(islice(read, PEEKED_ROWS))
+            target = Target(model, folders, text_models or TextModels())
+            reader, rows = _open_rows(data, first, target, labelled=labelled), chain(first, read)
+            if labelled:
+                column = find_column("label", data, dict.fromkeys(first[0], ()))
+                label_of = itemgetter(column)
+    return LabelledRows(task, data, reader, rows, label_of, column)

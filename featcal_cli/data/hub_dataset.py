@@ -132,12 +132,13 @@ def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:
 
 
 @contextmanager
-def naming_task(task: str) -> Iterator[None]:
-    """Add the task's name, and the option to type for it, to DataErrors and HubErrors raised inside."""
+def naming_task(task: str, data: Data) -> Iterator[None]:
+    """Add the task's name, the option to type for it and, if they name no other place, the source of its data to
+    DataErrors and HubErrors raised inside."""
     try:
         yield
     except (DataError, HubError) as error:
-        raise error.of_task(task) from error
+        raise error.of_task(task, str(data)) from error
 
 
 @contextmanager

@@ -88,8 +88,8 @@ def open_images(
     data: Data, samples: Samples, target: Target, *, processor: tuple[Any, str] | None = None
 ) -> ImageReader:
     """Open the reader for rows with images, by default with an image processor that is loaded. Raises DataError."""
-    column = find_column("image", data, samples, target.where)
-    images, source = processor or load_preprocessor("image processor", target.folders, target.where)
+    column = find_column("image", data, samples)
+    images, source = processor or load_preprocessor("image processor", target.folders)
     chosen = f"column {name_among(column, samples)}, image processor from {source}"
     return ImageReader(chosen, target, column, folder_of(data), images)
 
@@ -143,20 +143,20 @@ class AudioReader(MediaReader):
 
 def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
     """Open the reader for rows with recordings. Raises DataError, also for libraries that are not installed."""
-    column = find_column("audio", data, samples, target.where)
+    column = find_column("audio", data, samples)
     try:
         import soundfile  # noqa: F401
         import soxr  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: without the C library
-        raise DataError(f"sound cannot be read ({exception_text(error)})", where=target.where, **INSTALL) from None
-    extractor, source = load_preprocessor("feature extractor", target.folders, target.where)
+        raise DataError(f"sound cannot be read ({exception_text(error)})", **INSTALL) from None
+    extractor, source = load_preprocessor("feature extractor", target.folders)
     chosen = f"column {name_among(column, samples)}, feature extractor from {source}"
     transcript = None
     if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
         transcript = data.columns.get("response") or data.columns.get("text")
         transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
-    tokens = open_tokens(target.text_models, target.folders, target.where) if transcript else None
+    tokens = open_tokens(target.text_models, target.folders) if transcript else None
     return AudioReader(chosen, target, column, folder_of(data), extractor, transcript, tokens)
 
 
@@ -232,18 +232,16 @@ def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:
 
 def open_dialogues(data: Data, samples: Samples, target: Target) -> DialogueReader:
     """Open the reader for a causal model that answers about an image. Raises DataError."""
-    processor, source = load_preprocessor("processor", target.folders, target.where)
+    processor, source = load_preprocessor("processor", target.folders)
     images = open_images(data, samples, target, processor=(processor.image_processor, source))
     others = _without(samples, images.column)
-    roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template), where=target.where)
+    roles = choose_text_roles(data, others, "causal", chat=bool(processor.chat_template))
     formatter = RowFormatter(
         roles, find_about(data, roles, others), data.template, "causal", _Turns(processor, processor.chat_template)
     )
     chosen = f"{images.chosen}; {formatter.describe(others)}, processor from {source}"
     cutting = Vocabulary("processor", source, processor.tokenizer, processor.tokenizer.get_vocab())
-    models = target.text_models
-    tokens = TextTokens(cutting) if models is None else models.relate(cutting, target.where)
-    return DialogueReader(chosen, target, images, formatter, processor, tokens)
+    return DialogueReader(chosen, target, images, formatter, processor, target.text_models.relate(cutting))
 
 
 def _without(samples: Samples, column: str) -> Mapping[str, Sequence[Any]]:

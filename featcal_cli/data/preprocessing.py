@@ -95,7 +95,7 @@ class Vocabularies:
         """Return the vocabulary of a model, or None if it has no tokenizer that can be loaded."""
         if role not in self._found:
             try:
-                tokenizer, name = load_preprocessor("tokenizer", self.folders.get(role, ()), "")
+                tokenizer, name = load_preprocessor("tokenizer", self.folders.get(role, ()))
                 self._found[role] = Vocabulary(role, name, tokenizer, tokenizer.get_vocab())
             except DataError:
                 self._found[role] = None
@@ -104,42 +104,43 @@ class Vocabularies:
 
 @dataclass(frozen=True)
 class TextModels:
-    """The models that read a task's texts together, and the expert whose tokenizer cuts them."""
+    """The models that read a task's texts together, and the expert whose tokenizer cuts them. By default, a tokenizer
+    that is found in folders cuts them for all."""
 
-    vocabularies: Vocabularies
-    expert: str
+    vocabularies: Vocabularies = field(default_factory=lambda: Vocabularies({}))
+    expert: str = ""
     """The role of the model whose tokenizer cuts the texts, if it has one."""
-    readers: Sequence[str]
+    readers: Sequence[str] = ()
     """Roles of the other models that read the texts; their tokenizers have to cut texts into the same tokens."""
     target: str = ""
     """The role of the reader whose ids the batches hold; if empty, they hold the expert's ids."""
 
-    def relate(self, cutting: Vocabulary, where: str) -> TextTokens:
+    def relate(self, cutting: Vocabulary) -> TextTokens:
         """Return the tokens that the tokenizer of `cutting` makes, with the ids that these models need."""
         found = map(self.vocabularies.find, (self.expert, *self.readers))
         others = [other for other in found if other is not None and other.ids != cutting.ids]
         target = self.vocabularies.find(self.target) if self.target else None
         table = None if target is None else map_ids(cutting, target)
         source = f"its expert ({self.target} has the same vocabulary)"
-        if cutting.role != self.expert:
+        if not self.expert:
+            source = cutting.name
+        elif cutting.role != self.expert:
             source = f"{cutting}, as its expert has none"
         elif target is None:
             source = f"its expert, as {self.target} has none" if self.target else "its expert"
         elif table is not None:
             source = f"its expert ({self.target} has another vocabulary: ids are mapped by token)"
-        return TextTokens(cutting, others, table, source, where)
+        return TextTokens(cutting, others, table, source)
 
 
-def open_tokens(models: TextModels | None, folders: Folders, where: str) -> TextTokens:
+def open_tokens(models: TextModels, folders: Folders) -> TextTokens:
     """Open the tokenizer for texts that these models read: the expert's, that of the first reader that has one, or one
     found in `folders`. Raises DataError."""
-    if models is not None:
-        for role in (models.expert, *models.readers):
-            if (cutting := models.vocabularies.find(role)) is not None:
-                return models.relate(cutting, where)
-    tokenizer, name = load_preprocessor("tokenizer", folders, where)
-    cutting = Vocabulary("", name, tokenizer, tokenizer.get_vocab())
-    return TextTokens(cutting, source=name, where=where) if models is None else models.relate(cutting, where)
+    for role in (models.expert, *models.readers):
+        if (cutting := models.vocabularies.find(role)) is not None:
+            return models.relate(cutting)
+    tokenizer, name = load_preprocessor("tokenizer", folders)
+    return models.relate(Vocabulary("", name, tokenizer, tokenizer.get_vocab()))
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,12 @@ class TextTokens:
     """The tokenizer that cuts texts into tokens, and the ids of these tokens in the model that batches are made for."""
 
     cutting: Vocabulary
-    others: Sequence[Vocabulary] = ()
+    others: Sequence[Vocabulary]
     """Vocabularies of other models that read the texts and have different ids."""
-    table: Tensor | None = None
+    table: Tensor | None
     """A table from the ids of `cutting` to those of the batches; None if they are equal."""
-    source: str = ""
+    source: str
     """A phrase that says which model the tokenizer belongs to."""
-    where: str = ""
 
     def number(self, ids: Sequence[int]) -> list[int]:
         """Return the ids that batches hold for these ids of `cutting`."""
@@ -188,7 +188,7 @@ class TextTokens:
 
     def _refuse(self, other: Vocabulary, what: str) -> DataError:
         fix = "merge with a tokenizer that cuts texts as this expert's does, or leave this task out"
-        return DataError(f"the tokenizers of {self.cutting} and {other} {what}", where=self.where, fix=fix)
+        return DataError(f"the tokenizers of {self.cutting} and {other} {what}", fix=fix)
 
 
 def _show_difference(one: Sequence[str], other: Sequence[str]) -> str:
@@ -227,7 +227,7 @@ NEEDED = {
 """Attributes that each kind of preprocessor must have to be usable."""
 
 
-def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str]:
+def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
     """Load a preprocessor from the first folder that has a usable one, and return it with the name of its model or
     folder. Raises DataError if none can be loaded."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
@@ -240,7 +240,7 @@ def load_preprocessor(kind: str, folders: Folders, where: str) -> tuple[Any, str
                 reasons.append(f"{_repo_name(folder)}: {exception_text(error)}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
-    raise DataError(f"no {kind} can be loaded ({tried})", where=where, fix=fix)
+    raise DataError(f"no {kind} can be loaded ({tried})", fix=fix)
 
 
 def _load(kind: str, folder: Path) -> Any:
@@ -282,11 +282,9 @@ class Target:
     """The model that examples are made for, and the folders to search for its preprocessors."""
 
     model: PreTrainedModel
-    folders: Folders
-    where: str
-    """The task and its source, as error messages name them."""
-    text_models: TextModels | None = None
-    """The models that read the task's texts together; None if every model has the vocabulary of the tokenizer."""
+    folders: Folders = ()
+    text_models: TextModels = field(default_factory=TextModels)
+    """The models that read the task's texts together."""
 
     @cached_property
     def names(self) -> set[str]:
@@ -298,7 +296,7 @@ class Target:
         count = count_target_vocabulary(self.model) if is_target else count_vocabulary(self.model)
         if count is not None and (largest := max(ids, default=0)) >= count:
             what = f"the tokenizer has token {largest}, but the model only {count} tokens"
-            raise DataError(what, where=self.where, fix="put each model's own tokenizer into its folder")
+            raise DataError(what, fix="put each model's own tokenizer into its folder")
 
     def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
         """Call a preprocessor for one example, and return the tensors that the model takes, floating-point ones as

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from featcal_cli.data.columns import BadRowError
 from featcal_cli.data.files import Note, ignore, list_files, open_local
-from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split, naming_task
+from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split
 from featcal_cli.recipe.data_formats import Row, Table, ending_of, explaining, open_parquet, read_group
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
@@ -31,7 +31,7 @@ READERS = 8
 BUFFER_ROWS = 2**11
 """Number of rows of a stream that are buffered and drawn from at random."""
 MOST_SHARDS = 16
-"""Maximum number of file groups whose rows are streamed in turn."""
+"""Maximum number of files whose rows are streamed in turn."""
 MOST_FILES = 32
 """Maximum number of parquet files that are opened if these hold enough rows: each costs a request, up to a MB."""
 MOST_GROUPS, MOST_BYTES = 100, 2**27
@@ -54,15 +54,9 @@ MOST_LEVELS = 6
 
 def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
     """Draw up to `count` rows from files that can only be read from their start: `datasets` shuffles the files, takes
-    the first rows of several in turn, and shuffles these in a buffer."""
-    import datasets
-
-    seed = Random(seed).getrandbits(32)
-    stream = _open_stream(split).shuffle(seed=seed, buffer_size=1)
-    if (parts := min(stream.num_shards, MOST_SHARDS)) > 1:  # files may hold one class each
-        shards = [stream.shard(parts, number) for number in range(parts)]
-        stream = datasets.interleave_datasets(shards, stopping_strategy="all_exhausted_without_replacement")
-    return islice(stream.shuffle(seed=seed, buffer_size=BUFFER_ROWS), count)
+    the first rows of several in turn, as files may hold one class each, and shuffles these in a buffer."""
+    options = {"buffer_size": BUFFER_ROWS, "max_buffer_input_shards": MOST_SHARDS}
+    return islice(_open_stream(split).shuffle(seed=Random(seed).getrandbits(32), **options), count)
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
@@ -211,12 +205,6 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
         return folders or None
     with explaining(files[0]):
         return _read_footer_classes(open_parquet(files[0]), column)
-
-
-def name_task(task: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the rows, and add the task's name to errors that reading them raises."""
-    with naming_task(task):
-        yield from rows
 
 
 def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:

@@ -56,14 +56,14 @@ def is_tensor_file(data: Data) -> bool:
     return data.path is not None and data.path.endswith(".safetensors")
 
 
-def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: str) -> TensorReader:
+def open_tensors(data: Data, split: str | None, model: PreTrainedModel) -> TensorReader:
     """Open the reader of a .safetensors file. Raises DataError for tensors that the model cannot take."""
     check_split_of_file(data, split)
     try:
         with safe_open(local_path(data), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
-        raise DataError(f"the file cannot be read: {error}", where=where, fix="check that the file is whole") from error
+        raise DataError(f"the file cannot be read: {error}", fix="check that the file is whole") from error
     for name, tensor in tensors.items():
         is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
         if is_whole and name.endswith("_ids"):
@@ -74,9 +74,9 @@ def open_tensors(data: Data, split: str | None, model: PreTrainedModel, where: s
     label = next(whole, "")
     inputs = {name: tensor for name, tensor in tensors.items() if name != label}
     if fault := next(_find_faults(tensors, inputs, model), None):
-        raise DataError(fault[0], where=where, fix=fault[1])
+        raise DataError(fault[0], fix=fault[1])
     chosen = f"tensors {list_some(inputs)}, as they are" + (f" (without {label})" if label in tensors else "")
-    return TensorReader(chosen, Target(model, (), where), inputs, tensors.get(label))
+    return TensorReader(chosen, Target(model), inputs, tensors.get(label))
 
 
 def _find_faults(tensors: Batch, inputs: Batch, model: PreTrainedModel) -> Iterator[tuple[str, str]]:

@@ -193,7 +193,7 @@ class TextReader(Reader):
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     """Open the reader for rows with text. Raises DataError when no column holds text or no folder has a tokenizer."""
-    model, tokens = target.model, open_tokens(target.text_models, target.folders, target.where)
+    model, tokens = target.model, open_tokens(target.text_models, target.folders)
     tokenizer, vocabulary = tokens.cutting.tokenizer, count_vocabulary(model)
     pad = tokenizer.pad_token_id
     if pad is None or (vocabulary is not None and tokens.number([pad])[0] >= vocabulary):
@@ -205,7 +205,7 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     else:  # a causal body without a head cannot generate, but its attention says what it is
         causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
         kind = "causal" if causal else "encoder"
-    roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template), where=target.where)
+    roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template))
     formatter = RowFormatter(roles, find_about(data, roles, samples), data.template, kind, tokenizer)
     limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
     max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))

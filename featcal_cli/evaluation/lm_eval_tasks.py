@@ -56,7 +56,7 @@ def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bo
     from lm_eval.models.huggingface import HFLM
 
     how = task.how
-    cutting, own = task.open_tokens(f"{task.name}: {model.snapshot.name}"), task.find_vocabulary(role)
+    cutting, own = task.open_tokens(), task.find_vocabulary(role)
     # the expert's, with its chat template, unless the model's ids are others
     tokenizer = cutting.tokenizer if own is None or own.ids == cutting.ids else own.tokenizer
     if allow_code:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
+from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import TextModels, Vocabulary, load_preprocessor, map_ids, open_tokens, renumber
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import EXPERT, Score, score
@@ -87,9 +88,10 @@ class LabelledTask:
             self.name, self.data, split, model, self.folders, limit=self.limit, text_models=models, labelled=labelled
         )
 
-    def open_tokens(self, where: str) -> Vocabulary:
+    def open_tokens(self) -> Vocabulary:
         """Return the vocabulary whose tokenizer cuts the texts. Raises DataError if no tokenizer can be loaded."""
-        return open_tokens(self.text_models, self.folders, where).cutting
+        with naming_task(self.name, self.data):
+            return open_tokens(self.text_models, self.folders).cutting
 
     def find_vocabulary(self, role: str) -> Vocabulary | None:
         """Return the model's own vocabulary, or None if it is not known."""
@@ -219,7 +221,7 @@ def compare_zero_shot(
     if not classes:
         what = f"nothing says what the classes in column {rows.column} are called"
         raise DataError(what, where=rows.where, fix="list their names, by number, as classes: under evaluate")
-    texts = _embed_classes(task, base, classes, rows.where)
+    texts = _embed_classes(task, base, classes)
     read_label = partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows)
     predictors = {role: _predict_by_texts(tower, texts) for role, tower in towers.items()}
     return _compare(task, rows, read_label, predictors, tell)
@@ -241,10 +243,11 @@ def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
     return combined
 
 
-def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str], where: str) -> Tensor:
+def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str]) -> Tensor:
     """Return the direction of each class [classes, width]: the normalised text features of all prompts with the class's
     name, averaged and normalised again. Raises DataError without a tokenizer."""
-    tokenizer, _ = load_preprocessor("tokenizer", [base.snapshot.folder, *task.folders], where)
+    with naming_task(task.name, task.data):
+        tokenizer, _ = load_preprocessor("tokenizer", [base.snapshot.folder, *task.folders])
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
     module: Any = base.module
@@ -309,7 +312,7 @@ def _open_texts(
     """Open the rows of a task of texts, and make the predictor of each role's model. make: function from a model, the
     vocabulary of the batches and the model's own vocabulary (None if equal or unknown)."""
     rows = task.open(next(iter(models.values())).module)
-    cutting = task.open_tokens(rows.where)
+    cutting = task.open_tokens()
     return rows, {role: make(model, cutting, task.find_vocabulary(role)) for role, model in models.items()}
 
 

@@ -52,10 +52,10 @@ class FeatCalError(Exception):
         """Return the command to run: `typed` after `featcal`, and then the missing options."""
         return " ".join([shlex.join(["featcal", *typed]), *(shlex.join(option) for option in self.options or ())])
 
-    def of_task(self, task: str) -> FeatCalError:
-        """Return this error with the task's name added."""
+    def of_task(self, task: str, where: str) -> FeatCalError:
+        """Return this error with the task's name added, and `where` as its place if it has none of its own."""
         fix = self.fix.removesuffix(f": {self.command}")
-        return type(self)(self.what, where=self.where, fix=fix, task=task, command=self.command)
+        return type(self)(self.what, where=self.where or where, fix=fix, task=task, command=self.command)
 
 
 class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself

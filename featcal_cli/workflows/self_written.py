@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Example, text_config
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
+from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import Folders, Target, TextModels
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.hub.snapshot import Origin
@@ -41,6 +42,7 @@ PASSES = 4
 """Factor by which more texts than needed may be generated, because some are empty or repeat others."""
 LOGITS = 3
 """Copies of a step's logits that are in memory: the logits, the probabilities, and those sorted or sampled from."""
+WRITTEN = Data(dataset=SELF)
 MARK = "featcal"
 """Text that stands for the user's message while a chat template is split into the parts before and after it."""
 
@@ -53,16 +55,18 @@ def open_self_written(
     text_models: TextModels | None = None,
 ) -> TextReader:
     """Open a reader, for `model`, of the examples that an expert of `model_class` writes. Raises DataError."""
-    where, names = f"{task}: {SELF}", inspect.signature(model_class.forward).parameters.keys()
+    names = inspect.signature(model_class.forward).parameters.keys()
     others = {"pixel_values", "input_features", "decoder_input_ids"} & names
     if model_class.main_input_name != "input_ids" or others or not model_class.can_generate():
         what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
-        raise DataError(what, where=where, fix=f"name some, of the kind it was made for: --data {task}=SOURCE")
-    return _open(task, model, folders, text_models)
+        fix = f"name some, of the kind it was made for: --data {task}=SOURCE"
+        raise DataError(what, where=f"{task}: {SELF}", fix=fix)
+    return _open(task, model, folders, text_models or TextModels())
 
 
-def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: TextModels | None) -> TextReader:
-    return open_text(Data(dataset=SELF), {"text": [MARK]}, Target(model, folders, f"{task}: {SELF}", text_models))
+def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: TextModels) -> TextReader:
+    with naming_task(task, WRITTEN):
+        return open_text(WRITTEN, {"text": [MARK]}, Target(model, folders, text_models))
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
@@ -132,8 +136,9 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
     model: Any = load_model(f"{EXPERT}{task}", snapshot, find_class(snapshot)).module
     fix = f"name examples: --data {task}=SOURCE"
     try:
-        writer = Writer(model.to(device), reader)
-        rows = writer.write(count, seed, lambda done: session.stage(f"writing examples of {task}: {done} of {count}"))
+        with naming_task(task, WRITTEN):
+            writer, about = Writer(model.to(device), reader), f"writing examples of {task}"
+            rows = writer.write(count, seed, lambda done: session.stage(f"{about}: {done} of {count}"))
     except FeatCalError:
         raise
     except Exception as error:  # what it is like, or its tokenizer, may make any part of transformers raise anything
@@ -191,10 +196,7 @@ class Writer:
             if len(rows) >= count:
                 return list(rows.values())[:count]
         what = f"the expert has written {len(rows)} different texts, and {count} are needed"
-        task = self.reader.target.where.partition(": ")[0]
-        raise DataError(
-            what, where=self.reader.target.where, fix=f"name examples: --data {task}=SOURCE, or fewer with -n"
-        )
+        raise DataError(what, fix="name examples: --data TASK=SOURCE, or fewer with -n")
 
     def _write_texts(self, seed: int) -> Iterator[Row]:
         """Yield texts that start from the tokenizer's begin or end token; if it has neither, from random tokens."""

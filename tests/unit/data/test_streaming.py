@@ -24,8 +24,8 @@ from hub_faults import Fault
 from hub_server import HubServer
 
 from featcal_cli.data import rows as data_rows
-from featcal_cli.data.hub_dataset import find_split
-from featcal_cli.data.rows import draw_rows, name_task, read_rows
+from featcal_cli.data.hub_dataset import find_split, naming_task
+from featcal_cli.data.rows import draw_rows, read_rows
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
@@ -330,8 +330,8 @@ def test_what_cannot_be_told_is_asked_for(
     publish: Publish, files: Files, settings: dict[str, Any], message: str
 ) -> None:
     data = publish({**PARTS, **files}).model_copy(update=settings)
-    with pytest.raises(DataError, match=message) as caught:
-        list(name_task("red", draw_rows(data, 1, 0)))
+    with pytest.raises(DataError, match=message) as caught, naming_task("red", data):
+        list(draw_rows(data, 1, 0))
     assert caught.value.where == f"red: {data}"
 
 
