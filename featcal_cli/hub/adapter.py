@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featcal_cli.hub.model_config import check_unquantised, find_dtype, load_config, parse_config, read_config
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, new_copy, read_header, weight_files
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, read_header, weight_files
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.runtime.files import cache_folder, copy_files
+from featcal_cli.runtime.files import copy_files
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json
@@ -108,21 +108,16 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
 _OTHERS = ("*processor_config.json", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
 
 
-def folded_copy(adapter: Adapter, base: str, folder: Path, key: str) -> Path:
-    """Merge `adapter` into the model `base` in `folder`, once per `key`, and return the full model's folder. Dtypes and
-    names are the base's; preprocessors the adapter's, if it has any. Raises HubError."""
-    target = cache_folder() / "folded" / key
-    if not target.is_dir():
-        with new_copy(target, "folded") as draft:
-            _fold(adapter, base, folder, draft)
-            # two tokenizers must not be mixed
-            own = any(next(adapter.folder.glob(name), None) for name in ("tokenizer.json", "vocab.*", "*.model"))
-            every = (*_TOKENIZER, *_OTHERS)
-            kinds = {folder: _OTHERS if own else every, adapter.folder: every}
-            for source, patterns in kinds.items():
-                names = [file.name for kind in patterns for file in source.glob(kind) if file.is_file()]
-                copy_files(source, names, draft)
-    return target
+def fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
+    """Merge `adapter` into the model `base` in `folder`, and write the full model to `draft`. Dtypes and names are the
+    base's; preprocessors the adapter's, if it has any. Raises HubError."""
+    _fold(adapter, base, folder, draft)
+    # two tokenizers must not be mixed
+    own = any(next(adapter.folder.glob(name), None) for name in ("tokenizer.json", "vocab.*", "*.model"))
+    every = (*_TOKENIZER, *_OTHERS)
+    for source, patterns in {folder: _OTHERS if own else every, adapter.folder: every}.items():
+        names = [file.name for kind in patterns for file in source.glob(kind) if file.is_file()]
+        copy_files(source, names, draft)
 
 
 def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:

@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from featcal_cli.hub.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    folded_copy,
+    fold,
     is_adapter,
     read_adapter,
     split_adapter,
@@ -31,14 +31,14 @@ from featcal_cli.hub.weight_files import (
     PICKLES,
     SAFETENSORS,
     check_unique,
-    converted_copy,
+    convert,
     folder_key,
+    keep_copy,
     read_header,
     weight_files,
 )
 from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, split_revision
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.files import cache_folder
 from featcal_cli.runtime.sanitise import quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]
@@ -266,13 +266,13 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
     if origin.base:
         return _fold(origin, origin.base, watch)
     if origin.form == "pickle":
-        key = _key(origin)
-        copy = cache_folder() / "converted" / key
-        if repo.folder:
-            copy = converted_copy(repo.folder, key)
-        elif not copy.is_dir():
-            download(repo, skip=other_weights(repo), watch=watch)
-            copy = converted_copy(download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), key)
+
+        def write(draft: Path) -> None:
+            if repo.folder is None:
+                download(repo, skip=other_weights(repo), watch=watch)
+            convert(repo.folder or download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), draft)
+
+        copy = keep_copy("converted", _key(origin), write)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
         return _complete(Snapshot(repo.name, copy, repo.commit, (note,)), _delete(copy))
     folder = repo.folder or download(repo, skip=other_weights(repo), watch=watch)
@@ -287,8 +287,7 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
         folder = download(repo, skip=[f"*{ending}" for ending in PICKLED] + ["*/*"], watch=watch)  # of training
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)
-    key = hashlib.sha256(repr((_key(origin), _key(base_origin))).encode()).hexdigest()[:32]
-    copy = folded_copy(adapter, base_origin.name, base.folder, f"{_key(origin)[:60]}-{key}")
+    copy = keep_copy("folded", _key(origin), partial(fold, adapter, base_origin.name, base.folder))
     note = f"{repo.name} is an adapter ({adapter}), folded into {base_origin.pinned}"
     return _complete(Snapshot(repo.name, copy, repo.commit, (*base.notes, note)), _delete(copy))
 

@@ -9,8 +9,8 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -129,29 +129,19 @@ def check_unique(header: Mapping[str, Entry], known: Iterable[str]) -> None:
         raise ValueError(f"another file of the model holds the tensor {quoted(min(twice))}, too")
 
 
-def converted_copy(source: Path, key: str) -> Path:
-    """Copy the model in `source` with pickled weights converted to safetensors, once per `key`, and return the folder.
-    Pickles are read with `weights_only=True`. Raises HubError."""
-    target = cache_folder() / "converted" / key
-    if not target.is_dir():
-        with new_copy(target, "converted") as draft:
-            names = visible_files(source)
-            copies = find_second_copies(names)
-            copy_files(source, (name for name in names if name not in copies), draft)
-            _convert(source, draft)
-    return target
-
-
-@contextmanager
-def new_copy(target: Path, kind: str) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `target` on success and deleted on failure. Raises HubError."""
+def keep_copy(kind: str, key: str, write: Callable[[Path], object]) -> Path:
+    """Return the folder of a copy in featcal's cache. If there is none of this key, `write` fills an empty folder,
+    which becomes it. Raises HubError."""
+    target = cache_folder() / kind / key
+    if target.is_dir():
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}-", dir=target.parent))
     except OSError as error:
         raise unwritable_cache(target.parent, error) from error
     try:
-        yield draft
+        write(draft)
         draft.chmod(0o755)
         for path in (*draft.rglob("*"), draft):
             flush(path)  # it is believed from then on: no power cut may leave a name without a content
@@ -165,6 +155,7 @@ def new_copy(target: Path, kind: str) -> Iterator[Path]:
         raise HubError(what, where=str(target), fix=tell_fix(error, "point FEATCAL_CACHE elsewhere")) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    return target
 
 
 def unwritable_cache(folder: Path, error: OSError) -> HubError:
@@ -175,10 +166,15 @@ def unwritable_cache(folder: Path, error: OSError) -> HubError:
 def folder_key(folder: Path) -> str:
     """Return a key for a local folder that changes whenever one of its files changes."""
     stamps = stamp_files([folder, *(path for path in sorted(folder.rglob("*")) if path.is_dir())])
-    return f"{folder.name}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
+    return f"{folder.name[:60]}-{hashlib.sha256(repr((str(folder), stamps)).encode()).hexdigest()[:24]}"
 
 
-def _convert(source: Path, draft: Path) -> None:
+def convert(source: Path, draft: Path) -> None:
+    """Copy the model in `source` to `draft`, with pickled weights converted to safetensors. Pickles are read with
+    `weights_only=True`. Raises HubError."""
+    names = visible_files(source)
+    copies = find_second_copies(names)
+    copy_files(source, (name for name in names if name not in copies), draft)
     single, index = (source / name for name in PICKLES)
     tensors: dict[str, Tensor] = {}
     for file in [single] if single.exists() else [source / name for name in read_shards(index)]:
