@@ -66,7 +66,9 @@ def _yaml_blocks(body: str) -> Iterator[str]:
 def _read_configs(metadata: Mapping[Any, Any]) -> tuple[list[str], str | None]:
     """Return the names of a dataset's configs and of its default config (None if it has no default)."""
     for key in ("configs", "dataset_info"):
-        listed = [entry for entry in _dicts(metadata.get(key)) if _is_config(entry.get("config_name"))]
+        value = metadata.get(key)
+        entries = [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]
+        listed = [entry for entry in entries if _is_config(entry.get("config_name"))]
         if names := list(dict.fromkeys(entry["config_name"] for entry in listed)):
             marked = [entry["config_name"] for entry in listed if entry.get("default") is True]
             return names, marked[0] if marked else "default" if "default" in names else None
@@ -81,10 +83,6 @@ def _is_config(name: Any) -> bool:
 def _names(value: Any) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     return list(dict.fromkeys(name.strip() for name in listed if isinstance(name, str) and name.strip()))
-
-
-def _dicts(value: Any) -> list[dict[Any, Any]]:
-    return [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]
 
 
 _ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
@@ -112,10 +110,6 @@ class Claim:
 
 class MalformedError(ValueError):
     """A configuration that is not valid; the message says what is wrong with it."""
-
-
-def is_mergekit(document: object) -> bool:
-    return isinstance(document, dict) and ("merge_method" in document or _is_mixture(document))
 
 
 def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
@@ -239,21 +233,18 @@ def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
     card = read_card(repo.read_card())
     notes += [f"the card of {repo.name}: {card.problem}"] if card.problem else []
     claims = list[Claim]()
-    for claim in (_without_itself(claim, repo, notes) for claim in _claims(repo, card, notes)):
+    for read in (_read_mergekit_file, _read_card_blocks, _read_recipe, _read_base_models):
+        try:
+            found = read(repo, card)
+        except MalformedError as error:
+            notes.append(str(error))
+            continue
+        claim = _without_itself(found, repo, notes) if found else None
         # mergekit writes its configuration into the card too
-        if all(replace(claim, source=known.source, note=known.note) != known for known in claims):
+        if claim and all(replace(claim, source=known.source, note=known.note) != known for known in claims):
             claims.append(claim)
     notes += [claim.note for claim in claims if claim.note]
     return claims
-
-
-def _claims(repo: Repo, card: Card, notes: list[str]) -> Iterator[Claim]:
-    for read in (_read_mergekit_file, _read_card_blocks, _read_recipe, _read_base_models):
-        try:
-            if claim := read(repo, card):
-                yield claim
-        except MalformedError as error:
-            notes.append(str(error))
 
 
 def _read_mergekit_file(repo: Repo, _: Card) -> Claim | None:
@@ -274,7 +265,8 @@ def _read_card_blocks(repo: Repo, card: Card) -> Claim | None:
             documents += load_documents(block)
         except ValueError:
             continue  # a card may show any YAML, or what it calls so
-    if configs := [document for document in documents if is_mergekit(document)]:
+    mappings = (document for document in documents if isinstance(document, dict))
+    if configs := [document for document in mappings if "merge_method" in document or _is_mixture(document)]:
         where = f"the configuration in the card of {repo.name}"
         try:
             return read_mergekit(configs, where)

@@ -38,7 +38,7 @@ def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = Fal
     common: list[str] = []
     for step in range(1, MOST_STEPS + 1):
         for name, chain in chains.items():
-            parents = _find_parents(search, chain[-1], names[name] if step == 1 else None) if len(chain) == step else []
+            parents = search.find_parents(chain[-1], names[name] if step == 1 else None) if len(chain) == step else []
             if len(parents) == 1 and not _holds(chain, parents[0]):  # what was merged has no single line
                 chain.append(parents[0])
         if (common := _find_common(chains.values(), mixed)) and not mixed:
@@ -71,15 +71,6 @@ def _find_common(chains: Iterable[list[str]], mixed: bool) -> list[str]:
     common = [model for model in first if all(_holds(chain[0 if mixed else 1 :], model) for chain in known)]
     # nobody comes from what only stands in the list itself
     return [model for model in common if any(_holds(chain[1:], model) for chain in known)]
-
-
-def _find_parents(search: Search, name: str, source: str | None = None) -> list[str]:
-    """List the models that a model was made from; none if it cannot be opened, as the base need not be."""
-    try:
-        return search.find_parents(name, source or FROM_USER)
-    except HubError as error:
-        search.notes += [f"{name} was not asked for its base: {error.what}"] if source else []
-        return []
 
 
 def _holds(models: Iterable[str], name: str) -> bool:

@@ -166,16 +166,21 @@ class Search:
         self.notes += [f"the card of {name}: {card.problem}"] if card.problem else []
         return card
 
-    def find_parents(self, reference: str, source: str = FROM_USER) -> list[str]:
-        """Return the models that a model was made from, by its adapter config or card, without the merged model."""
+    def find_parents(self, reference: str, source: str | None) -> list[str]:
+        """Return the models that a model was made from, by its adapter config or card, without the merged model; none
+        if it cannot be opened, which is noted if `source` says who names it."""
         if base := split_adapter(reference)[0]:
             return [base]
-        repo = self.open(reference, "model", source)
+        try:
+            repo = self.open(reference, "model", source or FROM_USER)
+            if is_adapter(repo.files):
+                named = [Adapter(repo.name, Path(), read_config(repo, ADAPTER_CONFIG)).base]
+            else:
+                named = list(self.read_card(reference).base_models)
+        except HubError as error:
+            self.notes += [f"{reference} was not asked for its base: {error.what}"] if source else []
+            return []
         parents = []
-        if is_adapter(repo.files):
-            named = [Adapter(repo.name, Path(), read_config(repo, ADAPTER_CONFIG)).base]
-        else:
-            named = list(self.read_card(reference, source).base_models)
         for name in filter(None, named):
             try:
                 parent = locate(name, repo)
