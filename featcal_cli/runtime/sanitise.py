@@ -44,10 +44,17 @@ def exception_text(error: BaseException) -> str:
     return text.rstrip(".") if len(text) <= LONGEST_WORDS else f"{text[: LONGEST_WORDS - 3].rstrip()}..."
 
 
-def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", write: Callable[[str], str] = plain) -> str:
+def list_some(
+    names: Iterable[str],
+    *,
+    between: str = ", ",
+    last: str = "",
+    most: int = LISTED,
+    write: Callable[[str], str] = plain,
+) -> str:
     """Shorten a foreign list to its first names, written by `write`, with `last` before the last, or a count."""
     left = iter(names)
-    shown = [write(name) for name in islice(left, LISTED)]
+    shown = [write(name) for name in islice(left, most)]
     more = sum(1 for _ in left)
     if last and not more and len(shown) > 1:
         return f"{between.join(shown[:-1])}{last}{shown[-1]}"
@@ -56,10 +63,7 @@ def list_some(names: Iterable[str], *, between: str = ", ", last: str = "", writ
 
 def enumerate_names(names: Iterable[str], most: int = LISTED) -> str:
     """Join names as `a, b and c`; if there are more than `most`, only the first are shown and the rest counted."""
-    shown = list(names)
-    left = len(shown) - most
-    shown = [*shown[:most], f"{left:,} more"] if left > 0 else shown
-    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+    return list_some(names, last=" and ", most=most, write=str)
 
 
 # Terminal, Markdown, HTML
