@@ -26,7 +26,7 @@ from featcal_cli.data.batches import (
 from featcal_cli.data.columns import BadRowError
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
-from featcal_cli.runtime.structured_text import parse_json
+from featcal_cli.runtime.structured_text import parse_json, walk
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 SHOWN = 3
@@ -244,8 +244,11 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
 
 
 def _load(kind: str, folder: Path) -> Any:
-    for file in SETTINGS:
-        _check_sizes(folder / file, LARGEST_OF_SOUND if kind == "feature extractor" else inf)
+    otherwise = LARGEST_OF_SOUND if kind == "feature extractor" else inf
+    for file in (folder / name for name in SETTINGS if (folder / name).is_file()):
+        for (*_, key), value in walk(parse_json(file.read_text(encoding="utf-8"))):
+            if isinstance(value, int | float) and value > LARGEST.get(key, otherwise):
+                raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
     # torchvision's results differ from Pillow's, and the choice would depend on what is installed
     options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
     loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
@@ -255,19 +258,6 @@ def _load(kind: str, folder: Path) -> Any:
         if name in NEEDED[kind] and not isinstance(value := getattr(loaded, name), int | float):
             raise ValueError(f"its files say {name} {plain(str(value))}, which is no number")
     return loaded
-
-
-def _check_sizes(file: Path, otherwise: float) -> None:
-    """Raise ValueError if a settings file asks for inputs larger than any model reads."""
-    left = [("", parse_json(file.read_text(encoding="utf-8")))] if file.is_file() else []
-    while left:
-        match left.pop():
-            case _, dict(settings):
-                left += settings.items()
-            case key, list(values):
-                left += [(key, value) for value in values]
-            case key, int() | float() as value if value > LARGEST.get(key, otherwise):
-                raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
 
 
 def _repo_name(folder: Path) -> str:

@@ -317,7 +317,9 @@ def _fill(
     }
     # a class of its own says it all; what the Hub says of a missing repo ("Invalid username or password") misleads
     is_clear = key is SILENT or (isinstance(key, type) and key is not HfHubHTTPError)
-    reason = "" if is_clear else _quote_reason(answer)
+    words = answer.headers.get("X-Error-Message", "") if answer is not None and not is_clear else ""
+    words = words if answer is not None and is_hub(host_of(str(answer.url))) else ""
+    reason = _shorten(" ".join(for_terminal(name_hosts(redact(words))).split()).rstrip("."))
     where = f"{repo}@{revision}" if revision else repo
     return HubError(what.format(**values) + (f": {reason}" if reason else ""), where=where, fix=fix.format(**values))
 
@@ -354,12 +356,6 @@ def _find_kind(error: BaseException, cause: BaseException, writing: bool) -> obj
 def _quote(error: BaseException) -> str:
     words, kind = name_hosts(redact(exception_text(error))), type(error).__name__
     return _shorten(kind if words == kind else f"{kind}: {words.removeprefix(f'{kind}: ')}")
-
-
-def _quote_reason(answer: Any) -> str:
-    """Return the reason that the Hub gives for a refusal, safe for a terminal; empty if it gives none."""
-    text = answer.headers.get("X-Error-Message", "") if answer is not None and is_hub(host_of(str(answer.url))) else ""
-    return _shorten(" ".join(for_terminal(name_hosts(redact(text))).split()).rstrip("."))
 
 
 def _shorten(text: str) -> str:

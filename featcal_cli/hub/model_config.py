@@ -7,14 +7,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from featcal_cli.hub.weight_files import Entry
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
-from featcal_cli.runtime.structured_text import parse_json
+from featcal_cli.runtime.structured_text import parse_json, walk
 
 CONFIG = "config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
@@ -47,30 +47,17 @@ def read_config(folder: Path, name: str, *, trusted: bool = False) -> dict[str, 
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         what = f"config.json says architectures {plain(json.dumps(named))}, which is no list of transformers classes"
         raise CheckpointError(what, where=where, fix='write it like ["BertModel"], with the class of the weights')
-    try:
-        _check_values(config, where, trusted)
-    except RecursionError:
-        raise CheckpointError("config.json is nested too deep", where=where, fix=fix) from None
+    for keys, value in walk(config):
+        kernel = next((key for key in keys if key in _KERNELS), "")
+        if kernel and isinstance(value, str) and "/" in value and not trusted:
+            what = f"config.json asks for code from another repo: {kernel} {quoted(value)}"
+            fix = f"take {kernel} out of a copy of the model, or give --trust-remote-code if that code may run here"
+            raise CheckpointError(what, where=where, fix=fix)
+        limits = (most for pattern, most in _LIMITS.items() if pattern.search(keys[-1]))
+        if isinstance(value, int | float) and value > min(limits, default=inf):
+            what = f"config.json says {plain(keys[-1])} {plain(str(value))}, which is too large for any model"
+            raise CheckpointError(what, where=where, fix=fix)
     return config
-
-
-def _check_values(value: Any, where: str, trusted: bool, key: str = "") -> None:
-    """Raise CheckpointError if a value of config.json, or one inside it, is a number of layers or experts that no model
-    has or, unless `trusted`, names a kernel that transformers would fetch. `key`: of the value, or around it."""
-    if isinstance(value, dict):
-        for inner, part in value.items():
-            _check_values(part, where, trusted, key if key in _KERNELS else inner)
-    elif isinstance(value, list):
-        for part in value:
-            _check_values(part, where, trusted, key)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        if any(value > most and pattern.search(key) for pattern, most in _LIMITS.items()):
-            what = f"config.json says {plain(key)} {plain(str(value))}, which is too large for any model"
-            raise CheckpointError(what, where=where, fix="use the config.json that belongs to the weights")
-    elif key in _KERNELS and isinstance(value, str) and "/" in value and not trusted:
-        what = f"config.json asks for code from another repo: {key} {quoted(value)}"
-        fix = f"take {key} out of a copy of the model, or give --trust-remote-code if that code may run here"
-        raise CheckpointError(what, where=where, fix=fix)
 
 
 def read_class_name(config: Mapping[str, Any]) -> str:
@@ -85,19 +72,17 @@ def check_unquantised(
     config: Mapping[str, Any], what: str, where: str, tensors: Collection[str] = (), fix: str = ""
 ) -> None:
     """Raise CheckpointError if config or tensor names of `what` say that its weights are quantised."""
-    if kind := _find_quantisation(config, tensors):
-        raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
-
-
-def _find_quantisation(config: Mapping[str, Any], tensors: Collection[str]) -> str:
-    """Describe how a model's weights are quantised; empty if they are not."""
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for packing in (part.get(key) for key in _QUANTISED):
-            if isinstance(packing, dict) and packing:
-                known = (packing.get(key) for key in ("quant_method", "quant_algo", "format", "bits"))
-                return plain(str(next(filter(None, known), "packed")))
+    parts = (config, *(value for value in config.values() if isinstance(value, dict)))
+    packings = [part[key] for part in parts for key in _QUANTISED if isinstance(part.get(key), dict) and part[key]]
     packed = [name for name in tensors if name.endswith(_PACKED)]
-    return f"its files hold {plain(min(packed))}" if packed else ""
+    if packings:
+        known = (packings[0].get(key) for key in ("quant_method", "quant_algo", "format", "bits"))
+        kind = plain(str(next(filter(None, known), "packed")))
+    elif packed:
+        kind = f"its files hold {plain(min(packed))}"
+    else:
+        return
+    raise CheckpointError(f"{what} is quantised ({kind})", where=where, fix=fix or UNPACKED)
 
 
 def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:

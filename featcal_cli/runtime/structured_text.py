@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -154,6 +154,20 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def walk(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every value of a parsed JSON text that is neither a mapping nor a list, with "" and the keys that lead to
+    it."""
+    left: list[tuple[tuple[str, ...], Any]] = [(("",), value)]
+    while left:
+        keys, part = left.pop()
+        if isinstance(part, dict):
+            left += [((*keys, key), inner) for key, inner in part.items()]
+        elif isinstance(part, list):
+            left += [(keys, inner) for inner in part]
+        else:
+            yield keys, part
 
 
 def write_json(value: Any, **settings: Any) -> str:
