@@ -198,9 +198,13 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def count_vocabulary(model: PreTrainedModel) -> int | None:
-    """Return the number of tokens that the model has embeddings for, or None if it reads no tokens."""
-    weight = find_embeddings(model)
-    return None if weight is None else len(weight)
+    """Return the number of tokens that the model has embeddings for, or None if it reads no tokens or has several
+    embeddings."""
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # models of two towers do not say which of them reads
+        return None
+    return len(weight) if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def count_target_vocabulary(model: PreTrainedModel) -> int | None:
@@ -216,15 +220,6 @@ def padding_id(model: PreTrainedModel) -> int:
     config = text_config(model)
     token = getattr(config, "pad_token_id", None)
     return token if isinstance(token, int) and 0 <= token < getattr(config, "vocab_size", 0) else 0
-
-
-def find_embeddings(model: PreTrainedModel) -> Tensor | None:
-    """Return the token embeddings of the model [tokens, d], or None if it reads no tokens or has several embeddings."""
-    try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # models of two towers do not say which of them reads
-        return None
-    return weight.data if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 ENCODER_AXIS, DECODER_AXIS = "encoder", "decoder"

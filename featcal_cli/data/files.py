@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 
 from featcal_cli.recipe.data_formats import TABLE_FILES, Row, Table, ending_of, open_file
@@ -145,17 +145,14 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
 
 
 def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
+    """Open data files as tables, and a folder's images or recordings as one table, labelled by the position of their
+    folder's name among the classes."""
     files, classes = list_files(data, split, note)
-    if ending_of(files[0].name) in (*IMAGE_FILES, *AUDIO_FILES) and local_path(data).is_dir():
-        return [_open_media(files, classes)]
-    return [table for file in files for table in open_file(file)]
-
-
-def _open_media(files: Sequence[Path], classes: Sequence[str]) -> Table:
-    """Make a table of image or audio files, labelled by the position of their folder's name among the classes."""
+    if ending_of(files[0].name) not in (*IMAGE_FILES, *AUDIO_FILES) or not local_path(data).is_dir():
+        return [table for file in files for table in open_file(file)]
 
     def row_of(file: Path) -> Row:
         row: Row = {"audio" if ending_of(file.name) in AUDIO_FILES else "image": str(file)}
         return row | ({"label": classes.index(file.parent.name)} if file.parent.name in classes else {})
 
-    return Table(str(files[0]), len(files), lambda positions: (row_of(files[position]) for position in positions))
+    return [Table(str(files[0]), len(files), lambda positions: (row_of(files[position]) for position in positions))]

@@ -35,27 +35,22 @@ class HubSource:
     """The files of each split of one config of a Hub dataset, at one commit."""
 
     repo: Repo
-    config: str
     splits: Splits
-    is_copy: bool = False
-    """Whether the files are the Hub's parquet copy rather than the dataset's own files."""
+    copied: str | None = None
+    """The config if the files are the Hub's parquet copy of it, rather than the dataset's own files."""
 
     def pin(self, data: Data) -> Data:
         """Return `data` pinned to the commit; for the Hub's copy, which has no card, also to the config."""
-        chosen = {"config": self.config} if self.is_copy else {}
-        return data.model_copy(update={"revision": self.repo.commit, **chosen})
+        return data.model_copy(update={"revision": self.repo.commit, "config": self.copied or data.config})
 
 
 @dataclass(frozen=True)
 class HubSplit:
     """The files of one split, by addresses of `datasets` and HfFileSystem: hf://datasets/ID@COMMIT/PATH."""
 
-    split: str
     format: str
     """The format of the files: parquet, or the name of the `datasets` builder that reads them."""
     sizes: Mapping[str, int]
-    splits: Splits
-    """The addresses of the files of each split of the config."""
     system: Any
 
     def open(self, url: str, **options: Any) -> Any:
@@ -80,12 +75,8 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
         # without the name, so that tasks share the sentence
         what = "the dataset has no parquet files: its rows are streamed from shuffled shards through a buffer"
         note(f"{what}, so that none is drawn that lies far behind in a long file")
-    splits = {
-        name: [f"{root}/{path}" for path in paths if TABLE_FILES[ending_of(path)] == kind]
-        for name, paths in source.splits.items()
-    }
-    sizes = {url: repo.files[url.removeprefix(f"{root}/")] for url in splits[chosen]}
-    return HubSplit(chosen, kind, sizes, splits, system)
+    paths = (path for path in source.splits[chosen] if TABLE_FILES[ending_of(path)] == kind)
+    return HubSplit(kind, {f"{root}/{path}": repo.files[path] for path in paths}, system)
 
 
 def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
@@ -97,7 +88,7 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
     name = _choose_config(configs, data) if configs else ""
     splits = _find_splits(configs.get(name, {}), repo) if configs or data.config in (None, "default") else {}
     if splits and _infer_format([path for paths in splits.values() for path in paths]) == "parquet":
-        return HubSource(repo, name, splits)
+        return HubSource(repo, splits)
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
     copied = _converted_configs(_readable_files(copy)) if copy else {}
     name = name or (_choose_config(copied, data) if copied else "")
@@ -106,9 +97,9 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSou
         part = ", which holds only the first part of it" if is_partial else ""
         what = f"{repo.name} has no parquet files of its own: the Hub's parquet copy is read"
         note(f"{what} ({COPY} at {str(copy.commit)[:7]}){part}")
-        return HubSource(copy, name, copied[name], is_copy=True)
+        return HubSource(copy, copied[name], copied=name)
     if splits:
-        return HubSource(repo, name, splits)
+        return HubSource(repo, splits)
     if data.config is not None and not configs:
         raise DataError(f"the dataset has no config {data.config}", where=str(data), fix="name none")
     what = f"no file of the dataset is one that its card names: {plain(str(configs[name]))}" if configs else ""
@@ -173,22 +164,15 @@ def _open_repo(data: Data) -> Repo:
     return open_repo(f"{name}@{revision}" if revision else name, "dataset")
 
 
-# --- what the card says ---
-
-
-def _read_card(repo: Repo) -> dict[str, Any]:
-    """Return the metadata of the dataset card; empty without a card. Raises DataError if they are not YAML."""
+def _read_configs(repo: Repo) -> Mapping[str, Config]:
+    """Return the settings of each config, from the card or else from folders like those of the Hub's copies. Raises
+    DataError for a card whose metadata are not YAML."""
     text = repo.read_card()
     metadata, _, reason = split_front_matter(text) if text.startswith("---") else ({}, text, "")
     if reason:
         what = f"the metadata of README.md cannot be read: {reason}"
         raise DataError(what, where=repo.pinned, fix="give another revision, or tell the dataset's owner")
-    return metadata or {}
-
-
-def _read_configs(repo: Repo) -> Mapping[str, Config]:
-    """Return the settings of each config, from the card or else from folders like those of the Hub's copies."""
-    listed = _read_card(repo).get("configs")
+    listed = (metadata or {}).get("configs")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     if named := {str(entry["config_name"]): entry for entry in entries if "config_name" in entry}:
         return named
