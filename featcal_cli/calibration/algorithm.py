@@ -32,10 +32,10 @@ from featcal_cli.calibration.solver import BlockEquations, Solution, check_solut
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order
-from featcal_cli.engine.weight_checks import name_huge_weight
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import ParameterPart, new_parameters
 from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
 
@@ -51,10 +51,13 @@ def calibrate_blocks(
             watch(_tell_finished(job, number, journal))
         report = restore_block(journal, number, student, job.ranks)
         if report is None:
-            nearby = blocks[max(0, number - 1) : number + 1]
-            with name_huge_weight(nearby, (job.merged, job.base, *job.experts.values())):
-                here = Progress(visit.block.name, number, len(blocks))
+            here = Progress(visit.block.name, number, len(blocks))
+            try:
                 report = _calibrate_block(job, visit, hyperparameters, bias, here, watch)
+            except NumericsError as error:
+                if error.where:
+                    raise
+                raise NumericsError(error.what, where=f"block {visit.block.name}", fix=error.fix) from error
             # 6. keep
             if journal is not None:
                 journal.write(number, report, student)

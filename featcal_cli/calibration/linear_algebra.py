@@ -58,8 +58,7 @@ class RowSum:
 
     def add(self, rows: Tensor) -> None:
         """Add the sum of all rows [T, d]."""
-        total = rows.sum(0)
-        self._parts.append(total.to(sums_device(total.device)))
+        self._parts.append(rows.sum(0))
 
     def replace(self, total: Tensor) -> None:
         """Replace the sum by `total` [d]."""
@@ -80,7 +79,7 @@ def sum_rows_over_ranks(
     weight: Tensor | float, sums: Sequence[tuple[RowSum, int]], device: torch.device, add_up: AddUp
 ) -> Tensor:
     """Replace sums of rows of these widths by the sums over all ranks, and return the sum of the weights []."""
-    zeros = torch.zeros(1 + sum(width for _, width in sums), dtype=ACCUMULATE, device=sums_device(device))
+    zeros = torch.zeros(1 + sum(width for _, width in sums), dtype=ACCUMULATE, device=device)
     parts = zeros[1:].split([width for _, width in sums])
     zeros[0] += weight
     for (total, _), part in zip(sums, parts, strict=True):
@@ -101,7 +100,7 @@ class Symmetric:
         self.starts = range(0, d, width)
         self.stops = [min(start + width, d) for start in self.starts]
         self.panels: list[Tensor | None] = [None] * len(self.stops)
-        self._d, self._device, self._dtype = d, sums_device(device, dtype), dtype
+        self._d, self._device, self._dtype = d, device, dtype
 
     def add_product(self, x: Tensor, weighted: Tensor) -> None:
         """Add the symmetric product xᵀ · weighted, where x are rows [T, d] and weighted are these rows times their
@@ -163,15 +162,8 @@ class Symmetric:
         return whole
 
 
-def sums_device(device: torch.device, dtype: torch.dtype = ACCUMULATE) -> torch.device:
-    """Return the device that holds sums over features on `device`: the CPU for float64 sums on MPS, which has no
-    float64."""
-    return torch.device("cpu") if device.type == "mps" and dtype == torch.float64 else device
-
-
 def _add_to(total: Tensor, term: Tensor, scale: Tensor | None = None) -> Tensor:
     """Add a term, which may be less precise, to a sum in place, multiplied by a scalar [] if given."""
-    term = term.to(total.device)
     return total.add_(term) if scale is None else total.addcmul_(term, scale)
 
 
@@ -182,8 +174,8 @@ def _dot(x: Tensor) -> Tensor:
 
 
 def to_accumulation_dtype(x: Tensor, dtype: torch.dtype = ACCUMULATE) -> Tensor:
-    """Return the tensor in the dtype and on the device of running sums."""
-    return x.to(sums_device(x.device, dtype)).to(dtype)
+    """Return the tensor in the dtype of running sums."""
+    return x.to(dtype)
 
 
 EPSILON = 1e-8

@@ -4,10 +4,11 @@ needed."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 
 from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.offload import Offloader, TouchMode
-from featcal_cli.engine.weight_uploads import DeviceWeight, Wanted, device_weights, fetch_weights, is_finite
+from featcal_cli.engine.weight_uploads import DeviceWeight, Wanted, device_weights, fetch_weights, find_largest
 from featcal_cli.models.architecture import Architecture, held_parameters, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import BlockCall
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
 
+HUGE = 1e12
+"""Absolute weight above which it is too large to compute with, as sums of squares of features overflow long before."""
 TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a larger --ridge for smaller updates"
 """Advice in the error for solved weights that are too large for the dtype of merged's weights."""
 
@@ -201,24 +204,25 @@ class BlockRunner:
         """Give a parameter a new value of the same shape, stored in the parameter's host dtype. The old tensor stays
         unchanged, as other models may share it. A value computed on the device is copied to host memory only when it is
         needed there."""
-        exact, value = value, value.to(self._home(parameter).dtype).contiguous()
-        if value.dtype == torch.float16:
-            self._check_fits(parameter, exact, value)
+        dtype = self._home(parameter).dtype
+        if dtype == torch.float16:
+            self._check_fits(parameter, value)
+        value = value.to(dtype).contiguous()
         if id(parameter) in self._moved:
             self._moved[id(parameter)] = (parameter, value)
             self._here.pop(id(parameter), None)
         parameter.data = value.to(parameter)
 
-    def _check_fits(self, parameter: nn.Parameter, exact: Tensor, value: Tensor) -> None:
-        """Raise NumericsError if a new value is finite but too large for the parameter's dtype."""
+    def _check_fits(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Raise NumericsError if a new value is finite but too large for float16."""
+        largest = find_largest(value)
         # what is not finite itself is found where it is computed
-        if is_finite(value) or not is_finite(exact):
+        if largest.half().isfinite() or not largest.isfinite():
             return
         name = next((name for name, x in self.model.parameters.items() if x is parameter), "a parameter")
-        stored, limit = str(value.dtype).removeprefix("torch."), torch.finfo(value.dtype).max
         raise NumericsError(
-            f"the calibrated {name} does not fit into merged's {stored}: its largest value is "
-            f"{float(exact.abs().max()):.4g}, and {stored} ends at {limit:.4g}",
+            f"the calibrated {name} does not fit into merged's float16: its largest value is {float(largest):.4g}, and "
+            f"float16 ends at {torch.finfo(torch.float16).max:.4g}",
             where=self.model.snapshot.name,
             fix=TOO_LARGE,
         )
@@ -279,23 +283,21 @@ class BlockRunner:
             self._held[path, recurse] = dict(module.named_parameters(path, recurse=recurse)), [*module.buffers(recurse)]
         named, buffers = self._held[path, recurse]
         self._move([*named.values(), *buffers])
-        for name, parameter in named.items():
-            if id(parameter) not in self._read:
-                self._read.add(id(parameter))
-                self.bytes_read += self._home(parameter).nbytes
-                # a head is only read to measure the effect of drift on the outputs
-                if id(parameter) in self._needed:
-                    self._check(name, parameter)
+        new = {name: x for name, x in named.items() if id(x) not in self._read}
+        self._read.update(map(id, new.values()))
+        self.bytes_read += sum(self._home(x).nbytes for x in new.values())
+        # a head is only read to measure the effect of drift on the outputs
+        self._check({name: x for name, x in new.items() if id(x) in self._needed and x.is_floating_point()})
 
-    def _check(self, name: str, parameter: Tensor) -> None:
-        """Raise NumericsError if a parameter holds NaN or infinity."""
-        here = self._here.get(id(parameter))
-        if parameter.is_floating_point() and not (is_finite(parameter) if here is None else here.is_finite):
-            raise NumericsError(
-                f"{self.model.role} has NaN or infinity in {name}",
-                where=self.model.snapshot.name,
-                fix="use another checkpoint; this one is broken",
-            )
+    def _check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise NumericsError if a parameter holds NaN or infinity, or a number that is too large to compute with."""
+        largest = torch.stack([find_largest(x) for x in parameters.values()]).tolist() if parameters else []
+        for name, value in zip(parameters, largest, strict=True):
+            if not value <= HUGE:
+                held = f"a weight of {value:.3g} in {name}, which is too large to compute with"
+                what = held if isfinite(value) else f"NaN or infinity in {name}"
+                fix = "use another checkpoint; this one is broken"
+                raise NumericsError(f"{self.model.role} has {what}", where=self.model.snapshot.name, fix=fix)
 
     def _dtype_of(self, holder: Tensor) -> torch.dtype:
         """Return the dtype that a tensor has while it is on the device."""
@@ -303,8 +305,8 @@ class BlockRunner:
         return self.dtype if computes else holder.dtype
 
     def _wanted(self, holder: Tensor) -> Wanted:
-        """Describe what a tensor is to be on the device. What this model has read before was checked then."""
-        return self._home(holder), self._dtype_of(holder), id(holder) not in self._read
+        """Describe what a tensor is to be on the device."""
+        return self._home(holder), self._dtype_of(holder)
 
     def _move(self, holders: Iterable[Tensor]) -> None:
         """Move the data of tensors to the device unless it is there already."""
@@ -316,7 +318,7 @@ class BlockRunner:
             taken = self._weights.take(wanted)
             for upload in self._uploads:  # what was taken leaves the device with its last user
                 upload[:] = [weight for weight in upload if weight.upload is not None]
-        for holder, (home, dtype, _), here in zip(moving, wanted, taken, strict=True):
+        for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
             if here is None or here.data is None:
                 holder.data = home.to(self.device, dtype)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.models.alignment import SAME_LAYERS
-from featcal_cli.models.architecture import Architecture, Block
+from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS
 from featcal_cli.runtime import hardware
@@ -20,8 +18,6 @@ from featcal_cli.runtime.sanitise import list_some
 
 VANISHING = 1e-12
 """Largest absolute weight at which a module counts as empty."""
-HUGE = 1e12
-"""Absolute weight above which it is too large to compute with, as sums of squares of features overflow long before."""
 SAMPLED_ROWS = 8
 """Number of rows that are sampled from a weight."""
 OTHER_LAYER_RATIO = 0.5
@@ -115,41 +111,6 @@ def _broken_outside(model: Model, architecture: Architecture) -> Iterator[str]:
     for name, value in model.module.named_buffers():
         if value.is_floating_point() and not name.startswith(inside) and torch.isnan(value).any():
             yield name
-
-
-@contextmanager
-def name_huge_weight(blocks: Sequence[Block], runners: Iterable[BlockRunner]) -> Iterator[None]:
-    """Make a NumericsError raised inside name its cause: a huge weight in these blocks of one of the models, or else
-    the block."""
-    try:
-        yield
-    except NumericsError as error:
-        for runner in runners:
-            check_no_huge_weight(blocks, runner)
-        if error.where:
-            raise
-        raise NumericsError(error.what, where=f"block {blocks[-1].name}", fix=error.fix) from error
-
-
-def check_no_huge_weight(blocks: Sequence[Block], runner: BlockRunner) -> None:
-    """Raise NumericsError if a weight in these blocks of a model is too large to compute with."""
-    for block in blocks:
-        name, value = _find_largest(runner, block)
-        if value > HUGE:
-            what = f"{runner.model.role} has a weight of {value:.3g} in {name}, which is too large to compute with"
-            raise NumericsError(what, where=runner.model.snapshot.name, fix=FIX)
-
-
-def _find_largest(runner: BlockRunner, block: Block) -> tuple[str, float]:
-    """Return the name of the parameter with a block's largest absolute weight, and that weight; 0 if the model has no
-    such block."""
-    has_block = runner.model.own_path(block.name) is not None
-    sizes = {
-        name: float(value.abs().max())
-        for name, value in (runner.parameters_at_home(block.name).items() if has_block else ())
-        if value.is_floating_point() and value.numel()
-    }
-    return max(sizes.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 SAMPLED_TENSORS, ROWS_PER_TENSOR = 12, 16

@@ -21,8 +21,8 @@ PIECE = 1 << 24
 """Size in bytes of a pinned buffer; larger weights are copied in pieces of this size."""
 BUFFERS = 2
 """Number of pinned buffers: one is filled from the disk while the other is copied to the device."""
-Wanted: TypeAlias = "tuple[Tensor, torch.dtype, bool]"
-"""A weight in host memory, the dtype that it should have on the device, and whether its values are to be checked."""
+Wanted: TypeAlias = "tuple[Tensor, torch.dtype]"
+"""A weight in host memory, and the dtype that it should have on the device."""
 Key: TypeAlias = "tuple[object, ...]"
 
 
@@ -34,14 +34,10 @@ class DeviceWeight:
     home: Tensor
     """The weight in host memory. It is kept alive so that no other tensor gets its address."""
     dtype: torch.dtype
-    is_checked: bool
-    """Whether its values are checked during the copy."""
     upload: Future[torch.Event] | None = None
     """The running copy of this weight and others; its result is the CUDA event after which all are complete."""
     data: Tensor | None = None
     """The copy on the device; None before it is made, or if the device has no memory left."""
-    is_finite: bool = True
-    """Whether all values of the weight are finite; True if they were not checked."""
 
 
 class DeviceWeights:
@@ -64,9 +60,9 @@ class DeviceWeights:
         """Start copying the weights that are neither on the device nor being copied. The copies stay available to
         `take` as long as the result is referenced."""
         new: list[DeviceWeight] = []
-        for home, dtype, is_checked in wanted:
+        for home, dtype in wanted:
             if home.device.type == "cpu" and _key(home, dtype) not in self._known:
-                new.append(DeviceWeight(home, dtype, is_checked))
+                new.append(DeviceWeight(home, dtype))
                 self._known[_key(home, dtype)] = new[-1]
         if new:
             upload = self._worker.submit(self._copy_all, new)
@@ -78,8 +74,8 @@ class DeviceWeights:
         """Return the copies of weights on the device, ready for the current stream. An entry is None if the weight does
         not fit, or was on the device from the start."""
         # held until they are taken, whoever else drops them meanwhile
-        held = [self._known.get(_key(*one[:2])) for one in wanted], self.begin(wanted)
-        taken = [self._take(*one[:2]) for one in wanted]
+        held = [self._known.get(_key(*one)) for one in wanted], self.begin(wanted)
+        taken = [self._take(*one) for one in wanted]
         del held
         return taken
 
@@ -135,8 +131,6 @@ class DeviceWeights:
             if left is not None:
                 left.synchronize()
             staged = buffer[: target.nbytes].view(dtype).copy_(source)  # read from the disk, and converted
-            if weight.is_checked and dtype.is_floating_point:
-                weight.is_finite &= is_finite(staged)
             target.copy_(staged, non_blocking=True)
             self._buffers.append((buffer, self._stream.record_event()))
         weight.data = copy
@@ -160,11 +154,18 @@ def _key(home: Tensor, dtype: torch.dtype) -> Key:
     return home.data_ptr(), home.shape, home.stride(), home.dtype, dtype
 
 
+def find_largest(weight: Tensor) -> Tensor:
+    """Return the largest absolute value [] of a weight in float64. It is NaN if the weight holds NaN, and 0 if it is
+    empty."""
+    if not weight.numel():
+        return weight.new_zeros((), dtype=torch.float64)
+    lowest, highest = weight.aminmax()
+    return torch.maximum(-lowest, highest).double()
+
+
 def is_finite(weight: Tensor) -> bool:
-    """Tell whether all elements of a weight are finite. The sum is computed first, as it is fast; elements are examined
-    only if it is infinite or NaN. On a CPU this is done in pieces, as a sum in another dtype copies its input."""
-    pieces = weight.reshape(-1).split(PIECE) if weight.device.type == "cpu" else [weight]
-    return all(torch.isfinite(x.sum(dtype=torch.float32)) or torch.isfinite(x).all() for x in pieces)
+    """Tell whether all elements of a weight are finite."""
+    return bool(torch.isfinite(find_largest(weight)))
 
 
 device_weights = cache(DeviceWeights)

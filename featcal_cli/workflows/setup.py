@@ -24,7 +24,7 @@ from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import count_chosen, measure_output_gradients
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
-from featcal_cli.engine.weight_checks import check_no_huge_weight, describe_merge_fit
+from featcal_cli.engine.weight_checks import describe_merge_fit
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.models.alignment import check_alignment
 from featcal_cli.models.architecture import Architecture, find_architecture
@@ -110,8 +110,7 @@ class Setup:
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
         weights, at which tokens. Writes a safetensors file with the fields of OutputGradients for each task to
-        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated, and
-        NumericsError for weights that are too large."""
+        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
@@ -124,7 +123,6 @@ class Setup:
                 how = count_directions(len(self.examples)), self.calibration.seed, self.ranks
                 measured = measure_output_gradients(expert, self.architecture, entry, batches, *how)
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
-                    check_no_huge_weight(self.architecture.blocks, expert)
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
             finally:
                 expert.retire()
