@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import product
 from math import isfinite, prod
-from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from featcal_cli.calibration.distributed_sums import sum_over_ranks
 from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedMoments
@@ -45,7 +44,6 @@ from featcal_cli.models.module_kinds import (
 from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.runtime.errors import NumericsError
 
-Choose: TypeAlias = "Callable[[Names, Observation, int], LinearMoments]"
 LEAST_ROUTED = 32
 """Number of tokens over all tasks that must be routed to an expert of a mixture for it to be calibrated."""
 UNWEIGHTED = ("k_proj", "v_proj", "key", "value")
@@ -65,11 +63,10 @@ def collect_equations(
             on_task(task)
             with visit.expert_at(task):
                 factors = visit.gradients(task, "factors") if hyperparameters.metric == "output" else {}
-                checks = [_add_task(visit, task, hyperparameters, factors, equations)]
-                if equations.held_out is not None:
-                    equations.held_out.skipped = dict(equations.skipped)
-                    held_out, omegas = equations.held_out, equations.omegas
-                    checks.append(_add_task(visit, task, hyperparameters, factors, held_out, omegas))
+                checks = [_TaskCollector(visit, task, hyperparameters, equations, checked=False).add(factors)]
+                if held_out := equations.held_out:
+                    held_out.skipped, held_out.omegas = dict(equations.skipped), equations.omegas
+                    checks.append(_TaskCollector(visit, task, hyperparameters, held_out, checked=True).add(factors))
                 _check_features(visit, task, checks)
     if not visit.tasks:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
@@ -103,40 +100,205 @@ def parameters_of(runner: BlockRunner, block: Block, module: str) -> Affine:
     return read_parameters(runner.module(f"{block.name}.{module}"))
 
 
-def _add_batch(
-    visit: BlockVisit, seen: Observation, sums: TaskMoments, choose: Choose, sizes: Mapping[str, Tensor]
-) -> None:
-    """Add the rows of one batch to a task's sums."""
-    modules = {module.name: module for module in visit.part.modules}
-    linear, norms, skipped = sums
-    skipped |= _unpaired(modules, seen)
-    for names in _shared_inputs(visit, seen, skipped):
-        first = modules[names[0]]
-        weights = _token_weights(visit, first, seen, [sizes[name] for name in names if name in sizes])
-        pair = [_rows(visit, first, x[names[0]], seen, weights) for x in (seen.x_cal, seen.x_exp)]
-        if pair[0] is None or pair[1] is None:
-            skipped |= dict.fromkeys(names, UNMATCHED)
-            continue
-        if not pair[0] or (first.is_routed and not any(len(x) for x, _ in pair[0])):
-            continue  # a table, which was counted before, or an expert that is given nothing but padding
-        if names not in linear:
-            linear[names] = choose(names, seen, sum(len(x) for x, _ in pair[0]))
-        outputs = {
-            name: _rows(visit, modules[name], seen.y_exp[name], seen, weights)
-            for name in linear[names].pairs
-            if name in seen.y_exp
-        }
-        for call, ((x, of_rows), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
-            known = {name: found[call][0] for name, found in outputs.items() if found}
-            linear[names].add(x, target, of_rows, known)
-    for module in (m for m in visit.part.modules if m.kind not in LINEAR_KINDS and m.name not in skipped):
-        norm = visit.merged.module(f"{visit.block.name}.{module.name}")
-        weights = _token_weights(visit, module, seen, ())
-        normed = _rows(visit, module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen, weights)
-        if normed is None:
-            skipped[module.name] = UNMATCHED
-        for z, of_rows in normed or ():
-            norms.setdefault(module.name, NormMoments()).add(z, of_rows)
+class _TaskCollector:
+    """Adds one task to the equations of the visited part of a block: its calibration examples or, if `checked`, the
+    held-out ones on which updates are checked."""
+
+    def __init__(
+        self,
+        visit: BlockVisit,
+        task: str,
+        hyperparameters: Hyperparameters,
+        equations: BlockEquations,
+        *,
+        checked: bool,
+    ) -> None:
+        self._visit, self._task, self._hyperparameters = visit, task, hyperparameters
+        self._equations, self._checked = equations, checked
+        self._modules = {module.name: module for module in visit.part.modules}
+        self._sums = TaskMoments({}, {}, dict(equations.skipped))
+        by_output = hyperparameters.metric == "output" and not checked
+        self._sizes = visit.gradients(task, "sizes") if by_output else {}
+        """Sizes of gradients at the task's tokens, by module."""
+
+    def add(self, factors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Add the task's sums, its expert's parameters and the `factors` of its output metric to the equations. Returns
+        numbers that are finite if all rows were finite."""
+        visit, task, equations = self._visit, self._task, self._equations
+        for seen in visit.features(task, checked=self._checked):
+            self._add_batch(seen)
+            del seen  # a batch's features are large, and the next one's are made before this name has them
+        checksums = [moments.checksum for moments in self._sums.linear.values() if moments.rows]
+        order, device = list(self._modules), visit.merged.device
+        sums = sum_over_ranks(self._sums, visit.ranks, visit.owners, order, self._make_moments, device)
+        equations.skipped |= sums.skipped
+        for names, moments in sums.linear.items():
+            if not moments.rows:
+                if self._checked or visit.is_routed:
+                    continue
+                what, fix = "no token of the examples counts: all is padding", "give examples with an attention_mask"
+                raise NumericsError(what, where=task, fix=fix)
+            group = self._find_group(names) or names
+            if group not in equations.linear:
+                form, of_merged = self._choose_equations(moments), self._parameters(visit.merged, group)
+                equations.linear[group] = form(of_merged, self._hyperparameters, with_bias=self._checked)
+            # held-out rows have the weight of the calibration examples
+            omega = equations.omegas.get((task, names[0]))
+            moments.gradients = factors
+            omega = equations.linear[group].add_task(moments, self._parameters(visit.expert(task), names), omega)
+            equations.omegas |= {(task, name): omega for name in names}
+        for name, norm_moments in sums.norms.items():
+            if name not in equations.norms:
+                of_merged = self._parameters(visit.merged, [name])
+                equations.norms[name] = NormEquations(of_merged[name], self._hyperparameters)
+            equations.norms[name].add_task(norm_moments, self._parameters(visit.expert(task), [name])[name])
+        return checksums
+
+    def _parameters(self, runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
+        return {name: parameters_of(runner, self._visit.block, name) for name in names}
+
+    def _find_group(self, names: Names) -> Names | None:
+        """Return the modules whose equations hold those of `names`; a module that is skipped from this task on leaves
+        its group smaller."""
+        return next((group for group in self._equations.linear if set(names) <= set(group)), None)
+
+    def _add_batch(self, seen: Observation) -> None:
+        """Add the rows of one batch to the task's sums."""
+        linear, norms, skipped = self._sums
+        skipped |= self._unpaired(seen)
+        for names in self._shared_inputs(seen, skipped):
+            first = self._modules[names[0]]
+            weights = self._token_weights(first, seen, [self._sizes[name] for name in names if name in self._sizes])
+            pair = [self._rows(first, x[names[0]], seen, weights) for x in (seen.x_cal, seen.x_exp)]
+            if pair[0] is None or pair[1] is None:
+                skipped |= dict.fromkeys(names, UNMATCHED)
+                continue
+            if not pair[0] or (first.is_routed and not any(len(x) for x, _ in pair[0])):
+                continue  # a table, which was counted before, or an expert that is given nothing but padding
+            if names not in linear:
+                linear[names] = self._choose_moments(names, seen, sum(len(x) for x, _ in pair[0]))
+            outputs = {
+                name: self._rows(self._modules[name], seen.y_exp[name], seen, weights)
+                for name in linear[names].pairs
+                if name in seen.y_exp
+            }
+            for call, ((x, of_rows), (target, _)) in enumerate(zip(pair[0], pair[1], strict=True)):
+                known = {name: found[call][0] for name, found in outputs.items() if found}
+                linear[names].add(x, target, of_rows, known)
+        for module in self._modules.values():
+            if module.kind in LINEAR_KINDS or module.name in skipped:
+                continue
+            norm, weights = self._merged_module(module), self._token_weights(module, seen, ())
+            normed = self._rows(module, [normalise(norm, x) for x in seen.x_cal[module.name]], seen, weights)
+            if normed is None:
+                skipped[module.name] = UNMATCHED
+            for z, of_rows in normed or ():
+                norms.setdefault(module.name, NormMoments()).add(z, of_rows)
+
+    def _choose_moments(self, names: Names, seen: Observation, rows: int) -> LinearMoments:
+        """Create empty moments for the modules `names`, which have `rows` rows in the first batch. They compute the
+        right-hand side in the way that is cheapest for all rows to come."""
+        visit, counts = self._visit, self._visit.token_counts[self._checked]
+        of_task, in_all = counts[self._task], sum(counts.values())
+        if visit.ranks.size == 1:  # of several, none may decide by its own rows
+            of_task, in_all = (round(rows * part) for part in seen.row_multiples)
+        weights = [of.weight for of in self._parameters(visit.merged, names).values()]
+        d_in, d_out = weights[0].shape[1], sum(map(len, weights))
+        group = self._find_group(names)
+        is_dual = isinstance(self._equations.linear[group], DualEquations) if group else None
+        keep_rows = is_dual_cheaper(in_all, d_in, d_out) if is_dual is None else is_dual
+        # rows of several ranks do not add up, and a metric of the outputs wants G itself
+        keep_rows = keep_rows and visit.ranks.size == 1 and self._hyperparameters.metric == "features"
+        known = all(name in seen.y_exp for name in names)
+        paired = keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known)
+        return self._make_moments(names, paired=paired, keep_rows=keep_rows)
+
+    def _make_moments(self, names: Names, *, paired: bool, keep_rows: bool = False) -> LinearMoments:
+        """Create empty moments for the modules `names`. `paired`: whether their residuals r are summed."""
+        of_merged = self._parameters(self._visit.merged, names)
+        of_expert = self._parameters(self._visit.expert(self._task), names)
+        first, used = of_merged[names[0]].weight, self._hyperparameters
+        metric = "features" if first.ndim == 3 else used.metric
+        precision = choose_precision(first.dtype, used.ridge, metric)
+        if first.ndim == 3:
+            return GroupedMoments(first.shape, first.device, used.alpha, precision)
+        pairs = {name: Pair(expert, of_merged[name].weight) for name, expert in of_expert.items() if paired}
+        return LinearMoments(first.shape[1], first.device, used.alpha, pairs, dtype=precision, keep_rows=keep_rows)
+
+    def _choose_equations(self, moments: LinearMoments) -> type[LinearEquations]:
+        """Choose the class of equations for these moments: it decides how all tasks are summed, solved and checked."""
+        if isinstance(moments, GroupedMoments):
+            return GroupedEquations
+        if self._hyperparameters.metric == "output":
+            return MetricEquations
+        return LinearEquations if moments.kept is None else DualEquations
+
+    def _unpaired(self, seen: Observation) -> dict[str, str]:
+        """List the modules whose inputs in student and expert cannot be matched, with the reasons."""
+        skipped = {}
+        for name, module in self._modules.items():
+            ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
+            if not (ours or theirs or module.rows):
+                skipped[name] = "never called"
+            elif ours != theirs or (len(ours) != len(module.rows) and not module.is_routed):
+                skipped[name] = "it is called differently in different models or batches"
+        return skipped
+
+    def _shared_inputs(self, seen: Observation, skipped: Mapping[str, str]) -> list[Names]:
+        """Group the Linear modules that share an input and its token weights."""
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for module in self._modules.values():
+            inputs = [id(x) for x in seen.x_cal[module.name]]
+            if module.kind in LINEAR_KINDS and module.name not in skipped and (inputs or not module.is_routed):
+                if module.kind == "convolution":  # which reads patches of its own
+                    inputs = [id(module)]
+                groups.setdefault((*inputs, self._is_weighted(module)), []).append(module.name)
+        return [tuple(names) for names in groups.values()]
+
+    def _is_weighted(self, module: Module) -> bool:
+        return self._visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
+
+    def _token_weights(self, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> PerToken:
+        """Return the weight of each token for a module and for all modules that share its input, computed from `sizes`
+        of gradients [n, longest] if there are any."""
+        usual = seen.weights if self._is_weighted(module) else {}
+        if not sizes or len(module.rows) > 1:
+            return usual
+        rows, count = module.rows[0], len(seen.examples)
+        length = rows.count_tokens(rows_shape(self._merged_module(module), seen.x_cal[module.name][0].shape), count)
+        measured = [of[seen.examples.start : seen.examples.stop, :length] for of in sizes]
+        # tokens beyond the longest text that was measured have the mean, 1
+        here = [pad(of, (0, length - of.shape[1]), value=1.0) for of in measured]
+        mask = seen.masks.get(rows.axis)
+        if not length or (mask is not None and mask.shape != here[0].shape):
+            return usual
+        return {rows.axis: weigh_tokens(here, mask)}
+
+    def _rows(
+        self, module: Module, features: Sequence[Tensor], seen: Observation, weights: PerToken
+    ) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Return the rows and their weights for every call of a module; None if rows cannot be matched to tokens."""
+        count = len(seen.examples)
+        of_calls: list[tuple[Tensor, Tensor | None] | None]
+        if module.is_routed:
+            routed = zip(features, seen.routes[module.name], strict=True)
+            of_calls = [routed_rows(x, route, module.rows[0], seen.masks, weights, count) for x, route in routed]
+        elif module.kind == "convolution":
+            held = self._merged_module(module)
+            of_calls = [
+                _choose_patches(read_patches(held, x), rows, weights, seen) if x.ndim == held.weight.ndim else None
+                for rows, x in zip(module.rows, features, strict=True)
+            ]
+        else:
+            of_calls = [
+                rows.select(x, seen.masks, weights, count)
+                for rows, x in zip(module.rows, features, strict=True)
+                if seen.examples.start == 0 or not rows.is_table  # the same rows in every batch: they count once
+            ]
+        return None if any(rows is None for rows in of_calls) else [rows for rows in of_calls if rows is not None]
+
+    def _merged_module(self, module: Module) -> nn.Module:
+        return self._visit.merged.module(f"{self._visit.block.name}.{module.name}")
 
 
 def _check_features(visit: BlockVisit, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
@@ -167,193 +329,6 @@ def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsEr
             what = f"the features of {who} are not finite at {visit.block.name}.{module.name}"
             return NumericsError(what, where=f"{task}: {kind}example {number}", fix=fix)
     return NumericsError(f"the features are too large in {visit.block.name}", where=f"{task}: {kind}examples", fix=fix)
-
-
-def _choose_moments(
-    visit: BlockVisit,
-    task: str,
-    names: Names,
-    seen: Observation,
-    of_task: int,
-    in_all: int,
-    hyperparameters: Hyperparameters,
-    form: type | None,
-) -> LinearMoments:
-    """Create empty moments for the modules `names`. They compute the right-hand side in the way that is cheapest for
-    all rows to come: about `of_task` of this task, and `in_all` of all tasks. `form`: the class of the equations to
-    which earlier tasks were added, if any."""
-    weights = [parameters_of(visit.merged, visit.block, name).weight for name in names]
-    d_in, d_out = weights[0].shape[1], sum(map(len, weights))
-    keep_rows = form is DualEquations or (form is None and is_dual_cheaper(in_all, d_in, d_out))
-    # rows of several ranks do not add up, and a metric of the outputs wants G itself
-    keep_rows = keep_rows and visit.ranks.size == 1 and hyperparameters.metric == "features"
-    known = all(name in seen.y_exp for name in names)
-    paired = keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known)
-    return _make_moments(visit, task, names, hyperparameters, paired=paired, keep_rows=keep_rows)
-
-
-def _make_moments(
-    visit: BlockVisit,
-    task: str,
-    names: Names,
-    hyperparameters: Hyperparameters,
-    *,
-    paired: bool,
-    keep_rows: bool = False,
-) -> LinearMoments:
-    """Create empty moments for the modules `names`. `paired`: whether their residuals r are summed."""
-    of_merged, of_expert = (
-        {name: parameters_of(runner, visit.block, name) for name in names}
-        for runner in (visit.merged, visit.expert(task))
-    )
-    first = of_merged[names[0]].weight
-    metric = "features" if first.ndim == 3 else hyperparameters.metric
-    precision = choose_precision(first.dtype, hyperparameters.ridge, metric)
-    if first.ndim == 3:
-        return GroupedMoments(first.shape, first.device, hyperparameters.alpha, precision)
-    pairs = {name: Pair(expert, of_merged[name].weight) for name, expert in of_expert.items() if paired}
-    return LinearMoments(
-        first.shape[1], first.device, hyperparameters.alpha, pairs, dtype=precision, keep_rows=keep_rows
-    )
-
-
-def _choose_equations(moments: LinearMoments, hyperparameters: Hyperparameters) -> type[LinearEquations]:
-    """Choose the class of equations for these moments: it decides how all tasks are summed, solved and checked."""
-    if isinstance(moments, GroupedMoments):
-        return GroupedEquations
-    if hyperparameters.metric == "output":
-        return MetricEquations
-    return LinearEquations if moments.kept is None else DualEquations
-
-
-def _add_task(
-    visit: BlockVisit,
-    task: str,
-    hyperparameters: Hyperparameters,
-    factors: Mapping[str, Tensor],
-    equations: BlockEquations,
-    omegas: Mapping[tuple[str, str], Tensor] | None = None,
-) -> list[Tensor]:
-    """Add one task's sums, its expert's parameters and the factors of its output metric to the equations. `omegas` is
-    given for held-out rows only. Returns numbers that are finite if all rows were finite."""
-
-    def find_group(names: Names) -> Names | None:  # a module that is skipped from this task on leaves its group smaller
-        return next((group for group in equations.linear if set(names) <= set(group)), None)
-
-    def choose(names: Names, seen: Observation, rows: int) -> LinearMoments:
-        form = type(equations.linear[group]) if (group := find_group(names)) else None
-        counts = visit.token_counts[checked]
-        of_task, in_all = counts[task], sum(counts.values())
-        if visit.ranks.size == 1:  # of several, none may decide by its own rows
-            of_task, in_all = (round(rows * part) for part in seen.row_multiples)
-        return _choose_moments(visit, task, names, seen, of_task, in_all, hyperparameters, form)
-
-    def parameters(runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
-        return {name: parameters_of(runner, visit.block, name) for name in names}
-
-    expert, checked = visit.expert(task), omegas is not None
-    sizes = visit.gradients(task, "sizes") if hyperparameters.metric == "output" and not checked else {}
-    sums = TaskMoments({}, {}, dict(equations.skipped))
-    for seen in visit.features(task, checked=checked):
-        _add_batch(visit, seen, sums, choose, sizes)
-        del seen  # a batch's features are large, and the next one's are made before this name has them
-    checksums = [moments.checksum for moments in sums.linear.values() if moments.rows]
-    order = [module.name for module in visit.part.modules]
-    make = partial(_make_moments, visit, task, hyperparameters=hyperparameters)
-    sums = sum_over_ranks(sums, visit.ranks, visit.owners, order, make, visit.merged.device)
-    equations.skipped |= sums.skipped
-    for names, moments in sums.linear.items():
-        if not moments.rows:
-            if checked or visit.is_routed:
-                continue
-            what, fix = "no token of the examples counts: all is padding", "give examples with an attention_mask"
-            raise NumericsError(what, where=task, fix=fix)
-        group = find_group(names) or names
-        if group not in equations.linear:
-            form, of_merged = _choose_equations(moments, hyperparameters), parameters(visit.merged, group)
-            equations.linear[group] = form(of_merged, hyperparameters, with_bias=checked)
-        omega = omegas.get((task, names[0])) if omegas else None
-        moments.gradients = factors
-        omega = equations.linear[group].add_task(moments, parameters(expert, names), omega)
-        equations.omegas |= {(task, name): omega for name in names}
-    for name, norm_moments in sums.norms.items():
-        if name not in equations.norms:
-            equations.norms[name] = NormEquations(parameters_of(visit.merged, visit.block, name), hyperparameters)
-        equations.norms[name].add_task(norm_moments, parameters_of(expert, visit.block, name))
-    return checksums
-
-
-def _unpaired(modules: Mapping[str, Module], seen: Observation) -> dict[str, str]:
-    """List the modules whose inputs in student and expert cannot be matched, with the reasons."""
-    skipped = {}
-    for name, module in modules.items():
-        ours, theirs = ([x.shape for x in features[name]] for features in (seen.x_cal, seen.x_exp))
-        if not (ours or theirs or module.rows):
-            skipped[name] = "never called"
-        elif ours != theirs or (len(ours) != len(module.rows) and not module.is_routed):
-            skipped[name] = "it is called differently in different models or batches"
-    return skipped
-
-
-def _shared_inputs(visit: BlockVisit, seen: Observation, skipped: Mapping[str, str]) -> list[Names]:
-    """Group the Linear modules that share an input; modules with different token weights are in different groups."""
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for module in visit.part.modules:
-        inputs = [id(x) for x in seen.x_cal[module.name]]
-        if module.kind in LINEAR_KINDS and module.name not in skipped and (inputs or not module.is_routed):
-            if module.kind == "convolution":  # which reads patches of its own
-                inputs = [id(module)]
-            groups.setdefault((*inputs, _is_weighted(visit, module)), []).append(module.name)
-    return [tuple(names) for names in groups.values()]
-
-
-def _is_weighted(visit: BlockVisit, module: Module) -> bool:
-    return visit.cls_tokens and module.name.rpartition(".")[2] not in UNWEIGHTED
-
-
-def _token_weights(visit: BlockVisit, module: Module, seen: Observation, sizes: Sequence[Tensor]) -> PerToken:
-    """Return the weight of each token for a module and for all modules that share its input. If `sizes` of gradients
-    [n, longest] are given, the weights are computed from them."""
-    usual = seen.weights if _is_weighted(visit, module) else {}
-    if not sizes or len(module.rows) > 1:
-        return usual
-    held, rows, count = visit.merged.module(f"{visit.block.name}.{module.name}"), module.rows[0], len(seen.examples)
-    length = rows.count_tokens(rows_shape(held, seen.x_cal[module.name][0].shape), count)
-    here = [_pad_sizes(of[seen.examples.start : seen.examples.stop, :length], length) for of in sizes]
-    mask = seen.masks.get(rows.axis)
-    if not length or (mask is not None and mask.shape != here[0].shape):
-        return usual
-    return {rows.axis: weigh_tokens(here, mask)}
-
-
-def _pad_sizes(sizes: Tensor, length: int) -> Tensor:
-    """Pad the sizes [B, length] of gradients with their mean, 1, at tokens beyond the longest text that was
-    measured."""
-    return torch.nn.functional.pad(sizes, (0, length - sizes.shape[1]), value=1.0)
-
-
-def _rows(
-    visit: BlockVisit, module: Module, features: Sequence[Tensor], seen: Observation, weights: PerToken
-) -> list[tuple[Tensor, Tensor | None]] | None:
-    """Return the rows and their weights for every call of a module; None if rows cannot be matched to tokens."""
-    count = len(seen.examples)
-    of_calls: list[tuple[Tensor, Tensor | None] | None]
-    if module.is_routed:
-        routed = zip(features, seen.routes[module.name], strict=True)
-        of_calls = [routed_rows(x, route, module.rows[0], seen.masks, weights, count) for x, route in routed]
-    elif module.kind == "convolution":
-        held = visit.merged.module(f"{visit.block.name}.{module.name}")
-        of_calls = [
-            _choose_patches(read_patches(held, x), rows, weights, seen) if x.ndim == held.weight.ndim else None
-            for rows, x in zip(module.rows, features, strict=True)
-        ]
-    else:
-        of_calls = [
-            rows.select(x, seen.masks, weights, count)
-            for rows, x in zip(module.rows, features, strict=True)
-            if seen.first or not rows.is_table  # the same rows in every batch: they count once
-        ]
-    return None if any(rows is None for rows in of_calls) else [rows for rows in of_calls if rows is not None]
 
 
 MOST_NUMBERS, LEAST_PATCHES = 1 << 21, 64

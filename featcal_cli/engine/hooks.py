@@ -32,21 +32,19 @@ class Observation(NamedTuple):
     """Module inputs of the student, whose earlier blocks are calibrated and whose current block is not yet."""
     x_exp: Features
     """Module inputs of the expert on the same examples."""
+    y_exp: Features
+    """Outputs [.., d_out] of the expert's Linear modules, one per input. They are left out if their precision is below
+    float32."""
+    routes: Mapping[str, list[Route | None]]
+    """Tokens that each input of the modules in a mixture's experts consists of; equal in student and expert model."""
     masks: PerToken
     """Masks of the token axes that have padding: 1 for tokens, 0 for padding."""
     weights: PerToken
     """Token weights if the model's output is read from the first token, which then counts most; else empty."""
-    first: bool
-    """Whether the task's first example is in this batch."""
-    y_exp: Features
-    """Outputs [.., d_out] of the expert's Linear modules, one per input. They are left out if their precision is below
-    float32."""
     examples: range
     """Positions of these examples among the task's examples."""
     row_multiples: tuple[float, float]
     """Number of tokens of the task, and of all tasks, each divided by the number of tokens of this batch."""
-    routes: Mapping[str, list[Route | None]]
-    """Tokens that each input of the modules in a mixture's experts consists of; equal in student and expert model."""
 
 
 class CapturedRun(NamedTuple):
@@ -75,29 +73,28 @@ def run_captured(
     decisions of another model, to be replayed here."""
     routing = Routing(decided)
     routing.active_gates = int("" in block.gating_modules)
-    routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
-    inputs: Features = {}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
-    calls: list[str] = []
     with ExitStack() as hooks:
-        _keep_inputs(hooks, runner, block, inputs, calls, routing=routing, routes=routes)
+        recorder = _InputRecorder(hooks, runner, block, routing)
+        inputs, routes, calls = recorder.inputs, recorder.routes, recorder.calls
         for path in filter(None, block.gating_modules if routes else ()):
             gating_module = runner.module(f"{block.name}.{path}")
             hooks.callback(gating_module.register_forward_pre_hook(lambda *_: routing.enter()).remove)
             hooks.callback(gating_module.register_forward_hook(lambda *_: routing.leave()).remove)
-        for module in block.modules:
+        expected = sum(len(module.rows) for module in block.modules)
+
+        def stop(*_: object) -> None:
+            if len(calls) == expected:
+                raise StopBlock
+
+        for module in (module for module in block.modules if module.functional is None):
             child = runner.module(f"{block.name}.{module.name}")
-            if (
-                module.functional is None
-                and module.kind in LINEAR_KINDS
-                and runner.dtype == torch.float32
-                and type(child).forward in PLAIN_FORWARDS
-            ):
+            if module.kind in LINEAR_KINDS and runner.dtype == torch.float32 and type(child).forward in PLAIN_FORWARDS:
                 kept = outputs.setdefault(module.name, [])
                 hook = child.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
                 hooks.callback(hook.remove)
-        if not to_end:
-            _stop_after(hooks, runner, block, calls)
+            if not to_end:
+                hooks.callback(child.register_forward_hook(stop).remove)
         kept_lists: list[list[Any]] = [calls, *inputs.values(), *outputs.values(), *routes.values(), *routing.kept]
         output = paused.run_block(block, kept=kept_lists)
     # an output that the block has changed in place since is not the module's any more
@@ -107,68 +104,56 @@ def run_captured(
     return CapturedRun(inputs, y, (last, calls.count(last)), routes, routing.decisions), output
 
 
-def _stop_after(hooks: ExitStack, runner: BlockRunner, block: Block, calls: list[str]) -> None:
-    """Stop the run of a block once its modules have returned as often as they are called in one run."""
-    expected = sum(len(module.rows) for module in block.modules)
-
-    def stop(*_: object) -> None:
-        if len(calls) == expected:
-            raise StopBlock
-
-    for module in (module for module in block.modules if module.functional is None):
-        hooks.callback(runner.module(f"{block.name}.{module.name}").register_forward_hook(stop).remove)
-
-
 def run_to_last_input(runner: BlockRunner, paused: PausedForward, block: Block, last_call: tuple[str, int]) -> Features:
     """Run the block before which the pass is paused, stop at the start of `last_call`, and return the module inputs."""
-    inputs: Features = {}
-    calls: list[str] = []
     with ExitStack() as hooks:
-        _keep_inputs(hooks, runner, block, inputs, calls, last_call)
-        paused.run_block(block, kept=[calls, *inputs.values()])
-    return inputs
+        recorder = _InputRecorder(hooks, runner, block, last_call=last_call)
+        paused.run_block(block, kept=[recorder.calls, *recorder.inputs.values()])
+    return recorder.inputs
 
 
-def _keep_inputs(
-    hooks: ExitStack,
-    runner: BlockRunner,
-    block: Block,
-    inputs: Features,
-    calls: list[str],
-    last_call: tuple[str, int] | None = None,
-    routing: Routing | None = None,
-    routes: Mapping[str, list[Route | None]] | None = None,
-) -> None:
-    """Hook the modules of a block so that each call appends the module's input to `inputs` and its name to `calls`."""
-    functional: dict[ParameterSlice, Callable[..., None]] = {}
-    for module in block.modules:
-        keep: Callable[..., None] = partial(_keep, module, inputs.setdefault(module.name, []), calls, last_call)
-        if module.is_routed and routing is not None and routes is not None:
-            keep = partial(_keep_route, routing, routes[module.name], keep)
-        if module.functional is not None:
-            functional[module.functional.weight] = keep
-            continue
-        child = runner.module(f"{block.name}.{module.name}")
-        hooks.callback(child.register_forward_pre_hook(keep, with_kwargs=True).remove)
-    if functional or routes:
-        watch = intercept_matmuls(
-            runner, block, lambda weight, x, _: functional[weight](None, (x,), {}), routing=routing if routes else None
-        )
-        hooks.enter_context(watch)
+class _InputRecorder:
+    """Records the inputs of a block's modules with hooks, and stops the block's run when `last_call` begins."""
 
+    def __init__(
+        self,
+        hooks: ExitStack,
+        runner: BlockRunner,
+        block: Block,
+        routing: Routing | None = None,
+        last_call: tuple[str, int] | None = None,
+    ) -> None:
+        """Install the hooks, which stay until `hooks` is closed. `routing`: records where the inputs of a mixture's
+        experts come from."""
+        self.inputs: Features = {module.name: [] for module in block.modules}
+        self.routes: dict[str, list[Route | None]] = {}
+        self.calls: list[str] = []
+        """Name of the module of each call, in order."""
+        self._routing, self._last_call = routing, last_call
+        if routing is not None:
+            self.routes = {module.name: [] for module in block.modules if module.is_routed}
+        for module in (module for module in block.modules if module.functional is None):
+            child = runner.module(f"{block.name}.{module.name}")
+            hooks.callback(child.register_forward_pre_hook(partial(self._before, module), with_kwargs=True).remove)
+        functional = {module.functional.weight: module for module in block.modules if module.functional}
+        if functional or self.routes:
+            watched = routing if self.routes else None
+            watch = intercept_matmuls(
+                runner, block, lambda weight, x, _: self._record(functional[weight], x), routing=watched
+            )
+            hooks.enter_context(watch)
 
-def _keep_route(
-    routing: Routing,
-    routes: list[Route | None],
-    keep: Callable[..., None],
-    module: nn.Module | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Hook that records the route of an input to an expert's module, then the input itself."""
-    x = first_tensor((*args, *kwargs.values()))
-    routes.append(None if x is None else routing.find(x))
-    keep(module, args, kwargs)
+    def _before(self, module: Module, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._record(module, first_tensor((*args, *kwargs.values())))
+
+    def _record(self, module: Module, x: Tensor | None) -> None:
+        if x is not None:
+            if self._routing is not None and module.name in self.routes:
+                self.routes[module.name].append(self._routing.find(x))
+            self.inputs[module.name].append(x.clone() if module.overwritten else x)
+        self.calls.append(module.name)
+        if self._last_call == (module.name, self.calls.count(module.name)):
+            raise StopBlock
 
 
 def intercept_matmuls(
@@ -179,27 +164,7 @@ def intercept_matmuls(
     routing: Routing | None = None,
 ) -> MatmulInterceptor:
     """Intercept the matrix products that functions make with the weights of a block's modules."""
-    held, weights = (
-        runner.module(block.name),
-        {module.functional.weight for module in block.modules if module.functional},
-    )
+    held = runner.module(block.name)
+    weights = {module.functional.weight for module in block.modules if module.functional}
     parameters = {weight.parameter: held.get_parameter(weight.parameter) for weight in weights}
     return MatmulInterceptor(parameters, before, after, weights, routing, convolutions=find_convolutions(held))
-
-
-def _keep(
-    module: Module,
-    inputs: list[Tensor],
-    calls: list[str],
-    last_call: tuple[str, int] | None,
-    _: nn.Module | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Hook that records a module's input, and stops the block's run when `last_call` begins."""
-    x = first_tensor((*args, *kwargs.values()))
-    if x is not None:
-        inputs.append(x.clone() if module.overwritten else x)
-    calls.append(module.name)
-    if last_call == (module.name, calls.count(module.name)):
-        raise StopBlock

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from featcal_cli.models.architecture import Block, Module
 from featcal_cli.runtime import hardware
 
 PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
+Observed: TypeAlias = tuple[Features, CapturedRun, PausedForward]
+"""Module inputs of the student, what was captured of the expert, and the student's pass."""
 
 
 @dataclass(frozen=True)
@@ -233,22 +235,33 @@ class BlockVisit:
             if not pair.student.is_at(self.block):
                 continue
             here = pair.student.token_count / self.block.calls
-            row_multiples = (tokens[task] / here, sum(tokens.values()) / here)
-            for shown in observe(task, pair):
-                yield shown._replace(
-                    first=pair.examples.start == 0, row_multiples=row_multiples, examples=pair.examples
+            for x_cal, captured, student in observe(task, pair):
+                yield Observation(
+                    x_cal,
+                    captured.x,
+                    captured.y,
+                    captured.routes,
+                    padding_masks(student, self.block),
+                    cls_weights(student, self.block) if self.cls_tokens else {},
+                    pair.examples,
+                    (tokens[task] / here, sum(tokens.values()) / here),
                 )
-                del shown  # which is large, while the next pair is run
+                del x_cal, captured  # which are large, while the next pair is run
             if self._job.offloader is not None:
                 self._job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
 
-    def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observation]:
+    def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observed]:
         """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
         part to the end of the block; the student runs up to the last module input that is needed."""
-        if self.is_routed:
-            yield self._observe_experts(task, pair)
-            return
         expert = self.expert(task)
+        if self.is_routed:
+            # the student's routing decisions are replayed in the expert model, so that rows are the same tokens in
+            # both; the expert's pass stays paused, to continue later with its own decisions
+            with self._reusing(pair.student):
+                own, _ = run_captured(self._job.student, pair.student, self.part)
+            captured, _ = run_captured(expert, pair.expert, self.part, decided=own.decisions)
+            yield own.x, captured._replace(routes=own.routes), pair.student
+            return
         if again:
             paused = start_forward(expert, pair.expert.batch, self._job.architecture.entries[task])
             paused.run_through([block for block in self._job.architecture.blocks if block is not self.block])
@@ -261,7 +274,7 @@ class BlockVisit:
                 self._go_on(task, pair.expert, output)
         with self._reusing(pair.student):
             x_cal = run_to_last_input(self._job.student, pair.student, self.part, captured.last_call)
-        yield self._describe(x_cal, captured, pair.student)
+        yield x_cal, captured, pair.student
 
     def _reusing(self, paused: PausedForward) -> AbstractContextManager[None]:
         """Return a context in which the block's modules return again what they have computed in a run for an earlier
@@ -276,16 +289,7 @@ class BlockVisit:
         own = {module.name for module in part if len(depths) == 1}
         return reusing_outputs(paused, self.block, self._room, final, own)
 
-    def _observe_experts(self, task: str, pair: PairedPass) -> Observation:
-        """Observe the modules of a mixture's experts. The student's routing decisions are replayed in the expert model,
-        so that rows are the same tokens in both. The expert's pass stays paused, to continue later with its own
-        decisions."""
-        with self._reusing(pair.student):
-            own, _ = run_captured(self._job.student, pair.student, self.part)
-        captured, _ = run_captured(self.expert(task), pair.expert, self.part, decided=own.decisions)
-        return self._describe(own.x, captured._replace(routes=own.routes), pair.student)
-
-    def _observe_calls(self, task: str, pair: PairedPass) -> Iterator[Observation]:
+    def _observe_calls(self, task: str, pair: PairedPass) -> Iterator[Observed]:
         """Observe a block that runs several times, in new passes in which the block has its old weights in all
         calls."""
         runners = self.expert(task), self._job.student
@@ -297,7 +301,7 @@ class BlockVisit:
             student.run_through(others)
             captured, expected = run_captured(runners[0], expert, self.part)
             own, output = run_captured(runners[1], student, self.part)
-            yield self._describe(own.x, captured, student)
+            yield own.x, captured, student
             expert.go_on(expected, (), last=call == self.block.calls)
             student.go_on(output, (), last=call == self.block.calls)
 
@@ -308,13 +312,6 @@ class BlockVisit:
             self._go_through(task, pair.expert)
         for probe in self._in_turn(self._passes.measured[task]):
             probe.run_expert(self.block, self._done)
-
-    def _describe(self, x_cal: Features, captured: CapturedRun, student: PausedForward) -> Observation:
-        """Combine the captured features of student and expert, with token masks and weights, into an Observation."""
-        masks = padding_masks(student, self.block)
-        weights = cls_weights(student, self.block) if self.cls_tokens else {}
-        seen = (False, captured.y, range(0), (1.0, 1.0), captured.routes)
-        return Observation(x_cal, captured.x, masks, weights, *seen)
 
     def finish(self) -> None:
         """Run all passes through the block, the student's with its new weights, and measure drift. The new weights are
