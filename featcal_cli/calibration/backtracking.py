@@ -29,13 +29,12 @@ from featcal_cli.runtime.progress import Progress, Watch
 ALMOST_WHOLE = 0.75
 """The step at or above which a module's update is applied in full: there are too few held-out rows to tell such steps
 from 1."""
-STEPS = (1.0, 0.5, 0.25, 0.0)
-"""Candidates for t in W_merged + t (W* − W_merged), one t for all updates, the largest first. Increasing λ instead
-would pull weights to the anchor, not to merged."""
 NOISE = 1e-6
 """Mean drift below which differences are only float32 rounding, for example when an expert equals the merged model."""
-PARTIAL = {step: f"{step:g} of all updates" for step in STEPS if 0 < step < 1}
-"""Role names of the students to which the given share of all updates is applied, by that share."""
+PARTIAL = {step: f"{step:g} of all updates" for step in (0.5, 0.25)}
+"""Candidates for t in W_merged + t (W* − W_merged), one t for all updates, between 1 and 0, the largest first, each
+with the role's name of the student to which it is applied. Increasing λ instead would pull weights to the anchor, not
+to merged."""
 TaskDrifts: TypeAlias = "Mapping[str, Mapping[float, Drift]]"
 """Drift after the last block, by task and step. If errors are measured at the outputs, this is the distance of outputs
 for each task that has one."""
@@ -87,9 +86,9 @@ def choose_step(curvature: float, descent: float) -> float:
 def shrink_updates(
     job: Job, blocks: Sequence[BlockReport], journal: Journal | None, held_out: Collection[str], watch: Watch
 ) -> tuple[float, str]:
-    """Find the largest t of STEPS for which W_merged + t (W* − W_merged), applied to all modules, does not have a
-    larger mean drift over tasks than merged (or distance of outputs, if errors are measured there). Returns t and, if
-    it is not 1, a sentence about it. The job's measurements are replaced by those at t.
+    """Find the largest t of 1, PARTIAL and 0 for which W_merged + t (W* − W_merged), applied to all modules, does not
+    have a larger mean drift over tasks than merged (or distance of outputs, if errors are measured there). Returns t
+    and, if it is not 1, a sentence about it. The job's measurements are replaced by those at t.
 
     The mean must not grow on the rows that the job has measured, on the other half of the held-out rows, or on both
     together. If it did not grow, nothing more is computed: the job has already measured merged and the whole updates.
@@ -97,22 +96,23 @@ def shrink_updates(
     The job must have finished, be retired, and have shared its readings; only the first rank has the journal.
     held_out: the tasks whose drift was measured on held-out examples, not on calibration examples.
     """
-    ends = {1.0: CALIBRATED, 0.0: MERGED}
-    measured, other = _read_drifts(job, job.drift, ends), _read_second(job, ends)
-    if _holds(measured, other, 1.0, held_out):
+    halves = _read_halves(job, {1.0: CALIBRATED, 0.0: MERGED})
+    if _holds(halves, 1.0, held_out):
         return 1.0, ""
     changes = {role: partial(_reduce, step) for step, role in PARTIAL.items()}
     other_job = _measure_updates(job, blocks, journal, changes, watch)
-    between = _read_drifts(other_job, other_job.drift, PARTIAL), _read_second(other_job, PARTIAL)
-    for drifts, more in zip((measured, other), between, strict=True):
+    for drifts, between in zip(halves, _read_halves(other_job, PARTIAL), strict=True):
         for task in drifts:
-            drifts[task] |= more[task]
-    step = next(t for t in STEPS if not t or _holds(measured, other, t, held_out))
-    if step < 1:
-        _take_over(job, other_job if step else job, PARTIAL.get(step, MERGED))
-    before, after, now = (_mean(measured, t, measured) for t in (0.0, 1.0, step))
+            drifts[task] |= between[task]
+    step = next((t for t in PARTIAL if _holds(halves, t, held_out)), 0.0)
+    _take_over(job, other_job if step else job, PARTIAL.get(step, MERGED))
+    before, after, now = (_mean(halves[0], t, halves[0]) for t in (0.0, 1.0, step))
     what = "mean distance of outputs" if job.gradients else "mean drift"
-    return step, _describe(what, step, "held-out rows" if held_out else "the calibration examples", before, after, now)
+    rows = "held-out rows" if held_out else "the calibration examples"
+    where = "one half of the held-out rows" if after <= before else rows
+    left = f"reduced to {step:g}, and it is {now:.3f}" if step else "undone: the output has the merged model's weights"
+    grown = f"{what} grew on {where} (from {before:.3f} to {after:.3f} on the reported ones)"
+    return step, f"{grown}, so all updates were {left}"
 
 
 PIECE = 1 << 24
@@ -158,7 +158,12 @@ def _measure_updates(
         return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype, of.token_ids)
 
     students = {role: runner(job.merged) for role in changes}
-    partial = replace(
+
+    def renew(measurement: Measurement) -> Measurement:
+        outputs = None if measurement.outputs is None else OutputMeter()
+        return replace(measurement, runners=students, meter=DriftMeter(), outputs=outputs)
+
+    other = replace(
         job,
         students=students,
         merged=runner(job.merged),
@@ -167,29 +172,18 @@ def _measure_updates(
         fitted={},
         checked={},
         head=None,
-        drift=Measurement(
-            dict(students),
-            job.drift.batches,
-            outputs=_renew(job.drift),
-        ),
-        second=replace(job.second, runners=dict(students), meter=DriftMeter(), outputs=_renew(job.second))
-        if job.second
-        else None,
+        drift=renew(job.drift),
+        second=job.second and renew(job.second),
     )
-    for number, visit in enumerate(forward_order(partial)):
+    for number, visit in enumerate(forward_order(other)):
         watch(Progress(visit.block.name, number, len(blocks)))
-        for path, merged, new in read_updates(partial, blocks[number], journal, number):
+        for path, merged, new in read_updates(other, blocks[number], journal, number):
             for role, change in changes.items():
                 students[role].replace(students[role].parameter(path), change(path, merged, new))
-    for task, expert in partial.experts.items():
+    for task, expert in other.experts.items():
         job.experts[task].bytes_read += expert.bytes_read
-    partial.share_readings()
-    return partial
-
-
-def _renew(measurement: Measurement) -> OutputMeter | None:
-    """Return a new, empty meter of outputs if the measurement has one."""
-    return OutputMeter() if measurement.outputs is not None else None
+    other.share_readings()
+    return other
 
 
 def read_updates(
@@ -206,36 +200,35 @@ def read_updates(
         yield path, merged, new
 
 
+def _read_halves(job: Job, roles: Mapping[float, str]) -> list[dict[str, dict[float, Drift]]]:
+    """Return the measurements on the reported half of the held-out rows and on the other half; tasks without any are
+    left out of the second."""
+    assert job.second is not None
+    reported, other = (_read_drifts(job, measured, roles) for measured in (job.drift, job.second))
+    return [reported, {task: of for task, of in other.items() if any(drift.tokens for drift in of.values())}]
+
+
 def _read_drifts(job: Job, measured: Measurement, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
     """Return the measured drift after the last block, or the distance of outputs, by task and step."""
     drifts = {}
     for task, last in job.architecture.last_blocks.items():
         drifts[task] = {step: measured.meter.read(last, task, role) for step, role in roles.items()}
         if job.gradients and measured.outputs is not None:
-            shifts = {step: measured.outputs.read(task, role) for step, role in roles.items()}
+            shifts = {step: measured.outputs.find(task, role) for step, role in roles.items()}
             if all(shifts.values()):
-                drifts[task] = {
-                    step: Drift(shift.distance, shift.size, tokens=shift.rows)
-                    for step, shift in shifts.items()
-                    if shift
-                }
+                known = {step: shift for step, shift in shifts.items() if shift}
+                drifts[task] = {step: Drift(of.distance, of.size, tokens=of.rows) for step, of in known.items()}
     return drifts
-
-
-def _read_second(job: Job, roles: Mapping[float, str]) -> dict[str, dict[float, Drift]]:
-    """Return the measurements on the second half of the held-out rows; tasks without any are left out."""
-    assert job.second is not None
-    found = _read_drifts(job, job.second, roles)
-    return {task: drifts for task, drifts in found.items() if any(drift.tokens for drift in drifts.values())}
 
 
 def _plus(one: Drift, other: Drift) -> Drift:
     return Drift(one.distance + other.distance, one.size + other.size, tokens=one.tokens + other.tokens)
 
 
-def _holds(measured: TaskDrifts, other: TaskDrifts, step: float, held_out: Collection[str]) -> bool:
+def _holds(halves: Sequence[TaskDrifts], step: float, held_out: Collection[str]) -> bool:
     """Return whether the mean drift at `step` is at most merged's on the first half of the rows, on the second half and
     on both together, each averaged over all tasks and over the tasks with held-out rows."""
+    measured, other = halves
     joined = {
         task: {at: _plus(drift, other[task][at]) if task in other else drift for at, drift in drifts.items()}
         for task, drifts in measured.items()
@@ -262,12 +255,3 @@ def _take_over(job: Job, partial: Job, role: str) -> None:
     if ours.outputs is not None and theirs.outputs is not None:
         shifts = theirs.outputs.readings
         ours.outputs.readings |= {(task, CALIBRATED): x for (task, who), x in shifts.items() if who == role}
-
-
-def _describe(what: str, step: float, rows: str, before: float, after: float, now: float) -> str:
-    if step == 1:
-        return ""
-    where = "one half of the held-out rows" if after <= before else rows
-    left = f"reduced to {step:g}, and it is {now:.3f}" if step else "undone: the output has the merged model's weights"
-    grown = f"{what} grew on {where} (from {before:.3f} to {after:.3f} on the reported ones)"
-    return f"{grown}, so all updates were {left}"

@@ -86,8 +86,6 @@ class Meter(ABC, Generic[T]):
         """Readings computed at the last call of `settle`."""
         self._sums: dict[tuple[str, ...], Tensor] = {}
         """Sums [numbers] of each reading, in float64, on the device."""
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        """Sums of each reading that are known on the host."""
         self._unread: set[tuple[str, ...]] = set()
 
     def settle(self) -> None:
@@ -98,23 +96,18 @@ class Meter(ABC, Generic[T]):
             keys = [key for key in unread if self._sums[key].device == device]
             numbers = iter(torch.cat([self._sums[key] for key in keys]).tolist())
             for key in keys:
-                self.readings[key] = self._read(
-                    key, self._counts[key], [next(numbers) for _ in range(len(self._sums[key]))]
-                )
+                self.readings[key] = self._read(key, [next(numbers) for _ in range(len(self._sums[key]))])
 
     def share(self, ranks: Ranks) -> None:
         """Compute the readings from the sums of all ranks, on every rank. Nothing may be added afterwards."""
         if ranks.size == 1:
             self.settle()
             return
-        own = {key: (self._counts[key], sums.tolist()) for key, sums in self._sums.items()}
-        totals: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
-        for of_rank in ranks.gather(own):
+        totals: dict[tuple[str, ...], list[float]] = {}
+        for of_rank in ranks.gather({key: sums.tolist() for key, sums in self._sums.items()}):
             for key, sums in of_rank.items():
-                counts, numbers = totals.setdefault(key, ([0] * len(sums[0]), [0.0] * len(sums[1])))
-                counts[:] = map(sum, zip(counts, sums[0], strict=True))
-                numbers[:] = map(sum, zip(numbers, sums[1], strict=True))
-        self.readings = {key: self._read(key, *sums) for key, sums in totals.items()}
+                totals[key] = [sum(pair) for pair in zip(totals.get(key, [0.0] * len(sums)), sums, strict=True)]
+        self.readings = {key: self._read(key, sums) for key, sums in totals.items()}
         self._unread.clear()
 
     def find(self, *key: str) -> T | None:
@@ -122,17 +115,16 @@ class Meter(ABC, Generic[T]):
         self.settle()
         return self.readings.get(key)
 
-    def _add(self, key: tuple[str, ...], counts: Sequence[int], numbers: Sequence[Tensor]) -> None:
-        """Add host counts and device numbers to the sums of a reading."""
-        added = torch.stack([x.double() for x in numbers])
+    def _add(self, key: tuple[str, ...], numbers: Sequence[Tensor], *counts: int) -> None:
+        """Add numbers, which are on the device, and counts to the sums of a reading."""
+        known = [numbers[0].new_full((), count, dtype=torch.float64) for count in counts]
+        added = torch.stack([*(x.double() for x in numbers), *known])
         self._sums[key] = self._sums[key] + added if key in self._sums else added
-        known = self._counts.get(key, [0] * len(counts))
-        self._counts[key] = [one + other for one, other in zip(known, counts, strict=True)]
         self._unread.add(key)
 
     @abstractmethod
-    def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> T:
-        """Compute a reading from its host sums `counts` and its device sums `numbers`."""
+    def _read(self, key: tuple[str, ...], numbers: list[float]) -> T:
+        """Compute a reading from its sums, in the order in which they were added."""
 
 
 class DriftMeter(Meter[Drift]):
@@ -163,28 +155,23 @@ class DriftMeter(Meter[Drift]):
             raise NumericsError(what, where=f"expert {task}", fix=fix)
         hidden, expert = hidden.float(), expert.float()
         size = _norms(expert)
-        sums = [
-            add_up(_norms(hidden - expert)),
-            add_up(size),
-            add_up(_cosines(hidden, expert)),
-            (size <= TINY).all(),
-        ]
+        sums = [add_up(_norms(hidden - expert)), add_up(size), add_up(_cosines(hidden, expert))]
         if on_expert is not None:
             on_expert = on_expert.float()
             sums += [add_up(_norms(on_expert - expert)), add_up(_norms(hidden - on_expert))]
-        self._add((place, task, role), [len(hidden)], sums)
+        self._add((place, task, role), [*sums, (size <= TINY).all()], len(hidden))
 
-    def _read(self, key: tuple[str, ...], counts: list[int], numbers: list[float]) -> Drift:
+    def _read(self, key: tuple[str, ...], numbers: list[float]) -> Drift:
         """Compute a Drift from its sums. Raises NumericsError if the expert's features were all zero in a batch and the
         meter refuses that."""
-        distance, size, cosine_sum, vanished, *split = numbers
-        if self._refuse_vanishing and vanished and counts[0]:
+        distance, size, cosine_sum, *split, vanished, tokens = numbers
+        if self._refuse_vanishing and vanished and tokens:
             place, task, _ = key
             what = (
                 f"the features of the expert of {task} are all zero {_locate(place)}: there is nothing to calibrate to"
             )
             raise NumericsError(what, where=f"expert {task}", fix="use another checkpoint; this one is broken")
-        drift = Drift(distance, size, cosine_sum, counts[0])
+        drift = Drift(distance, size, cosine_sum, int(tokens))
         if split:
             drift.is_split, drift.local_sum, drift.upstream_sum = True, *split
         return drift
@@ -253,11 +240,8 @@ class ShareMeter(Meter[Share]):
         """Add a block's part of the drift, the whole drift and the expert's features, each [T, d] in float64, for the
         same tokens of `examples` examples."""
         sums = [(part * drift).sum(), drift.square().sum(), add_up(_norms(part)), add_up(_norms(expert))]
-        self._add((place, task, role), [len(part), examples], sums)
+        self._add((place, task, role), sums, len(part), examples)
 
-    def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> Share:
-        return Share(*numbers, *counts)  # type: ignore[arg-type]  # its fields in order
-
-    def read(self, place: str, task: str, role: str) -> Share | None:
-        """Return the sums so far; None if nothing was added."""
-        return self.find(place, task, role)
+    def _read(self, _: tuple[str, ...], numbers: list[float]) -> Share:
+        projection, square, length, size, tokens, examples = numbers
+        return Share(projection, square, length, size, int(tokens), int(examples))

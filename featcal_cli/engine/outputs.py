@@ -107,17 +107,13 @@ class OutputMeter(Meter[OutputShift]):
             z, z_exp = (x[start : start + ROWS_AT_ONCE].float() for x in (rows, rows_exp))
             distances, *compared = _compare_rows(z, z_exp, are_logits=are_logits)
             numbers = [torch.where(is_whole, x, 0) for x in (add_up(distances), *compared)]
-            self._add((task, role), [are_logits], [is_whole * len(z), *numbers])
+            self._add((task, role), [is_whole * len(z), *numbers], are_logits)
 
-    def _read(self, _: tuple[str, ...], counts: list[int], numbers: list[float]) -> OutputShift:
-        rows, distance, size, *of_logits = numbers
+    def _read(self, _: tuple[str, ...], numbers: list[float]) -> OutputShift:
+        rows, distance, size, *of_logits, has_logits = numbers
         divergence_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0)
         sums = distance, size, divergence_sum
-        return OutputShift(bool(counts[0]), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
-
-    def read(self, task: str, role: str) -> OutputShift | None:
-        """Return the sums so far; None if nothing was added."""
-        return self.find(task, role)
+        return OutputShift(bool(has_logits), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
 
 
 def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Tensor]:

@@ -124,7 +124,7 @@ def describe_tasks(job: Job, examples: Mapping[str, int]) -> dict[str, TaskInspe
 
 
 def _count_traced(job: Job, task: str) -> int:
-    shares = [job.drift.shares.read(OUTSIDE, task, role) for role in job.drift.split] if job.drift.shares else []
+    shares = [job.drift.shares.find(OUTSIDE, task, role) for role in job.drift.split] if job.drift.shares else []
     return max((share.examples for share in shares if share), default=0)
 
 
@@ -149,16 +149,16 @@ def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
             for module in block.modules
             if (inside := job.drift.meter.read(f"{block.name}.{module.name}", task, role)).tokens
         }
-        part = shares.read(block.name, task, role) if shares else None
+        part = shares.find(block.name, task, role) if shares else None
         traced = (part.share, part.carried) if part else ()
         blocks.append(BlockDrift(block.name, _describe(after, before), modules, *traced))
         before = after
-    outside = shares.read(OUTSIDE, task, role) if shares else None
+    outside = shares.find(OUTSIDE, task, role) if shares else None
     return ModelDrift(stem, blocks, _describe_output(job, task, role), outside.share if outside else None)
 
 
 def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:
-    shift = job.drift.outputs.read(task, role) if job.drift.outputs else None
+    shift = job.drift.outputs.find(task, role) if job.drift.outputs else None
     if shift is None or not shift.rows:
         return None
     if not shift.has_logits:
