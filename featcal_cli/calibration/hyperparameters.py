@@ -32,11 +32,6 @@ class Hyperparameters:
     """How much is solved from the same features: "block" solves a whole block, as in the paper; "module" solves the
     modules of one depth at a time, on features from the modules calibrated before."""
 
-    def __str__(self) -> str:
-        order = ", module by module" if self.order == "module" else ""
-        metric = ", output metric" if self.metric == "output" else ""
-        return f"λ {self.ridge:g}, ρ {self.rho:g}, α {self.alpha:g}{order}{metric}"
-
 
 NUMBERS = ("ridge", "rho", "alpha")
 """Hyperparameters that a user may set instead of the method's defaults."""

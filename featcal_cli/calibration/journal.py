@@ -91,8 +91,7 @@ class Journal:
         self._restored: set[int] = set()
         self._note, self._check_inputs, self._made_with = note, check_inputs, json.dumps(made_with or {})
         wanted = _complete(fingerprint)
-        self._job = _write_job(wanted)
-        self.job = _hash_text(self._job)
+        self._job = json.dumps(wanted, sort_keys=True)
         other = _find_other(folder, wanted)
         if other is not None and not (restart or overwrite):
             raise _refuse(folder.parent, other, wanted)
@@ -328,10 +327,6 @@ def _complete(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _write_job(fingerprint: Mapping[str, Any]) -> str:
-    return json.dumps(fingerprint, sort_keys=True)
-
-
 def _find_other(folder: Path, wanted: dict[str, Any], unknown: str | None = None) -> dict[str, Any] | None:
     """Return the fingerprint of a job other than `wanted` whose blocks lie in `folder`; None if there is none. unknown:
     a key that is not compared."""
@@ -348,10 +343,6 @@ def _read_job(block: Path) -> dict[str, Any] | None:
     except (SafetensorError, OSError, ValueError, LookupError):
         return None
     return job if isinstance(job, dict) else None
-
-
-def _hash_text(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
 
 
 def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Tensor]) -> str:

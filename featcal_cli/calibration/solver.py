@@ -105,7 +105,7 @@ class LinearEquations:
                 new_bias = new_bias + self._bias_of(name, update, towards.bias, ridge)
             del towards  # matrices of language models are large: no more of them are held than must be
             weight = self._cast(merged.weight)
-            change = _relative_size(update, weight)
+            change = relative_change(update, weight)
             # nothing that is loaded needs more than float32, but for weights that are float64, and a block's are many
             dtype = torch.promote_types(torch.float32, merged.weight.dtype)
             parameters = Affine(update.add_(weight), new_bias).each(partial(Tensor.to, dtype=dtype))
@@ -155,7 +155,7 @@ class LinearEquations:
         """The pull Σ ω_i E[(W_i x_tgt − W_merged x_cal) x_calᵀ] [d_out, d_in]."""
         merged, pull = self._cast(self._merged[name].weight), self._pull[name].value
         if self._drift.value is None:
-            return self._zeros_of(name) if pull is None else self._cast(pull)
+            return torch.zeros_like(merged) if pull is None else self._cast(pull)
         drift = merged @ self._cast(self._drift.value)
         return drift if pull is None else drift.add_(self._cast(pull))
 
@@ -168,9 +168,6 @@ class LinearEquations:
             return solve_rows(self.pull_of(name).add(towards, alpha=ridge), factor), ridge
 
         return update_of
-
-    def _zeros_of(self, name: str) -> Tensor:
-        return torch.zeros_like(self._cast(self._merged[name].weight))
 
     def _cast(self, x: Tensor) -> Tensor:
         return to_accumulation_dtype(x, self._dtype)
@@ -218,12 +215,12 @@ class NormEquations:
         if merged.bias is None or towards.bias is None:
             a11 = a11.clamp_min(EPSILON)
             new = Affine(merged.weight + pull / a11, merged.bias)
-            return Solution(new, relative_change(merged, new), self.rows)
+            return Solution(new, relative_change(new.weight - merged.weight, merged.weight), self.rows)
         bias_pull = self._bias_pull + ridge * towards.bias
         determinant = (a22 * a11 - a12.square()).clamp_min(EPSILON)
         scale = merged.weight + (a22 * pull - a12 * bias_pull) / determinant
         new = Affine(scale, merged.bias + (a11 * bias_pull - a12 * pull) / determinant)
-        return Solution(new, relative_change(merged, new), self.rows)
+        return Solution(new, relative_change(new.weight - merged.weight, merged.weight), self.rows)
 
 
 def precise(parameters: Affine) -> Affine:
@@ -240,12 +237,8 @@ def _dot(one: Tensor, two: Tensor) -> Tensor:
     return one.mul(two).sum()
 
 
-def relative_change(merged: Affine, new: Affine) -> Tensor:
+def relative_change(update: Tensor, merged: Tensor) -> Tensor:
     """Relative size of an update, ‖W* − W_merged‖ / ‖W_merged‖ (Frobenius) []."""
-    return _relative_size(new.weight - merged.weight, merged.weight)
-
-
-def _relative_size(update: Tensor, merged: Tensor) -> Tensor:
     change: Tensor = torch.linalg.vector_norm(update)
     whole: Tensor = torch.linalg.vector_norm(merged)
     return change / whole.clamp_min(EPSILON)

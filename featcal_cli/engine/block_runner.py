@@ -336,16 +336,13 @@ class BlockRunner:
                 module.forward = _pausing(name, module.forward)
                 self._undo.callback(module.__dict__.pop, "forward")
             elif name in around or name.rpartition(".")[0] in around:
-                hook = self._bringing(name, recurse=name not in around)
+                hook = partial(self._bring_called, name, name not in around)
                 self._undo.callback(module.register_forward_pre_hook(hook).remove)
 
-    def _bringing(self, name: str, *, recurse: bool) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            if self._is_open:
-                with torch._C.DisableTorchFunction():  # what is brought is not touched
-                    self._bring(name, recurse=recurse)
-
-        return hook
+    def _bring_called(self, name: str, recurse: bool, *_: object) -> None:
+        if self._is_open:
+            with torch._C.DisableTorchFunction():  # what is brought is not touched
+                self._bring(name, recurse=recurse)
 
     def _convert_stem(self) -> None:
         """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using

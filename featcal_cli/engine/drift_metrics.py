@@ -155,7 +155,9 @@ class DriftMeter(Meter[Drift]):
             raise NumericsError(what, where=f"expert {task}", fix=fix)
         hidden, expert = hidden.float(), expert.float()
         size = _norms(expert)
-        sums = [add_up(_norms(hidden - expert)), add_up(size), add_up(_cosines(hidden, expert))]
+        # 0 for a zero vector
+        cosines = torch.einsum("td,td->t", hidden, expert) / (_norms(hidden) * size).clamp_min(TINY)
+        sums = [add_up(_norms(hidden - expert)), add_up(size), add_up(cosines)]
         if on_expert is not None:
             on_expert = on_expert.float()
             sums += [add_up(_norms(on_expert - expert)), add_up(_norms(hidden - on_expert))]
@@ -183,12 +185,6 @@ class DriftMeter(Meter[Drift]):
 
 def _locate(place: str) -> str:
     return "before the first block" if place == STEM else f"after {place}"
-
-
-def _cosines(rows: Tensor, others: Tensor) -> Tensor:
-    """Compute the cosine of each row [T, d] with the same row of `others`: [T]. It is 0 for a zero vector."""
-    products = torch.einsum("td,td->t", rows, others)
-    return products / (_norms(rows) * _norms(others)).clamp_min(TINY)
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -135,7 +135,10 @@ def describe_merge_fit(
 ) -> list[str]:
     """Describe, in sentences, what is suspicious about these models as a merge. `built` says that this run merged them
     itself. `is_calibrated` says that featcal calibrated merged before, so the experts need not explain it."""
-    names = _choose_names((merged, base, *experts.values()), architecture)
+    # some weights that all models have, spread over the depth of the model
+    known = set.intersection(*(set(model.parameters) for model in (merged, base, *experts.values())))
+    names = [name for name, _ in linear_weights(merged, architecture) if name in known]
+    names = names[:: max(1, -(-len(names) // SAMPLED_TENSORS))]
     if not names:
         return []
     start, end = _sample(base, names), _sample(merged, names)
@@ -208,13 +211,6 @@ def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor]
             yield f"{what} the same weights as merged (where they were sampled): is merged a merge?"
         if len(tasks) > 1:
             yield f"experts {named} hold the same weights (where they were sampled): is one a mistake?"
-
-
-def _choose_names(models: tuple[Model, ...], architecture: Architecture) -> list[str]:
-    """Choose the names of some weights that all models have, spread over the depth of the model."""
-    known = set.intersection(*(set(model.parameters) for model in models))
-    shared = [name for name, _ in linear_weights(models[0], architecture) if name in known]
-    return shared[:: max(1, -(-len(shared) // SAMPLED_TENSORS))]
 
 
 def _sample(model: Model, names: list[str]) -> Tensor:

@@ -180,16 +180,16 @@ def find_architecture(
         reached=reached,
         head=called - reached,
         stems=frozenset(before),
-        needs_full_batches=any(rows.may_hold_padding for block in blocks for rows in _all_rows(block)),
+        needs_full_batches=any(
+            rows.may_hold_padding
+            for block in blocks
+            for rows in (block.rows, *(rows for module in block.modules for rows in module.rows))
+        ),
         draws=any(run.first.depth.draws for run in runs.values()),
         notes=tuple(
             f"{path} is left unchanged: no example reaches it" for path in unreached_lists(model, order, called)
         ),
     )
-
-
-def _all_rows(block: Block) -> list[Rows]:
-    return [block.rows, *(rows for module in block.modules for rows in module.rows)]
 
 
 def no_blocks(model_class: type, where: str = "") -> ArchitectureError:

@@ -136,10 +136,6 @@ def unreached_lists(model: nn.Module, blocks: Sequence[str], called: Collection[
             yield path
 
 
-def _is_convolution(module: nn.Module) -> bool:
-    return any("conv" in base.__name__.lower() for base in type(module).__mro__)
-
-
 def explain_skipped(
     module: nn.Module, value: Tensor, holders: Mapping[int, int], parts: Mapping[str, FunctionalLinear], run: Trace
 ) -> str:
@@ -147,7 +143,8 @@ def explain_skipped(
     is empty if functions use slices of it (`parts`) as weights, which can then be calibrated."""
     if not parts:
         # a stack of matrices may be a mixture's, whose experts the run did not reach, if there was a run at all
-        is_stack = value.ndim == 3 and len(value) > 1 and not _is_convolution(module)
+        is_convolution = any("conv" in base.__name__.lower() for base in type(module).__mro__)
+        is_stack = value.ndim == 3 and len(value) > 1 and not is_convolution
         return UNSEEN if is_stack and (run.routed or not run.calls) else "neither a Linear nor a norm"
     if any(map(run.is_router, parts)):
         return ROUTER

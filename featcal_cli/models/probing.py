@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
@@ -97,7 +97,10 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
             except ForwardError as error:
                 problem = problem or error
             else:
-                return ProbeRun(entry, one, other, axes, find_blocks(model, one), _has_other_inputs(batch, axes))
+                # ids of several choices have no axis of tokens
+                lengths = axes.get(ENCODER_AXIS, (0, 0)) if "input_ids" in batch else (0, 1)
+                has_others = lengths[0] != lengths[1] and any(x.is_floating_point() for x in batch.values())
+                return ProbeRun(entry, one, other, axes, find_blocks(model, one), has_others)
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     assert problem is not None
     raise DataError(
@@ -105,12 +108,6 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
         where=f"{task}: an example has {shapes}",
         fix="give all inputs that its forward needs, no more tokens than it takes, and check merged's config.json",
     ) from problem
-
-
-def _has_other_inputs(batch: Batch, axes: Axes) -> bool:
-    # ids of several choices have no axis of tokens
-    lengths = axes.get(ENCODER_AXIS, (0, 0)) if "input_ids" in batch else (0, 1)
-    return lengths[0] != lengths[1] and any(tensor.is_floating_point() for tensor in batch.values())
 
 
 def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[str]:
@@ -140,12 +137,8 @@ def make_probes(batch: Batch, resize: Collection[str]) -> tuple[tuple[Batch, Bat
         axes[axis] = (long, short if short > 0 else long + AXIS_STEPS[axis])
         for probe, size in zip(probes, axes[axis], strict=True):
             for name in names:
-                probe[name] = _resize(probe[name], size, whole=is_mask(name, batch[name]))
+                # the last column is repeated where there are fewer
+                columns = torch.arange(size).clamp_max(probe[name].shape[1] - 1)
+                resized = probe[name][:, columns]
+                probe[name] = torch.ones_like(resized) if is_mask(name, batch[name]) else resized
     return (probes[0], probes[1]), axes
-
-
-def _resize(tensor: Tensor, size: int, *, whole: bool) -> Tensor:
-    """Return the first `size` columns of a tensor, with the last column repeated if there are fewer. If `whole`, every
-    value becomes one."""
-    columns = torch.arange(size).clamp_max(tensor.shape[1] - 1)
-    return torch.ones_like(tensor[:, columns]) if whole else tensor[:, columns]
