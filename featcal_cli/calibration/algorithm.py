@@ -55,6 +55,8 @@ def calibrate_blocks(
             try:
                 report = _calibrate_block(job, visit, hyperparameters, bias, here, watch)
             except NumericsError as error:
+                for runner in (job.merged, job.base, *job.experts.values()):
+                    runner.check_no_huge_weight()
                 if error.where:
                     raise
                 raise NumericsError(error.what, where=f"block {visit.block.name}", fix=error.fix) from error

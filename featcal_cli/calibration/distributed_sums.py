@@ -34,15 +34,10 @@ class MakeMoments(Protocol):
 
 
 def sum_over_ranks(
-    sums: TaskMoments,
-    ranks: Ranks,
-    owners: dict[str, int],
-    order: Sequence[str],
-    make: MakeMoments,
-    device: torch.device,
+    sums: TaskMoments, ranks: Ranks, owners: dict[str, int], make: MakeMoments, device: torch.device
 ) -> TaskMoments:
     """Add up one task's moments over all ranks. The owner of a module gets its sums, and the other ranks lose theirs;
-    `sums` is emptied. owners: the rank of each module, which is added for new ones; order: the names of all modules.
+    `sums` is emptied. owners: the rank of each module, which is added for new ones.
     Raises FeatCalError if ranks treat the same modules differently."""
     if ranks.size == 1:
         return sums
@@ -60,14 +55,13 @@ def sum_over_ranks(
         if owner == ranks.rank:
             total.linear[names] = moments
         del moments
-    for name in order:
-        widths = [(rows, width) for summary in summaries for at, (rows, width) in summary.norms.items() if at == name]
-        if widths and name not in total.skipped:
-            owner = owners.setdefault(name, _least_busy(owners, ranks))
-            norm = sums.norms.get(name) or NormMoments()
-            norm.sum_over_ranks(sum(rows for rows, _ in widths), widths[0][1], device, partial(ranks.add_up, to=owner))
-            if owner == ranks.rank:
-                total.norms[name] = norm
+    for name in dict.fromkeys(name for summary in summaries for name in summary.norms if name not in total.skipped):
+        widths = [summary.norms[name] for summary in summaries if name in summary.norms]
+        owner = owners.setdefault(name, _least_busy(owners, ranks))
+        norm = sums.norms.get(name) or NormMoments()
+        norm.sum_over_ranks(sum(rows for rows, _ in widths), widths[0][1], device, partial(ranks.add_up, to=owner))
+        if owner == ranks.rank:
+            total.norms[name] = norm
     return total
 
 

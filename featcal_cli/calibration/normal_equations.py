@@ -129,8 +129,7 @@ class _TaskCollector:
             self._add_batch(seen)
             del seen  # a batch's features are large, and the next one's are made before this name has them
         checksums = [moments.checksum for moments in self._sums.linear.values() if moments.rows]
-        order, device = list(self._modules), visit.merged.device
-        sums = sum_over_ranks(self._sums, visit.ranks, visit.owners, order, self._make_moments, device)
+        sums = sum_over_ranks(self._sums, visit.ranks, visit.owners, self._make_moments, visit.merged.device)
         equations.skipped |= sums.skipped
         for names, moments in sums.linear.items():
             if not moments.rows:

@@ -78,6 +78,8 @@ class BlockRunner:
         self._held: dict[tuple[str, bool], tuple[dict[str, nn.Parameter], list[Tensor]]] = {}
         """Parameters by name, and buffers, of each module that was brought, with or without those further inside:
         looking for them takes long."""
+        self._huge = ""
+        """The latest weight that was read and is too large to compute with, if there is one."""
         self._is_open = False
         self._undo = ExitStack()
         self._install()
@@ -290,14 +292,23 @@ class BlockRunner:
         self._check({name: x for name, x in new.items() if id(x) in self._needed and x.is_floating_point()})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise NumericsError if a parameter holds NaN or infinity, or a number that is too large to compute with."""
+        """Raise NumericsError if a parameter holds NaN or infinity."""
         largest = torch.stack([find_largest(x) for x in parameters.values()]).tolist() if parameters else []
         for name, value in zip(parameters, largest, strict=True):
-            if not value <= HUGE:
-                held = f"a weight of {value:.3g} in {name}, which is too large to compute with"
-                what = held if isfinite(value) else f"NaN or infinity in {name}"
-                fix = "use another checkpoint; this one is broken"
-                raise NumericsError(f"{self.model.role} has {what}", where=self.model.snapshot.name, fix=fix)
+            if not isfinite(value):
+                raise self._broken(f"NaN or infinity in {name}")
+            if value > HUGE:
+                self._huge = f"a weight of {value:.3g} in {name}, which is too large to compute with"
+
+    def check_no_huge_weight(self) -> None:
+        """Raise NumericsError if a weight that has been read is too large to compute with. Call this if some numbers
+        were not finite: often the activations after such a weight make its products harmless."""
+        if self._huge:
+            raise self._broken(self._huge)
+
+    def _broken(self, held: str) -> NumericsError:
+        fix = "use another checkpoint; this one is broken"
+        return NumericsError(f"{self.model.role} has {held}", where=self.model.snapshot.name, fix=fix)
 
     def _dtype_of(self, holder: Tensor) -> torch.dtype:
         """Return the dtype that a tensor has while it is on the device."""

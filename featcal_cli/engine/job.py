@@ -72,6 +72,8 @@ class Job:
     fitted: Mapping[str, Sequence[Part]]
     """This rank's parts of the batches of calibration examples, by task."""
     drift: Measurement
+    offloader: Offloader
+    """The offloader of the tensors that passes are paused with."""
     checked: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     """This rank's parts of the batches on which updates are checked before they are loaded, by task."""
     second: Measurement | None = None
@@ -80,8 +82,6 @@ class Job:
     """The head, if it is calibrated; None if it is not."""
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token has weight 1 and every other token OTHER_TOKENS."""
-    offloader: Offloader | None = None
-    """The offloader of paused passes; None if all their tensors stay on the device."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
     """Files with the results of `measure_output_gradients`, by task. Empty if errors are measured in features alone."""
     ranks: Ranks = field(default_factory=Ranks)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -23,7 +23,7 @@ from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.runtime import hardware
 
-PassGroup = TypeVar("PassGroup", "PairedPass", DriftProbe, BlockContribution)
+PassGroup = TypeVar("PassGroup", bound="PairedPass | DriftProbe | BlockContribution")
 Observed: TypeAlias = tuple[Features, CapturedRun, PausedForward]
 """Module inputs of the student, what was captured of the expert, and the student's pass."""
 
@@ -52,19 +52,12 @@ class PairedPass:
 class Passes:
     """All passes of a job, by task, with one entry per batch."""
 
-    fitted: dict[str, list[PairedPass]]
+    fitted: dict[str, list[PairedPass]] = field(default_factory=dict)
     """Passes on the calibration examples."""
-    checked: dict[str, list[PairedPass]]
+    checked: dict[str, list[PairedPass]] = field(default_factory=dict)
     """Passes on the examples on which updates are checked."""
-    measured: dict[str, list[DriftProbe]]
-    """Passes on the examples on which only drift is measured."""
-    switched: dict[str, list[BlockContribution]]
-    """Passes on the few examples on which each block's contribution to the final drift is measured."""
-
-    @property
-    def pairs(self) -> list[PairedPass]:
-        """All pairs of passes in `fitted` and `checked`."""
-        return [pair for pairs in (*self.fitted.values(), *self.checked.values()) for pair in pairs]
+    measured: dict[str, list[DriftProbe | BlockContribution]] = field(default_factory=dict)
+    """Passes on the examples on which only drift is measured, or each block's contribution to it."""
 
 
 def forward_order(job: Job) -> Iterator[BlockVisit]:
@@ -72,7 +65,7 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
     its end, when the passes run through the block. During a visit all models except the experts have this block on the
     device; the experts have it there one after another."""
     hardware.reuse_memory()
-    passes, done = Passes({}, {}, {}, {}), list[Block]()
+    passes, done = Passes(), list[Block]()
     try:
         with job.ranks.on_its_own():
             _start_passes(job, passes)
@@ -87,9 +80,8 @@ def forward_order(job: Job) -> Iterator[BlockVisit]:
             visit.release()
             done.append(block)
     finally:
-        groups: Iterable[Iterable[PausedForward]] = chain(
-            passes.pairs, *passes.measured.values(), *passes.switched.values()
-        )
+        kinds = (passes.fitted, passes.checked, passes.measured)
+        groups: Iterable[Iterable[PausedForward]] = chain(*(of_task for kind in kinds for of_task in kind.values()))
         for paused in chain.from_iterable(groups):
             paused.close()
         drop_weights(job.merged.device)
@@ -106,17 +98,7 @@ def _start_passes(job: Job, passes: Passes) -> None:
             with expert.on_device():
                 passes.fitted[task] = [_start_pair(job, task, part) for part in job.fitted.get(task, ())]
                 passes.checked[task] = [_start_pair(job, task, part) for part in job.checked.get(task, ())]
-                probes = (
-                    DriftProbe(job, measurement, task, job.merged.place(batch))
-                    for measurement in job.measurements
-                    for batch in measurement.batches.get(task, ())
-                )
-                passes.measured[task] = [_offload(job, probe) for probe in probes]
-                traced = (
-                    BlockContribution(job, job.drift, task, job.merged.place(x))
-                    for x in job.drift.switched.get(task, ())
-                )
-                passes.switched[task] = [_offload(job, probe) for probe in traced]
+                passes.measured[task] = [_offload(job, probe) for probe in _start_probes(job, task)]
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
@@ -124,6 +106,14 @@ def _start_passes(job: Job, passes: Passes) -> None:
     hardware.trim_heap()
     for measurement in job.measurements:
         measurement.settle()
+
+
+def _start_probes(job: Job, task: str) -> Iterator[DriftProbe | BlockContribution]:
+    for measurement in job.measurements:
+        for batch in measurement.batches.get(task, ()):
+            yield DriftProbe(job, measurement, task, job.merged.place(batch))
+        for batch in measurement.switched.get(task, ()):
+            yield BlockContribution(job, measurement, task, job.merged.place(batch))
 
 
 def _start_pair(job: Job, task: str, part: Part) -> PairedPass:
@@ -135,11 +125,10 @@ def _start_pair(job: Job, task: str, part: Part) -> PairedPass:
 
 def _offload(job: Job, group: PassGroup) -> PassGroup:
     """Let the offloader move the tensors that passes are paused with, and their inputs, which few models read again."""
-    if job.offloader is not None:
-        paused = list(group.tensors)
-        ids = set(map(id, paused))
-        job.offloader.put(paused)
-        job.offloader.put_aside(x for forward in group for x in forward.batch.values() if id(x) not in ids)
+    paused = list(group.tensors)
+    ids = set(map(id, paused))
+    job.offloader.put(paused)
+    job.offloader.put_aside(x for forward in group for x in forward.batch.values() if id(x) not in ids)
     return group
 
 
@@ -181,7 +170,7 @@ class BlockVisit:
         self._is_last_part = True
         self._solved: list[Module] = []
         """The modules of earlier parts, whose weights stay as they are from then on."""
-        self._room = OutputRoom(job.offloader.room_for_outputs if job.offloader is not None else 0)
+        self._room = OutputRoom(job.offloader.room_for_outputs)
         self._released: set[str] = set()
         """Tasks whose expert is finished with this block."""
 
@@ -247,8 +236,7 @@ class BlockVisit:
                     (tokens[task] / here, sum(tokens.values()) / here),
                 )
                 del x_cal, captured  # which are large, while the next pair is run
-            if self._job.offloader is not None:
-                self._job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
+            self._job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observed]:
         """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
@@ -310,7 +298,8 @@ class BlockVisit:
         pairs = (*self._passes.fitted[task], *self._passes.checked[task])
         for pair in self._in_turn([pair for pair in pairs if pair.expert.is_at(self.block)]):
             self._go_through(task, pair.expert)
-        for probe in self._in_turn(self._passes.measured[task]):
+        probes = [probe for probe in self._passes.measured[task] if isinstance(probe, DriftProbe)]
+        for probe in self._in_turn(probes):
             probe.run_expert(self.block, self._done)
 
     def finish(self) -> None:
@@ -327,8 +316,6 @@ class BlockVisit:
                             job.head.add(task, pair.student, pair.expert, pair.examples, checked=bool(checked))
                 for probe in self._in_turn(self._passes.measured[task]):
                     probe.go_through(self.block, self._done)
-                for traced in self._in_turn(self._passes.switched[task]):
-                    traced.go_through(self.block, self._done)
             if self._is_last(task):
                 expert.give_back()  # its head too, if outputs were measured
             elif task not in self._released:
@@ -348,7 +335,7 @@ class BlockVisit:
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
         """Yield groups of passes one after another, each with its tensors on the device."""
         for group in groups:
-            with self._job.offloader.lend(partial(getattr, group, "tensors")) if self._job.offloader else nullcontext():
+            with self._job.offloader.lend(partial(getattr, group, "tensors")):
                 yield group
 
     def _prefetch_after(self, task: str) -> None:

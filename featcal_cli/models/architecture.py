@@ -35,8 +35,8 @@ from featcal_cli.models.module_kinds import (
     read_parameters,
     split_systems,
 )
-from featcal_cli.models.probing import ProbeRun, probe_model
-from featcal_cli.models.token_rows import OWN_AXIS, Axes, Rows
+from featcal_cli.models.probing import BlockProbe, ProbeRun, probe_model
+from featcal_cli.models.token_rows import OWN_AXIS, Rows
 from featcal_cli.models.tracing import Trace
 from featcal_cli.runtime.errors import ArchitectureError
 
@@ -202,8 +202,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     """Describe one block: the modules to calibrate, with their rows, and the parts that are left unchanged, with
     reasons."""
     modules, skipped = [], []
-    calls = run.first.calls.count(name)
-    rows, axes = run.rows_of_block(name)
+    probe = BlockProbe(run, name)
     works = run.first.functional.items()
     biases = {work.bias.parameter for path, work in works if work.bias and not run.first.is_router(path)}
     # a probe's few tokens reach some experts only: what is seen of one holds for all with its pattern of path
@@ -218,7 +217,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
             for key, value in parameters.items():
                 inner = f"{path}.{key}".lstrip(".")
                 if f"{name}.{inner}" not in biases:  # else what it is added to says all
-                    multiplied, reason = _describe_parameter(name, inner, value, module, run, calls, axes, holders)
+                    multiplied, reason = _describe_parameter(probe, inner, value, module, holders)
                     modules += multiplied
                     skipped += [(inner, reason)] if reason else []
         elif mixture and run.first.is_router(full):
@@ -228,13 +227,13 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
         elif kind not in LINEAR_KINDS and norms == "none":
             skipped.append((path, "norms are switched off"))
         elif kind in LINEAR_KINDS or norms == "all" or "bias" in parameters:
-            read, overwritten = run.rows_of_module(full, calls, axes, module), full in run.first.overwritten
+            read, overwritten = probe.rows_of_module(full, module), full in run.first.overwritten
             if same := mixture.get(wildcard_path(held, path)):
-                read = run.rows_of_experts([f"{name}.{x}" for x in same], axes)
+                read = probe.rows_of_experts([f"{name}.{x}" for x in same])
                 if kind not in LINEAR_KINDS:
                     skipped.append((path, "it is a norm inside an expert of a mixture"))
                     continue
-            elif run.gives_no_rows(full):
+            elif probe.gives_no_rows(full):
                 skipped.append((path, "no token of the first examples reaches it"))
                 continue
             work = run.first.functional.get(full) if full not in run.first.calls else None
@@ -244,8 +243,7 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
         else:
             called = "scale" if kind == "scale" else "norm"
             skipped.append((path, f"a {called} without bias; `norms: all` calibrates it"))
-    holds = _find_held(rows, axes, run)
-    if holds == "padded text":
+    if probe.holds == "padded text":
         # what the model pads itself no batch of ours can avoid: only rows that are single tokens are known to count
         unknown = {x.name for x in modules if any(row.may_hold_padding and row.axis != OWN_AXIS for row in x.rows)}
         skipped += [(path, UNMATCHED) for path in sorted(unknown)]
@@ -254,51 +252,30 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
     gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
-    return Block(name, tuple(modules), tuple(skipped), rows, calls, overwritten, holds, gating_modules)
-
-
-def _find_held(rows: Rows, axes: Axes, run: ProbeRun) -> Literal["text", "padded text", "patches"]:
-    """Return the content of a block's hidden states [B, n, d]. If texts of different lengths give equally many rows,
-    the rows are patches when the model has other inputs than text, else a text that the model pads itself (as windowed
-    attention may need)."""
-    lengths = axes.get(OWN_AXIS) if rows.axis == OWN_AXIS else None
-    if lengths is None or lengths[0] != lengths[1]:
-        return "text"
-    return "patches" if run.other_inputs else "padded text"
+    parts = tuple(modules), tuple(skipped)
+    return Block(name, *parts, probe.rows, probe.calls, overwritten, probe.holds, gating_modules)
 
 
 def _describe_parameter(
-    block: str,
-    inner: str,
-    value: Tensor,
-    module: nn.Module,
-    run: ProbeRun,
-    calls: int,
-    axes: Axes,
-    holders: Mapping[int, int],
+    probe: BlockProbe, inner: str, value: Tensor, module: nn.Module, holders: Mapping[int, int]
 ) -> tuple[list[Module], str]:
     """Describe how functions use a parameter of a module that is neither a Linear nor a norm. Returns the calibratable
     modules that the parameter is made of; or no modules, and the reason why it is left unchanged."""
+    prefix, run = f"{probe.name}.", probe.first
     parts = {
-        part: functional.without_prefix(f"{block}.")
-        for part, functional in run.first.functional.items()
-        if functional.weight.parameter == f"{block}.{inner}"
+        part: functional.without_prefix(prefix)
+        for part, functional in run.functional.items()
+        if functional.weight.parameter == prefix + inner
     }
-    if reason := explain_skipped(module, value, holders, parts, run.first):
+    if reason := explain_skipped(module, value, holders, parts, run):
         return [], reason
-    if run.first.routed.keys() & parts.keys():
-        source = run.rows_of_experts(parts, axes)
+    if run.routed.keys() & parts.keys():
+        source = probe.rows_of_experts(parts)
         experts = expand_experts(next(iter(parts.values())), value.shape)
         names = [(x, x.weight.name(value.shape)) for x in experts]
         return [Module(name, "linear", source, False, x, routed=x.weight.size) for x, name in names], ""
     return [
-        Module(
-            part.removeprefix(f"{block}."),
-            "linear",
-            run.rows_of_module(part, calls, axes),
-            part in run.first.overwritten,
-            functional,
-        )
+        Module(part.removeprefix(prefix), "linear", probe.rows_of_module(part), part in run.overwritten, functional)
         for part, functional in parts.items()
     ], ""
 

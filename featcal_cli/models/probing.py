@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -45,44 +46,60 @@ class ProbeRun:
     other_inputs: bool = False
     """Whether the model has other inputs than text, and the text's length differs between the probes."""
 
-    def rows_of_block(self, block: str) -> tuple[Rows, Axes]:
-        """Return the meaning of the rows of the block's hidden states, and all token axes, including the block's own
-        axis if it has one."""
-        axes = dict(self.axes)
-        if block not in self.first.shapes:
-            return Rows(), axes
-        first, second = self.first.shapes[block][0], self.second.shapes[block][0]
-        rows = learn_rows(first, second, axes, other_inputs=self.other_inputs)
-        if not rows.axis and len(first) == len(second) == 3 and (first[0], second[0]) == PROBE_EXAMPLES:  # [B, n, d]
-            axes[OWN_AXIS] = (first[1], second[1])
-            rows = learn_rows(first, second, axes, other_inputs=self.other_inputs)
-        return rows, axes
 
-    def rows_of_module(
-        self, path: str, block_calls: int, axes: Axes, module: nn.Module | None = None
-    ) -> tuple[Rows, ...]:
-        """Return the meaning of the rows that a module reads, for each of its calls in one run of its block."""
+class BlockProbe:
+    """What the probes show of one block."""
+
+    def __init__(self, run: ProbeRun, block: str) -> None:
+        self.name, self.first, self._run = block, run.first, run
+        self.calls = run.first.calls.count(block)
+        self.rows = Rows()
+        """Meaning of the rows of the block's hidden states."""
+        self._axes = dict(run.axes)
+        """All token axes, including the block's own axis if it has one."""
+        if block not in run.first.shapes:
+            return
+        first, second = run.first.shapes[block][0], run.second.shapes[block][0]
+        self.rows = self._learn(first, second)
+        if not self.rows.axis and len(first) == len(second) == 3 and (first[0], second[0]) == PROBE_EXAMPLES:
+            self._axes[OWN_AXIS] = (first[1], second[1])  # [B, n, d]
+            self.rows = self._learn(first, second)
+
+    @property
+    def holds(self) -> Literal["text", "padded text", "patches"]:
+        """The content of the block's hidden states [B, n, d]. If texts of different lengths give equally many rows, the
+        rows are patches when the model has other inputs than text, else a text that the model pads itself (as windowed
+        attention may need)."""
+        lengths = self._axes.get(OWN_AXIS) if self.rows.axis == OWN_AXIS else None
+        if lengths is None or lengths[0] != lengths[1]:
+            return "text"
+        return "patches" if self._run.other_inputs else "padded text"
+
+    def rows_of_module(self, path: str, module: nn.Module | None = None) -> tuple[Rows, ...]:
+        """Return the meaning of the rows that a module reads, for each of its calls in one run of the block."""
         first, second = (
-            [rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (self.first, self.second)
+            [rows_shape(module, shape) for shape in of.shapes.get(path, [])] for of in (self.first, self._run.second)
         )
-        calls, rest = divmod(len(first), max(block_calls, 1))
+        calls, rest = divmod(len(first), max(self.calls, 1))
         if len(first) != len(second) or rest:
             return (Rows(may_hold_padding=True),)
-        pairs = zip(first[:calls], second[:calls], strict=True)
-        return tuple(learn_rows(a, b, axes, other_inputs=self.other_inputs) for a, b in pairs)
+        return tuple(self._learn(*pair) for pair in zip(first[:calls], second[:calls], strict=True))
 
-    def rows_of_experts(self, paths: Collection[str], axes: Axes) -> tuple[Rows, ...]:
+    def rows_of_experts(self, paths: Collection[str]) -> tuple[Rows, ...]:
         """Return the meaning of the rows from which a mixture takes the tokens for these modules of its experts."""
-        routed = [[trace.routed[path] for path in paths if path in trace.routed] for trace in (self.first, self.second)]
+        routed = [[of.routed[path] for path in paths if path in of.routed] for of in (self.first, self._run.second)]
         if not all(routed):
             return (Rows(may_hold_padding=True),)
-        return (learn_rows(routed[0][0], routed[1][0], axes, other_inputs=self.other_inputs),)
+        return (self._learn(routed[0][0], routed[1][0]),)
 
     def gives_no_rows(self, path: str) -> bool:
         """Tell whether every input of a module has no rows. An adapter for a language that no example is in has such
         inputs."""
-        shapes = [shape for of in (self.first, self.second) for shape in of.shapes.get(path, ())]
+        shapes = [shape for of in (self.first, self._run.second) for shape in of.shapes.get(path, ())]
         return bool(shapes) and all(0 in shape for shape in shapes)
+
+    def _learn(self, first: torch.Size, second: torch.Size) -> Rows:
+        return learn_rows(first, second, self._axes, other_inputs=self._run.other_inputs)
 
 
 def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:

@@ -110,7 +110,8 @@ class Setup:
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
         weights, at which tokens. Writes a safetensors file with the fields of OutputGradients for each task to
-        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated."""
+        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated, and
+        NumericsError for weights that are too large."""
         dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
@@ -123,6 +124,7 @@ class Setup:
                 how = count_directions(len(self.examples)), self.calibration.seed, self.ranks
                 measured = measure_output_gradients(expert, self.architecture, entry, batches, *how)
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
+                    expert.check_no_huge_weight()
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
             finally:
                 expert.retire()

@@ -57,7 +57,7 @@ class Counting(Offloader):
             yield
 
 
-def features_with(prepared: Prepared, offloader: Offloader | None) -> tuple[list[Tensor], object]:
+def features_with(prepared: Prepared, offloader: Offloader) -> tuple[list[Tensor], object]:
     """All inputs of all modules of student and experts, block by block, and the drift that is measured."""
     job = prepared.to_calibrate()
     job.offloader = offloader
@@ -80,9 +80,9 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def expected(prepared: Prepared) -> tuple[list[Tensor], object]:
+def expected(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Tensor], object]:
     """What comes of passes that stay on the device."""
-    return features_with(prepared, None)
+    return features_with(prepared, Offloader(prepared.device, 1 << 40, 0, tmp_path_factory.mktemp("none")))
 
 
 @pytest.mark.parametrize("rooms", [(0, 0), (40 * KIB, 80 * KIB), (0, 1 << 30)])
