@@ -138,13 +138,7 @@ class DriftMeter(Meter[Drift]):
         self._refuse_vanishing = refuse_vanishing
 
     def add(
-        self,
-        place: str,
-        task: str,
-        role: str,
-        hidden: Tensor,
-        expert: Tensor,
-        on_expert: Tensor | None = None,
+        self, place: str, task: str, role: str, hidden: Tensor, expert: Tensor, on_expert: Tensor | None = None
     ) -> None:
         """Add the features [T, d] of the same tokens in the model and in the task's expert. `on_expert` is the output
         of the model's block on the expert's input; it is needed to split the drift. Raises NumericsError if token

@@ -61,12 +61,7 @@ class CapturedRun(NamedTuple):
 
 
 def run_captured(
-    runner: BlockRunner,
-    paused: PausedForward,
-    block: Block,
-    *,
-    to_end: bool = True,
-    decided: Sequence[Any] = (),
+    runner: BlockRunner, paused: PausedForward, block: Block, *, to_end: bool = True, decided: Sequence[Any] = ()
 ) -> tuple[CapturedRun, Any]:
     """Run the block before which the pass is paused. Returns the captured inputs and outputs of its modules, and its
     own output. Unless `to_end`, the run stops once the last of these modules has returned. `decided` holds the routing

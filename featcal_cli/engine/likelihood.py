@@ -43,10 +43,7 @@ def looks_ahead(runner: BlockRunner, architecture: Architecture) -> bool:
 
 
 def _run_through(
-    runner: BlockRunner,
-    architecture: Architecture,
-    batches: Mapping[str, Sequence[Batch]],
-    load: Callable[[int], None],
+    runner: BlockRunner, architecture: Architecture, batches: Mapping[str, Sequence[Batch]], load: Callable[[int], None]
 ) -> Iterator[tuple[str, PausedForward]]:
     """Run a model's passes over all batches, block by block, and yield each when it has ended, with its task."""
     load(len(architecture.blocks))

@@ -32,11 +32,7 @@ class OutputRoom:
 
 @contextmanager
 def reusing_outputs(
-    paused: PausedForward,
-    block: Block,
-    room: OutputRoom,
-    final: Collection[str],
-    unneeded: Collection[str] = (),
+    paused: PausedForward, block: Block, room: OutputRoom, final: Collection[str], unneeded: Collection[str] = ()
 ) -> Iterator[None]:
     """Return a context in which runs of the block, before which the pass is paused, reuse what earlier ones computed.
 

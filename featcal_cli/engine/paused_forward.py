@@ -17,14 +17,7 @@ from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import (
-    BlockCall,
-    StopBlock,
-    all_finite,
-    cast_floats,
-    copy_caches,
-    tensors_in,
-)
+from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, copy_caches, tensors_in
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 
