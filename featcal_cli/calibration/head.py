@@ -275,32 +275,28 @@ def calibrate_head(job: Job, head: Head) -> BlockReport:
     that is best on held-out rows is kept. A head that cannot be calibrated stays, and the report says why."""
     started = time.monotonic()
     obstacle = next(filter(None, job.ranks.gather(head.obstacle)), "")
+    modules, divergence = list[ModuleReport](), None
     try:
-        found = _Solved([], None) if obstacle else _solve(job, head)
+        if not obstacle:
+            modules, divergence = _solve(job, head)
     except (RuntimeError, MemoryError) as error:
         # other ranks do not know of it
         if not is_out_of_memory(error) or job.ranks.size > 1:
             raise
-        found, obstacle = _Solved([], None), "there is not enough memory to calibrate it"
+        obstacle = "there is not enough memory to calibrate it"
     finally:
         # of the heads, which nothing needs any more
         drop_weights(job.merged.device)
         head.inputs.clear()
-    obstacle = obstacle or ("" if found.modules else "the predictions of an expert are not finite")
+    obstacle = obstacle or ("" if modules else "the predictions of an expert are not finite")
     skipped = [{"name": head.changed, "reason": obstacle}] if obstacle else []
     seconds = time.monotonic() - started
-    return BlockReport(head.changed, seconds, found.modules, skipped, is_head=True, divergence=found.divergence)
+    return BlockReport(head.changed, seconds, modules, skipped, is_head=True, divergence=divergence)
 
 
-class _Solved(NamedTuple):
-    """The report on the head, without one if it stays, and the divergence before and after."""
-
-    modules: list[ModuleReport]
-    divergence: tuple[float, float] | None
-
-
-def _solve(job: Job, head: Head) -> _Solved:
-    """Find the new head, or norm, and load it."""
+def _solve(job: Job, head: Head) -> tuple[list[ModuleReport], tuple[float, float] | None]:
+    """Find the new head, or norm, and load it. Returns the report on it, or none if it stays, and the divergence before
+    and after."""
     student, merged = job.student, job.merged
     with merged.on_device(), student.on_device():
         for path in {head.name, head.changed}:
@@ -314,7 +310,7 @@ def _solve(job: Job, head: Head) -> _Solved:
         # what it holds is as large as the head
         del fitted
         if update is None:
-            return _Solved([], None)
+            return [], None
         share, divergence = None, None
         held_out = _measure(job, head, own.get("bias"), checked=True)
         if held_out.rows:
@@ -333,7 +329,7 @@ def _solve(job: Job, head: Head) -> _Solved:
             elif name == "weight" and size:
                 student.replace(parameter, found)
         kind = kind_of(merged.module(head.changed)) or "linear"
-    return _Solved([ModuleReport("", kind, rows, size, share)], divergence)
+    return [ModuleReport("", kind, rows, size, share)], divergence
 
 
 def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Divergence:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from featcal_cli.calibration.distributed_sums import sum_over_ranks
 from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedMoments
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import choose_precision
+from featcal_cli.calibration.linear_algebra import ACCUMULATE, choose_precision
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
 from featcal_cli.calibration.output_metric import MetricEquations, weigh_tokens
 from featcal_cli.calibration.solver import (
@@ -60,7 +60,9 @@ def collect_equations(
                 if held_out := equations.held_out:
                     held_out.skipped, held_out.omegas = dict(equations.skipped), equations.omegas
                     checks.append(_TaskCollector(visit, task, hyperparameters, held_out, checked=True).add(factors))
-                _check_features(visit, task, checks)
+                for number, checksum in enumerate(torch.stack(checks).tolist()):
+                    if not isfinite(checksum):
+                        raise _find_infinity(visit, task, checked=number == 1)
     if not visit.tasks:
         equations.skipped = {module.name: "no expert's examples reach it" for module in visit.part.modules}
     else:
@@ -114,14 +116,15 @@ class _TaskCollector:
         self._sizes = visit.gradients(task, "sizes") if by_output else {}
         """Sizes of gradients at the task's tokens, by module."""
 
-    def add(self, factors: Mapping[str, Tensor]) -> list[Tensor]:
+    def add(self, factors: Mapping[str, Tensor]) -> Tensor:
         """Add the task's sums, its expert's parameters and the `factors` of its output metric to the equations. Returns
-        numbers that are finite if all rows were finite."""
+        a number [] that is finite if all rows were finite."""
         visit, task, equations = self._visit, self._task, self._equations
         for seen in visit.features(task, checked=self._checked):
             self._add_batch(seen)
             del seen  # a batch's features are large, and the next one's are made before this name has them
         checksums = [moments.checksum for moments in self._sums.linear.values() if moments.rows]
+        checksum = sum(checksums, start=torch.zeros((), dtype=ACCUMULATE, device=visit.merged.device))
         sums = sum_over_ranks(self._sums, visit.ranks, visit.owners, self._make_moments, visit.merged.device)
         equations.skipped |= sums.skipped
         for names, moments in sums.linear.items():
@@ -144,7 +147,7 @@ class _TaskCollector:
                 of_merged = self._parameters(visit.merged, [name])
                 equations.norms[name] = NormEquations(of_merged[name], self._hyperparameters)
             equations.norms[name].add_task(norm_moments, self._parameters(visit.expert(task), [name])[name])
-        return checksums
+        return checksum
 
     def _parameters(self, runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
         return {name: parameters_of(runner, self._visit.block, name) for name in names}
@@ -291,17 +294,6 @@ class _TaskCollector:
 
     def _merged_module(self, module: Module) -> nn.Module:
         return self._visit.merged.module(f"{self._visit.block.name}.{module.name}")
-
-
-def _check_features(visit: BlockVisit, task: str, checksums: Sequence[Sequence[Tensor]]) -> None:
-    """Raise NumericsError if the sums of features are not finite. `checksums` are those of one task's calibration
-    examples and, if there are any, those of the held-out examples on which updates are checked. All are copied from the
-    device at once."""
-    flat = [checksum for of_rows in checksums for checksum in of_rows]
-    values = iter(torch.stack(flat).tolist() if flat else ())
-    for checked, of_rows in enumerate(checksums):
-        if not all(isfinite(next(values)) for _ in of_rows):
-            raise _find_infinity(visit, task, checked=bool(checked))
 
 
 def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsError:

@@ -195,22 +195,24 @@ def _describe_equals(merged: Tensor, base: Tensor, experts: Mapping[str, Tensor]
     """Describe which of the models are equal in the sampled weights."""
     if torch.equal(merged, base) and not built:
         yield "merged holds the same weights as base (where they were sampled): is it a merge?"
+
+    def hold(tasks: Sequence[str], same: str) -> str:
+        named = list_some(tasks, last=" and ")
+        who = f"expert {named} holds" if len(tasks) == 1 else f"experts {named} hold"
+        return f"{who} the same weights{same} (where they were sampled)"
+
     of_base = [task for task, expert in experts.items() if torch.equal(expert, base)]
     if of_base:
-        named = "expert {} holds" if len(of_base) == 1 else "experts {} hold"
-        same = f"{named.format(list_some(of_base, last=' and '))} the same weights as base"
-        yield f"{same} (where they were sampled): {'is it' if len(of_base) == 1 else 'are they'} the fine-tuned model?"
+        yield f"{hold(of_base, ' as base')}: {'is it' if len(of_base) == 1 else 'are they'} the fine-tuned model?"
     alike: dict[bytes, list[str]] = {}
     for task, expert in experts.items():
         if task not in of_base:
             alike.setdefault(expert.numpy().tobytes(), []).append(task)
     for tasks in alike.values():
-        named = list_some(tasks, last=" and ")
         if len(experts) > 1 and torch.equal(experts[tasks[0]], merged):
-            what = f"expert {named} holds" if len(tasks) == 1 else f"experts {named} hold"
-            yield f"{what} the same weights as merged (where they were sampled): is merged a merge?"
+            yield f"{hold(tasks, ' as merged')}: is merged a merge?"
         if len(tasks) > 1:
-            yield f"experts {named} hold the same weights (where they were sampled): is one a mistake?"
+            yield f"{hold(tasks, '')}: is one a mistake?"
 
 
 def _sample(model: Model, names: list[str]) -> Tensor:
