@@ -50,12 +50,14 @@ def collect_equations(
     """Read the student's and the experts' features for every task in the visited part of the block, and build the
     equations from them. Each rank gets the equations that it is to solve. An expert's weights are not needed after its
     task is added."""
-    equations = BlockEquations(held_out=BlockEquations() if visit.checks else None)
-    with visit.ranks.on_its_own():
+    equations = BlockEquations(held_out=BlockEquations() if visit.job.checked else None)
+    with visit.job.ranks.on_its_own():
         for task in visit.tasks:
             on_task(task)
             with visit.expert_at(task):
-                factors = visit.gradients(task, "factors") if hyperparameters.metric == "output" else {}
+                factors = (
+                    visit.job.read_gradients(task, visit.part, "factors") if hyperparameters.metric == "output" else {}
+                )
                 checks = [_TaskCollector(visit, task, hyperparameters, equations, checked=False).add(factors)]
                 if held_out := equations.held_out:
                     held_out.skipped, held_out.omegas = dict(equations.skipped), equations.omegas
@@ -77,7 +79,7 @@ def _take_out_starved(visit: BlockVisit, equations: BlockEquations) -> dict[str,
         return {}
     here = {name: linear.rows for names, linear in equations.linear.items() for name in names}
     rows = Counter[str]()
-    for of_rank in visit.ranks.gather(here):
+    for of_rank in visit.job.ranks.gather(here):
         rows.update(of_rank)
     few = {
         module.name: f"{rows[module.name]} tokens are routed to it; it takes {LEAST_ROUTED} to calibrate it"
@@ -113,7 +115,7 @@ class _TaskCollector:
         self._modules = {module.name: module for module in visit.part.modules}
         self._sums = TaskMoments({}, {}, dict(equations.skipped))
         by_output = hyperparameters.metric == "output" and not checked
-        self._sizes = visit.gradients(task, "sizes") if by_output else {}
+        self._sizes = visit.job.read_gradients(task, visit.part, "sizes") if by_output else {}
         """Sizes of gradients at the task's tokens, by module."""
 
     def add(self, factors: Mapping[str, Tensor]) -> Tensor:
@@ -124,8 +126,8 @@ class _TaskCollector:
             self._add_batch(seen)
             del seen  # a batch's features are large, and the next one's are made before this name has them
         checksums = [moments.checksum for moments in self._sums.linear.values() if moments.rows]
-        checksum = sum(checksums, start=torch.zeros((), dtype=ACCUMULATE, device=visit.merged.device))
-        sums = sum_over_ranks(self._sums, visit.ranks, visit.owners, self._make_moments, visit.merged.device)
+        checksum = sum(checksums, start=torch.zeros((), dtype=ACCUMULATE, device=visit.job.merged.device))
+        sums = sum_over_ranks(self._sums, visit.job.ranks, visit.owners, self._make_moments, visit.job.merged.device)
         equations.skipped |= sums.skipped
         for names, moments in sums.linear.items():
             if not moments.rows:
@@ -135,18 +137,18 @@ class _TaskCollector:
                 raise NumericsError(what, where=task, fix=fix)
             group = self._find_group(names) or names
             if group not in equations.linear:
-                form, of_merged = self._choose_equations(moments), self._parameters(visit.merged, group)
+                form, of_merged = self._choose_equations(moments), self._parameters(visit.job.merged, group)
                 equations.linear[group] = form(of_merged, self._hyperparameters, with_bias=self._checked)
             # held-out rows have the weight of the calibration examples
             omega = equations.omegas.get((task, names[0]))
             moments.gradients = factors
-            omega = equations.linear[group].add_task(moments, self._parameters(visit.expert(task), names), omega)
+            omega = equations.linear[group].add_task(moments, self._parameters(visit.job.experts[task], names), omega)
             equations.omegas |= {(task, name): omega for name in names}
         for name, norm_moments in sums.norms.items():
             if name not in equations.norms:
-                of_merged = self._parameters(visit.merged, [name])
+                of_merged = self._parameters(visit.job.merged, [name])
                 equations.norms[name] = NormEquations(of_merged[name], self._hyperparameters)
-            equations.norms[name].add_task(norm_moments, self._parameters(visit.expert(task), [name])[name])
+            equations.norms[name].add_task(norm_moments, self._parameters(visit.job.experts[task], [name])[name])
         return checksum
 
     def _parameters(self, runner: BlockRunner, names: Iterable[str]) -> dict[str, Affine]:
@@ -195,23 +197,23 @@ class _TaskCollector:
         right-hand side in the way that is cheapest for all rows to come."""
         visit, counts = self._visit, self._visit.token_counts[self._checked]
         of_task, in_all = counts[self._task], sum(counts.values())
-        if visit.ranks.size == 1:  # of several, none may decide by its own rows
+        if visit.job.ranks.size == 1:  # of several, none may decide by its own rows
             of_task, in_all = (round(rows * part) for part in seen.row_multiples)
-        weights = [of.weight for of in self._parameters(visit.merged, names).values()]
+        weights = [of.weight for of in self._parameters(visit.job.merged, names).values()]
         d_in, d_out = weights[0].shape[1], sum(map(len, weights))
         group = self._find_group(names)
         is_dual = isinstance(self._equations.linear[group], DualEquations) if group else None
         keep_rows = is_dual_cheaper(in_all, d_in, d_out) if is_dual is None else is_dual
         # rows of several ranks do not add up, and a metric of the outputs wants G itself
-        keep_rows = keep_rows and visit.ranks.size == 1 and self._hyperparameters.metric == "features"
+        keep_rows = keep_rows and visit.job.ranks.size == 1 and self._hyperparameters.metric == "features"
         known = all(name in seen.y_exp for name in names)
         paired = keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known)
         return self._make_moments(names, paired=paired, keep_rows=keep_rows)
 
     def _make_moments(self, names: Names, *, paired: bool, keep_rows: bool = False) -> LinearMoments:
         """Create empty moments for the modules `names`. `paired`: whether their residuals r are summed."""
-        of_merged = self._parameters(self._visit.merged, names)
-        of_expert = self._parameters(self._visit.expert(self._task), names)
+        of_merged = self._parameters(self._visit.job.merged, names)
+        of_expert = self._parameters(self._visit.job.experts[self._task], names)
         first, used = of_merged[names[0]].weight, self._hyperparameters
         metric = "features" if first.ndim == 3 else used.metric
         precision = choose_precision(first.dtype, used.ridge, metric)
@@ -293,7 +295,7 @@ class _TaskCollector:
         return None if any(rows is None for rows in of_calls) else [rows for rows in of_calls if rows is not None]
 
     def _merged_module(self, module: Module) -> nn.Module:
-        return self._visit.merged.module(f"{self._visit.block.name}.{module.name}")
+        return self._visit.job.merged.module(f"{self._visit.block.name}.{module.name}")
 
 
 def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsError:

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor
 
 from featcal_cli.data.batches import Part
-from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
 from featcal_cli.engine.job import Job
@@ -137,15 +136,11 @@ class BlockVisit:
     through it."""
 
     def __init__(self, job: Job, block: Block, passes: Passes, done: Sequence[Block]) -> None:
-        self.block = block
+        self.job, self.block = job, block
         self.part = block
         """The current part: the block reduced to the modules that are being solved."""
-        self.merged = job.merged
-        self.checks = bool(job.checked)
-        """Whether updates are checked on separate examples before they are loaded."""
         self.cls_tokens = block.name in job.cls_blocks
         """Whether the first token counts most in this block."""
-        self.ranks = job.ranks
         is_here = {
             task: all(paused.is_at(block) for pair in pairs for paused in pair) for task, pairs in passes.fitted.items()
         }
@@ -166,7 +161,7 @@ class BlockVisit:
         which updates are checked."""
         self.owners: dict[str, int] = {}
         """The rank that solves each module of the block, by name, as far as they have one; empty for one rank."""
-        self._job, self._passes, self._done = job, passes, done
+        self._passes, self._done = passes, done
         self._is_last_part = True
         self._solved: list[Module] = []
         """The modules of earlier parts, whose weights stay as they are from then on."""
@@ -189,23 +184,15 @@ class BlockVisit:
         """Whether the current part belongs to a mixture's experts."""
         return any(module.is_routed for module in self.part.modules)
 
-    def expert(self, task: str) -> BlockRunner:
-        """Return the expert of a task."""
-        return self._job.experts[task]
-
-    def gradients(self, task: str, field: str) -> dict[str, Tensor]:
-        """Return a field of a task's OutputGradients for the Linear modules of the current part, by name."""
-        return self._job.read_gradients(task, self.part, field)
-
     @contextmanager
     def expert_at(self, task: str) -> Iterator[None]:
         """Keep the block of a task's expert on the device while the weights needed next are read ahead. With the last
         part, all of the expert's passes then run through the block, so that its weights are read only once."""
-        expert = self._job.experts[task]
+        expert = self.job.experts[task]
         with expert.on_device():
             self._prefetch_after(task)
             expert.bring(self.block.name)
-            self.merged.bring(self.block.name)
+            self.job.merged.bring(self.block.name)
             yield
             if self._is_last_part:
                 self._finish_expert(task)
@@ -236,23 +223,23 @@ class BlockVisit:
                     (tokens[task] / here, sum(tokens.values()) / here),
                 )
                 del x_cal, captured  # which are large, while the next pair is run
-            self._job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
+            self.job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observed]:
         """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
         part to the end of the block; the student runs up to the last module input that is needed."""
-        expert = self.expert(task)
+        expert = self.job.experts[task]
         if self.is_routed:
             # the student's routing decisions are replayed in the expert model, so that rows are the same tokens in
             # both; the expert's pass stays paused, to continue later with its own decisions
             with self._reusing(pair.student):
-                own, _ = run_captured(self._job.student, pair.student, self.part)
+                own, _ = run_captured(self.job.student, pair.student, self.part)
             captured, _ = run_captured(expert, pair.expert, self.part, decided=own.decisions)
             yield own.x, captured._replace(routes=own.routes), pair.student
             return
         if again:
-            paused = start_forward(expert, pair.expert.batch, self._job.architecture.entries[task])
-            paused.run_through([block for block in self._job.architecture.blocks if block is not self.block])
+            paused = start_forward(expert, pair.expert.batch, self.job.architecture.entries[task])
+            paused.run_through([block for block in self.job.architecture.blocks if block is not self.block])
             captured, _ = run_captured(expert, paused, self.part)
             paused.close()
         else:
@@ -261,7 +248,7 @@ class BlockVisit:
             if self._is_last_part:
                 self._go_on(task, pair.expert, output)
         with self._reusing(pair.student):
-            x_cal = run_to_last_input(self._job.student, pair.student, self.part, captured.last_call)
+            x_cal = run_to_last_input(self.job.student, pair.student, self.part, captured.last_call)
         yield x_cal, captured, pair.student
 
     def _reusing(self, paused: PausedForward) -> AbstractContextManager[None]:
@@ -269,7 +256,7 @@ class BlockVisit:
         part. In a run of the student for any part but the last, the part's own Linear modules compute nothing if all
         have one depth: only their inputs are wanted, and none of them depends on another's output."""
         part = [] if self._is_last_part else list(self.part.modules)
-        if paused.runner is not self._job.student:
+        if paused.runner is not self.job.student:
             return reusing_outputs(paused, self.block, self._room, {module.name for module in (*self._solved, *part)})
         depths = {module.depth for module in self.part.modules}
         # what is deeper may yet change with this part
@@ -280,10 +267,10 @@ class BlockVisit:
     def _observe_calls(self, task: str, pair: PairedPass) -> Iterator[Observed]:
         """Observe a block that runs several times, in new passes in which the block has its old weights in all
         calls."""
-        runners = self.expert(task), self._job.student
-        entry, batch = self._job.architecture.entries[task], pair.expert.batch
+        runners = self.job.experts[task], self.job.student
+        entry, batch = self.job.architecture.entries[task], pair.expert.batch
         expert, student = (start_forward(runner, batch, entry) for runner in runners)
-        others = [block for block in self._job.architecture.blocks if block is not self.block]
+        others = [block for block in self.job.architecture.blocks if block is not self.block]
         for call in range(1, self.block.calls + 1):
             expert.run_through(others)
             student.run_through(others)
@@ -305,7 +292,7 @@ class BlockVisit:
     def finish(self) -> None:
         """Run all passes through the block, the student's with its new weights, and measure drift. The new weights are
         then released from memory, unless some block runs more than once."""
-        job = self._job
+        job = self.job
         for task, expert in job.experts.items():
             with expert.on_device():
                 for checked, pairs in enumerate((self._passes.fitted[task], self._passes.checked[task])):
@@ -329,19 +316,19 @@ class BlockVisit:
 
     def release(self) -> None:
         """Release the memory of this block in all models except the experts."""
-        for runner in {*self._job.runners, self._job.merged, self._job.base}:
+        for runner in {*self.job.runners, self.job.merged, self.job.base}:
             runner.give_back(self.block.name)
 
     def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
         """Yield groups of passes one after another, each with its tensors on the device."""
         for group in groups:
-            with self._job.offloader.lend(partial(getattr, group, "tensors")):
+            with self.job.offloader.lend(partial(getattr, group, "tensors")):
                 yield group
 
     def _prefetch_after(self, task: str) -> None:
         """Start reading the weights that are needed after this task's: this block of the next task's expert. After the
         last task it is this block of the first task's expert again if further parts follow, else the next block."""
-        job = self._job
+        job = self.job
         later = self.tasks[self.tasks.index(task) + 1 :]
         if later or not self._is_last_part:
             job.experts[(later or self.tasks)[0]].prefetch(self.block.name)
@@ -354,17 +341,17 @@ class BlockVisit:
     def _go_through(self, task: str, paused: PausedForward) -> None:
         """Run a pass that is paused before the block through it. After the task's last block only the head is left,
         so that block runs only if the head's inputs are collected."""
-        while paused.is_at(self.block) and (self._job.head is not None or not self._is_last(task)):
+        while paused.is_at(self.block) and (self.job.head is not None or not self._is_last(task)):
             with self._reusing(paused):
                 output = paused.run_block(self.block)
             self._go_on(task, paused, output)
 
     def _go_on(self, task: str, paused: PausedForward, output: Any) -> None:
-        head, is_last = self._job.head, self._is_last(task) and self.block.calls == 1
+        head, is_last = self.job.head, self._is_last(task) and self.block.calls == 1
         if head is not None and is_last:
             head.end(paused, output)
         else:
             paused.go_on(output, self._done, last=is_last)
 
     def _is_last(self, task: str) -> bool:
-        return self.block.name == self._job.architecture.last_blocks[task]
+        return self.block.name == self.job.architecture.last_blocks[task]

@@ -62,7 +62,7 @@ def test_tokens_count_by_how_far_they_move_answers(name: str, tmp_path: Path) ->
     halves = ((job.fitted, equations), (job.checked, equations.held_out))
     for (parts, system), (number, task) in product(halves, enumerate(job.experts)):
         batches = [part.batch for part in parts[task]]
-        sizes = visit.gradients(task, "sizes")
+        sizes = job.read_gradients(task, visit.part, "sizes")
         if system is not equations:
             sizes = {name: torch.ones_like(of) for name, of in sizes.items()}
         inputs = [record(prepared.models.merged.module, visit.block.name, batch) for batch in batches]
