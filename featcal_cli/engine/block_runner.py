@@ -175,10 +175,8 @@ class BlockRunner:
         """Release the memory that the weights of the module at `path` take, on the device and of those that were read
         from the disk, before `on_device` ends. They are brought again when the module is needed."""
         own = self.model.own_path(path)
-        if own is None:
-            return
-        module = self.model.module.get_submodule(own)
-        for holder in (*module.parameters(), *module.buffers()):
+        module = None if own is None else self.model.module.get_submodule(own)
+        for holder in (*module.parameters(), *module.buffers()) if module else ():
             if id(holder) in self._moved:
                 holder.data = self._moved.pop(id(holder))[1]
                 self._here.pop(id(holder), None)
@@ -186,10 +184,7 @@ class BlockRunner:
 
     def prefetch(self, path: str) -> None:
         """Start reading the module at `path` from the disk, and copying it to a CUDA device, in the background."""
-        own = self.model.own_path(path)
-        if own is None:
-            return
-        parameters = list(self.model.module.get_submodule(own).parameters())
+        parameters = self._parameters_in(path)
         hardware.fetch_ahead(map(self._home, parameters))
         if self._weights is not None:
             upload = self._weights.begin(map(self._wanted, parameters))
@@ -198,9 +193,13 @@ class BlockRunner:
     def give_back(self, path: str | None = None) -> int:
         """Release the memory of weights that were read from the disk, for the module at `path` or for the whole model.
         Returns the number of bytes released."""
-        own = "" if path is None else self.model.own_path(path)
-        parameters = () if own is None else self.model.module.get_submodule(own).parameters()
-        return hardware.give_back(self._home(parameter) for parameter in parameters)
+        parameters = self.model.module.parameters() if path is None else self._parameters_in(path)
+        return hardware.give_back(map(self._home, parameters))
+
+    def _parameters_in(self, path: str) -> list[nn.Parameter]:
+        """Return all parameters of the module at `path` in merged; none if the model has no such module."""
+        own = self.model.own_path(path)
+        return [] if own is None else list(self.model.module.get_submodule(own).parameters())
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Give a parameter a new value of the same shape, stored in the parameter's host dtype. The old tensor stays
