@@ -156,7 +156,7 @@ class Journal:
         missing or damaged; it and all later blocks, which were computed from it, are then deleted and must be computed
         again."""
         try:
-            report, parameters = self._read(number)
+            text, parameters = self._load(number)
         except (FileNotFoundError, DamagedError) as error:
             self._drop_from(number)
             if isinstance(error, DamagedError):
@@ -167,13 +167,13 @@ class Journal:
             student.replace(student.parameter(name), value)
         if number not in self._own:
             self._restored.add(number)
-        return report
+        return BlockReport.from_json(text)
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """Return the parameters of a finished block by module path. Raises OutputError if its file is missing or
         damaged."""
         try:
-            return self._read(number)[1]
+            return self._load(number)[1]
         except (DamagedError, FileNotFoundError):
             self._drop_from(number)
             raise OutputError(
@@ -181,11 +181,6 @@ class Journal:
                 where=str(self._file(number)),
                 fix="check the disk and run the same command again: it goes on before that block",
             ) from None
-
-    def _read(self, number: int) -> tuple[BlockReport, dict[str, Tensor]]:
-        """Read the report and the parameters of a finished block. Raises what `_load` raises."""
-        text, parameters = self._load(number)
-        return BlockReport.from_json(text), parameters
 
     def _load(self, number: int) -> tuple[str, dict[str, Tensor]]:
         """Read the text and the tensors of a file. Raises FileNotFoundError if there is no file, and DamagedError if it
