@@ -292,8 +292,9 @@ class BlockRunner:
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise NumericsError if a parameter holds NaN or infinity."""
-        largest = torch.stack([find_largest(x) for x in parameters.values()]).tolist() if parameters else []
-        for name, value in zip(parameters, largest, strict=True):
+        for name, parameter in parameters.items():
+            here = self._here.get(id(parameter))
+            value = float(find_largest(parameter) if here is None else here.largest)
             if not isfinite(value):
                 raise self._broken(f"NaN or infinity in {name}")
             if value > HUGE:
@@ -315,8 +316,8 @@ class BlockRunner:
         return self.dtype if computes else holder.dtype
 
     def _wanted(self, holder: Tensor) -> Wanted:
-        """Describe what a tensor is to be on the device."""
-        return self._home(holder), self._dtype_of(holder)
+        """Describe what a tensor is to be on the device. What this model has read before was checked then."""
+        return self._home(holder), self._dtype_of(holder), id(holder) not in self._read
 
     def _move(self, holders: Iterable[Tensor]) -> None:
         """Move the data of tensors to the device unless it is there already."""
@@ -328,7 +329,7 @@ class BlockRunner:
             taken = self._weights.take(wanted)
             for upload in self._uploads:  # what was taken leaves the device with its last user
                 upload[:] = [weight for weight in upload if weight.upload is not None]
-        for holder, (home, dtype), here in zip(moving, wanted, taken, strict=True):
+        for holder, (home, dtype, _), here in zip(moving, wanted, taken, strict=True):
             self._moved[id(holder)] = (holder, home)
             if here is None or here.data is None:
                 holder.data = home.to(self.device, dtype)

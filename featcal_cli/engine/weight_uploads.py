@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeAlias
 from weakref import WeakValueDictionary
@@ -21,8 +21,8 @@ PIECE = 1 << 24
 """Size in bytes of a pinned buffer; larger weights are copied in pieces of this size."""
 BUFFERS = 2
 """Number of pinned buffers: one is filled from the disk while the other is copied to the device."""
-Wanted: TypeAlias = "tuple[Tensor, torch.dtype]"
-"""A weight in host memory, and the dtype that it should have on the device."""
+Wanted: TypeAlias = "tuple[Tensor, torch.dtype, bool]"
+"""A weight in host memory, the dtype that it should have on the device, and whether its values are to be checked."""
 Key: TypeAlias = "tuple[object, ...]"
 
 
@@ -34,10 +34,14 @@ class DeviceWeight:
     home: Tensor
     """The weight in host memory. It is kept alive so that no other tensor gets its address."""
     dtype: torch.dtype
+    is_checked: bool
+    """Whether its values are checked during the copy."""
     upload: Future[torch.Event] | None = None
     """The running copy of this weight and others; its result is the CUDA event after which all are complete."""
     data: Tensor | None = None
     """The copy on the device; None before it is made, or if the device has no memory left."""
+    largest: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """What `find_largest` returns; 0 if the values were not checked."""
 
 
 class DeviceWeights:
@@ -60,9 +64,9 @@ class DeviceWeights:
         """Start copying the weights that are neither on the device nor being copied. The copies stay available to
         `take` as long as the result is referenced."""
         new: list[DeviceWeight] = []
-        for home, dtype in wanted:
+        for home, dtype, is_checked in wanted:
             if home.device.type == "cpu" and _key(home, dtype) not in self._known:
-                new.append(DeviceWeight(home, dtype))
+                new.append(DeviceWeight(home, dtype, is_checked))
                 self._known[_key(home, dtype)] = new[-1]
         if new:
             upload = self._worker.submit(self._copy_all, new)
@@ -74,8 +78,8 @@ class DeviceWeights:
         """Return the copies of weights on the device, ready for the current stream. An entry is None if the weight does
         not fit, or was on the device from the start."""
         # held until they are taken, whoever else drops them meanwhile
-        held = [self._known.get(_key(*one)) for one in wanted], self.begin(wanted)
-        taken = [self._take(*one) for one in wanted]
+        held = [self._known.get(_key(*one[:2])) for one in wanted], self.begin(wanted)
+        taken = [self._take(*one[:2]) for one in wanted]
         del held
         return taken
 
@@ -131,6 +135,8 @@ class DeviceWeights:
             if left is not None:
                 left.synchronize()
             staged = buffer[: target.nbytes].view(dtype).copy_(source)  # read from the disk, and converted
+            if weight.is_checked and dtype.is_floating_point:
+                weight.largest = torch.maximum(weight.largest, find_largest(staged))
             target.copy_(staged, non_blocking=True)
             self._buffers.append((buffer, self._stream.record_event()))
         weight.data = copy
