@@ -171,10 +171,14 @@ def limit_logits(example_bytes: int) -> int:
     return max(1, LOGIT_BYTES // max(1, example_bytes))
 
 
-def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
+def count_places(batch: Batch) -> int:
+    """Return the number of logit vectors that one example of a batch gives: one for each token of a text."""
     ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    example_bytes = 4 * choices * (ids.shape[1] if ids is not None and ids.ndim == 2 else 1)
+    return ids.shape[1] if ids is not None and ids.ndim == 2 else 1
+
+
+def _cut(batch: Batch, choices: int) -> Iterator[Batch]:
     count = count_examples(batch)
-    size = min(count, limit_logits(example_bytes))
+    size = min(count, limit_logits(COMPUTE * choices * count_places(batch)))
     for start in range(0, count, size):
         yield batch if size == count else take_examples(batch, range(start, min(count, start + size)))

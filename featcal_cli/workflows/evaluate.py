@@ -55,27 +55,26 @@ def evaluate(
     Results of an earlier run with these models, data and limit are reused, except perplexities without a key.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
-    session = Session(recipe, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
+    options = RunOptions(device, batch_size, allow_pickle, trust_remote_code, allow_code=allow_code)
+    session = Session(recipe, options, listener)
     others = dict(zip(name_roles(models), models, strict=True))
     inputs = find_inputs(session)
     session.load_libraries()
     if all(spec.evaluate is None for spec in inputs.recipe.tasks.values()):
         return _evaluate_texts(session, inputs, others, limit or TEXTS)
-    return evaluate_models(session, inputs, others, limit=limit, batch_size=batch_size, allow_code=allow_code)
+    return evaluate_models(session, inputs, others, limit=limit)
 
 
 def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str], count: int) -> Evaluation:
     """Measure the perplexity of experts, merged, `others` (by role) and base on texts of the tasks' own data. Raises
     FeatCalError, also if they are no language models."""
     from featcal_cli.data.tensors import is_tensor_file
-    from featcal_cli.models.alignment import load_fitting
-    from featcal_cli.workflows.load import fetch_models, load_models
     from featcal_cli.workflows.perplexity import has_perplexity, measure_perplexity
     from featcal_cli.workflows.plan import make_plan
-    from featcal_cli.workflows.setup import set_up
+    from featcal_cli.workflows.setup import set_up_measuring
 
     if session.ranks.size > 1 or not _writes_text(inputs):
-        check_evaluable(session, inputs.recipe, allow_code=False)
+        check_evaluable(session, inputs.recipe)
     # a calibration was fitted to the texts of its own seed
     started, seed = time.monotonic(), inputs.recipe.calibration.seed + 1
     calibration = inputs.recipe.calibration.model_copy(update={"examples": count, "seed": seed})
@@ -86,16 +85,11 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
     few = [task for task, rows in plan.examples.items() if rows.is_whole or is_tensor_file(recipe.tasks[task].data)]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
     with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
-        merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-        snapshots = fetch_models(session, plan)
-        session.stage("loading models")
-        models = load_models(snapshots, merge, Path(scratch) / MERGED, str(recipe.merged))
-        measured = {MERGED: models.merged}
-        measured |= {role: load_fitting(role, snapshots[role], models.merged) for role in others}
-        job = set_up(session, plan, models).make_job({}, {**measured, BASE: models.base})
+        setup, measured = set_up_measuring(session, plan, others, Path(scratch) / MERGED)
+        job = setup.make_job({}, {MERGED: setup.models.merged, **measured, BASE: setup.models.base})
         job.retire()
         if not has_perplexity(job):
-            check_evaluable(session, recipe, allow_code=False)
+            check_evaluable(session, recipe)
         session.stage("measuring perplexity")
         scores = measure_perplexity(job, recipe, job.drift.runners, dict.fromkeys(job.experts, "texts"))
     return _describe(session, recipe, {role: origin.pinned for role, origin in origins.items()}, scores, count, started)
@@ -116,30 +110,23 @@ def _writes_text(inputs: Inputs) -> bool:
 
 
 def evaluate_models(
-    session: Session,
-    inputs: Inputs,
-    others: Mapping[str, str],
-    *,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    allow_code: bool = False,
+    session: Session, inputs: Inputs, others: Mapping[str, str], *, limit: int | None = None
 ) -> Evaluation:
     """Measure the experts, merged and `others` (by role) on the tasks of a job. Raises FeatCalError."""
     recipe = inputs.recipe
-    check_evaluable(session, recipe, allow_code=allow_code)
+    check_evaluable(session, recipe)
     started, scores = time.monotonic(), {}
-    size = batch_size or BATCH[session.device.type]
     if left_out := [task for task, spec in recipe.tasks.items() if spec.evaluate is None]:
         session.note(f"not evaluated, as the recipe does not say how: {list_some(left_out)}")
     with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
-        models = _Models(session, inputs, others, Path(scratch), limit, size, allow_code)
+        models = _Models(session, inputs, others, Path(scratch), limit)
         for task, spec in recipe.tasks.items():
             if spec.evaluate is not None:
                 scores[task] = models.measure(task, spec.evaluate)
     if reused := models.cache.reused:
         figures = len(scores) * len(models.roles)
         session.note(f"{reused} of {figures} figures were taken over from an earlier evaluation")
-    names = {role: models.name(role) for role in models.roles if role != EXPERT}
+    names = {role: models.name(role) for role in (MERGED, *others)}
     return _describe(session, recipe, names, scores, limit, started)
 
 
@@ -192,34 +179,28 @@ def name_roles(models: Sequence[str]) -> list[str]:
 
 class _Models:
     """Base, experts, merged and further models, downloaded and loaded only when needed to measure them. Models whose
-    scores are all cached are never downloaded."""
+    scores are all cached are never downloaded. Each is called by its role in the job, an expert by `expert TASK`."""
 
     def __init__(
-        self,
-        session: Session,
-        inputs: Inputs,
-        others: Mapping[str, str],
-        scratch: Path,
-        limit: int | None,
-        batch_size: int,
-        allow_code: bool,
+        self, session: Session, inputs: Inputs, others: Mapping[str, str], scratch: Path, limit: int | None
     ) -> None:
         """others: further models by role; scratch: a folder for the merged model, if it is built. Raises HubError if a
         model does not exist."""
-        self._session, self._recipe, self._scratch = session, inputs.recipe, scratch
+        self._session, self._recipe, self._scratch, self._limit = session, inputs.recipe, scratch, limit
         self._origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
-        self._limit, self._batch_size, self._allow_code = limit, batch_size, allow_code
         self.cache = ScoreCache()
         self.roles = [EXPERT, MERGED, *others]
+        """The columns of the table; EXPERT stands for the expert of each task."""
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}
 
     def measure(self, task: str, how: Evaluate) -> TaskScores:
         """Return the scores of all models; scores in the cache are not measured again. Raises FeatCalError."""
+        names = {role: f"expert {task}" if role == EXPERT else role for role in self.roles}
         common = self._describe(task, how)
-        abouts = {role: {**common, "model": self._identify(role, task)} for role in self.roles}
+        abouts = {role: {**common, "model": self._identify(name)} for role, name in names.items()}
         known = {role: score for role, about in abouts.items() if (score := self.cache.read(about)) is not None}
-        for role, score in self._measure_models(task, how, [role for role in self.roles if role not in known]):
+        for role, score in self._measure_models(task, how, {role: names[role] for role in names if role not in known}):
             self.cache.write(abouts[role], score)
             known[role] = score
         scores = {role: known[role] for role in self.roles}
@@ -229,7 +210,8 @@ class _Models:
         data = str(self._recipe.tasks[task].data.model_copy(update={"split": None}))
         return TaskScores(how.protocol, how.metric, data, how.split, scores)
 
-    def _measure_models(self, task: str, how: Evaluate, roles: Sequence[str]) -> Iterator[tuple[str, Score]]:
+    def _measure_models(self, task: str, how: Evaluate, names: Mapping[str, str]) -> Iterator[tuple[str, Score]]:
+        """Yield the scores of these models, given their names by role, on one task."""
         import torch
 
         from featcal_cli.evaluation import protocols
@@ -237,12 +219,12 @@ class _Models:
 
         stage = self._session.stage
         if how.protocol == "lm-eval":
-            for role in roles:
+            for role, name in names.items():
                 stage(f"evaluating {task}: {role}")
-                opened, model = self._open_task(task, how, [role]), self._load(role, task)
-                yield role, measure_tasks(opened, role, model, allow_code=self._allow_code)
-        elif roles:
-            opened = self._open_task(task, how, roles)
+                opened, model = self._open_task(task, how, {role: name}), self._load(name)
+                yield role, measure_tasks(opened, role, model, allow_code=self._session.options.allow_code)
+        elif names:
+            opened = self._open_task(task, how, names)
             stage(f"evaluating {task}")
 
             def tell(count: int) -> None:
@@ -250,31 +232,32 @@ class _Models:
 
             if how.protocol == "zero-shot":
                 base = self._load(BASE)
-                names = {role: f"expert {task}" if role == EXPERT else role for role in roles}
-                towers = {role: protocols.load_tower(names[role], self._fetch(role, task), base) for role in roles}
+                towers = {role: protocols.load_tower(name, self._fetch(name), base) for role, name in names.items()}
                 scores = protocols.compare_zero_shot(opened, base, towers, tell)
-            elif how.protocol in ("generation", "texts"):
-                compare = protocols.compare_texts if how.protocol == "texts" else protocols.compare_generation
-                scores = compare(opened, {role: self._load(role, task) for role in roles}, tell)
+            elif how.protocol == "heads":
+                bodies = {role: None if role == EXPERT else self._load(name) for role, name in names.items()}
+                scores = protocols.compare_heads(opened, self._load(f"expert {task}"), bodies, tell)
             else:
-                bodies = {role: None if role == EXPERT else self._load(role, task) for role in roles}
-                scores = protocols.compare_heads(opened, self._load(EXPERT, task), bodies, tell)
+                compare = protocols.compare_texts if how.protocol == "texts" else protocols.compare_generation
+                scores = compare(opened, {role: self._load(name) for role, name in names.items()}, tell)
             yield from scores.items()
         if self._session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()
 
-    def _open_task(self, task: str, how: Evaluate, roles: Sequence[str]) -> LabelledTask:
-        """Open the task with the preprocessors of its expert; if that has none, with those of the first role's model
-        (for lm-eval) or of base."""
+    def _open_task(self, task: str, how: Evaluate, names: Mapping[str, str]) -> LabelledTask:
+        """Open the task with the preprocessors of its expert; if that has none, with those of the first model (for
+        lm-eval) or of base."""
         from featcal_cli.data.preprocessing import TextModels, Vocabularies
         from featcal_cli.evaluation.protocols import LabelledTask
 
-        holders = dict.fromkeys((EXPERT, roles[0] if how.protocol == "lm-eval" else EXPERT, BASE))
-        folders = [self._fetch(holder, task).folder for holder in holders]
-        own = {role: [self._fetch(role, task).folder] for role in dict.fromkeys((EXPERT, *roles))}
+        expert = f"expert {task}"
+        holders = dict.fromkeys((expert, *(names.values() if how.protocol == "lm-eval" else ()), BASE))
+        folders = [self._fetch(holder).folder for holder in holders]
+        own = {role: [self._fetch(name).folder] for role, name in {EXPERT: expert, **names}.items()}
         text_models = TextModels(Vocabularies(own), EXPERT, [role for role in own if role != EXPERT])
         data, device = self._recipe.tasks[task].data, self._session.device
-        return LabelledTask(task, data, how, folders, device, self._batch_size, self._limit, text_models)
+        size = self._session.options.batch_size or BATCH[device.type]
+        return LabelledTask(task, data, how, folders, device, size, self._limit, text_models)
 
     def _describe(self, task: str, how: Evaluate) -> dict[str, Any]:
         """Return everything besides the model that a task's scores depend on."""
@@ -287,45 +270,44 @@ class _Models:
             return {**about, "lm-eval": read_version()}
         return {
             **about,
-            "beside": self._identify(EXPERT if how.protocol in ("heads", "texts") else BASE, task),
+            "beside": self._identify(f"expert {task}" if how.protocol in ("heads", "texts") else BASE),
             "data": data.model_dump(mode="json", exclude_none=True),
             "files": stamp(local_path(data)) if data.path else [],
         }
 
-    def name(self, role: str) -> str:
-        """Return the name of a role's model: a repo with its commit, a folder, or the merge that builds it."""
-        return self._origins[role].pinned if role in self._origins else str(self._recipe.merged)
+    def name(self, model: str) -> str:
+        """Return what a model is: a repo with its commit, a folder, or the merge that builds it."""
+        return self._origins[model].pinned if model in self._origins else str(self._recipe.merged)
 
-    def _identify(self, role: str, task: str) -> list[Any]:
+    def _identify(self, model: str) -> list[Any]:
         """Return a value that changes when the model does: repos with commits, and folders with their files' stamps."""
-        key = f"expert {task}" if role == EXPERT else role
-        if key in self._origins:
-            return identify(self._origins[key])
+        if model in self._origins:
+            return identify(self._origins[model])
         parts = [self._origins[BASE], *(self._origins[f"expert {task}"] for task in self._recipe.tasks)]
         return [self.name(MERGED), *map(identify, parts)]
 
-    def _fetch(self, role: str, task: str = "") -> Snapshot:
+    def _fetch(self, model: str) -> Snapshot:
         """Return the model's files on this machine, downloaded or built if needed. Raises HubError, and CheckpointError
         if the experts cannot be merged."""
-        key = f"expert {task}" if role == EXPERT else role
-        if key not in self._snapshots:
-            if key in self._origins:
-                self._session.stage(f"fetching {self._origins[key].name}")
-                self._snapshots[key] = self._session.fetch(self._origins[key])
+        if model not in self._snapshots:
+            if model in self._origins:
+                self._session.stage(f"fetching {self._origins[model].name}")
+                self._snapshots[model] = self._session.fetch(self._origins[model])
             else:
-                self._snapshots[key] = self._build()
-        return self._snapshots[key]
+                self._snapshots[model] = self._build()
+        return self._snapshots[model]
 
-    def _load(self, role: str, task: str = "") -> Model:
+    def _load(self, model: str) -> Model:
         """Load the model as the class that its config names. Raises HubError and CheckpointError."""
         from featcal_cli.models.loading import find_class, load_model
 
-        snapshot = self._fetch(role, task)
-        if role == EXPERT:  # of one task alone, and let go with it
-            return load_model(f"expert {task}", snapshot, find_class(snapshot))
-        if role not in self._models:
-            self._models[role] = load_model(role, snapshot, find_class(snapshot))
-        return self._models[role]
+        if model in self._models:
+            return self._models[model]
+        snapshot = self._fetch(model)
+        loaded = load_model(model, snapshot, find_class(snapshot))
+        if not model.startswith("expert "):  # one of those is of one task alone, and let go with it
+            self._models[model] = loaded
+        return loaded
 
     def _build(self) -> Snapshot:
         """Build the merged model from all experts."""
@@ -333,8 +315,7 @@ class _Models:
 
         merge = self._recipe.merged
         assert isinstance(merge, Merge)  # else it has an origin
-        parts = {BASE: self._fetch(BASE)}
-        parts |= {f"expert {task}": self._fetch(EXPERT, task) for task in self._recipe.tasks}
+        parts = {model: self._fetch(model) for model in (BASE, *(f"expert {task}" for task in self._recipe.tasks))}
         self._session.stage("building the merged model")
         load_models(parts, merge, self._scratch / MERGED, str(merge))
         return Snapshot(str(merge), self._scratch / MERGED, None)

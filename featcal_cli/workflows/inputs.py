@@ -139,7 +139,7 @@ def identify(origin: Origin) -> list[Any]:
     return [origin.pinned, *(stamp(repo.folder, skip=descriptions) for repo in origin.repos() if repo.folder)]
 
 
-def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> None:
+def check_evaluable(session: Session, recipe: Recipe) -> None:
     """Raise RecipeError if no task says how to evaluate it, or if something that the evaluation needs is missing."""
     if session.ranks.size > 1:
         raise RecipeError("evaluation is made for one process", where="featcal evaluate", fix="leave --gpus out")
@@ -154,7 +154,7 @@ def check_evaluable(session: Session, recipe: Recipe, *, allow_code: bool) -> No
     if any(how.protocol == "lm-eval" for how in known.values()):
         from featcal_cli.evaluation.lm_eval_tasks import check_harness
 
-        check_harness(known, allow_code=allow_code)
+        check_harness(known, allow_code=session.options.allow_code)
 
 
 def check_copyable(repo: Repo) -> None:

@@ -94,26 +94,17 @@ def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
 def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     """Run the job; return its plan and the job with all measurements. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
-    from featcal_cli.models.alignment import check_alignment, load_fitting
-    from featcal_cli.workflows.load import fetch_models, load_models
     from featcal_cli.workflows.plan import make_plan
-    from featcal_cli.workflows.setup import set_up
+    from featcal_cli.workflows.setup import set_up_measuring
 
     plan = make_plan(session, inputs)
     known = "the source has few rows, and a calibration with it was fitted to most of them"
     few = [task for task, examples in plan.examples.items() if examples.is_whole]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
-    snapshots = fetch_models(session, plan)
-    session.stage("loading models")
-    models = load_models(snapshots, None, Path(), "")
-    other = load_fitting(OTHER, snapshots[OTHER], models.merged) if OTHER in snapshots else None
-    setup = set_up(session, plan, models)
+    setup, other = set_up_measuring(session, plan, [role for role in plan.origins if role == OTHER])
     if session.ranks.is_first:
         session.note(*setup.describe_merge(plan.origins[MERGED]))
-    if other is not None:
-        check_alignment(setup.architecture, models.merged, other)
-    watchers = {MODEL: models.merged, BASE: models.base} | ({OTHER: other} if other else {})
-    job = setup.make_job({}, watchers)
+    job = setup.make_job({}, {MODEL: setup.models.merged, BASE: setup.models.base, **other})
     session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,12 @@ from featcal_cli.workflows.plan_checks import (
     check_teacher,
     count_transfer,
 )
-from featcal_cli.workflows.resource_estimate import Estimate, choose_dtype, estimate
+from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.time_estimate import TimeEstimate, count_seconds, is_measured_kind, measure_speed
 from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
+from featcal_cli.workflows.workload import Workload
 
 SAMPLED = 8
 """Number of examples of each task that a dry run reads."""
@@ -121,13 +121,12 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     the Hub's cache and, at the end, the examples that experts write themselves. A dry run reads only a few examples.
     Raises FeatCalError for whatever would stop the job later, unless the session collects these errors.
     """
-    options, device, look = session.options, session.device, session.obstacles.look
-    recipe, origins = inputs.recipe, inputs.origins
+    options, look, recipe, origins = session.options, session.obstacles.look, inputs.recipe, inputs.origins
     calibration = recipe.calibration
 
     session.stage("comparing models")
     outlines, headers = _outline_models(origins, options.trust_remote_code)
-    merged = outlines["merged"]
+    merged = outlines[MERGED]
     vocabularies = _find_vocabularies(origins)
     if isinstance(recipe.merged, Merge):
         check_mergeable(outlines, vocabularies)
@@ -141,76 +140,39 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
 
     session.stage("finding blocks")
     architecture = _find_blocks(merged, longest, calibration)
-    sizes = dict.fromkeys(drawn, options.batch_size or 0)
-    if not options.batch_size:
-        sizes = choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device))
-    sizes = session.ranks.broadcast(sizes)  # each rank takes a part of every batch
+    sizes = _choose_sizes(session, merged, architecture, longest)
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
         check_models(session, architecture, outlines, headers)
-    transfers = {role: count_transfer(origin) for role, origin in origins.items()}
-    probed = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
+    needs = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
-    self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
-
-    def needs_of(refining: Schedule | None) -> Estimate:
-        about = recipe, merged, architecture, examples, probed, device, refining
-        found = estimate(*about, writes=target is not None)
-        return add_writing(found, merged.module, device) if self_written else found
-
-    needs = needs_of(refining)
+    work = Workload(recipe, merged, architecture, examples, needs, session.device, refining, target is not None)
+    transfers = {role: count_transfer(origin) for role, origin in origins.items()}
     if target is not None:
-        with look():
-            check_writable(merged, architecture, headers["merged"])
-        with look():
-            check_adapter(origins, options.as_adapter, merged.module, architecture)
-        with look():
-            if options.evaluate:
-                check_evaluable(session, recipe, allow_code=options.allow_code)
-        with look():
-            if options.strict:
-                check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
+        _check_output(session, inputs, work, headers[MERGED])
     with look():
         if refining:
             check_refinable(examples)
+    estimated = _estimate(work)
     with look():
-        check_disk(needs, transfers, target if session.ranks.is_first else None)
+        check_disk(estimated, transfers, target if session.ranks.is_first else None)
 
+    self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
     if self_written and not options.dry_run:
         folders = {task: _find_folders(task, origins) for task in self_written}
         written = write_examples(session, recipe, origins, merged.module, folders, text_models)
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
+        work = replace(work, examples=examples)
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     with look():
         for task in examples if refining else ():
             check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
-    if head and target is not None and calibration.refines_language_models:
-        counts = [rows.fitted_count if rows.is_whole else calibration.examples for rows in examples.values()]
-        short = replace(SHORT, steps=min(SHORT.steps, *counts))
-        larger = needs_of(short)
-        checks = [
-            partial(check_refinable, examples),
-            *(partial(check_teacher, outlines[f"{EXPERT}{task}"], merged.module, token_ids) for task in examples),
-            partial(check_memory, larger, needs, device),
-            partial(check_disk, larger, transfers, target if session.ranks.is_first else None),
-        ]
-        if obstacle := _find_obstacle(session, checks):
-            session.note(f"the result is not refined: {obstacle}")
-        else:
-            refining, needs = short, larger
+    if head and calibration.refines_language_models:
+        work, estimated = _refine_shortly(session, work, estimated, outlines, token_ids, transfers, target)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
-    timed = None
-    if target is not None:
-        alone = session.ranks.size == 1 and not self_written and not options.evaluate
-        is_known = alone and is_measured_kind(architecture, device, choose_dtype(calibration, merged.module))
-        # of what is not told, only the proportions count
-        speed = measure_speed(device) if is_known else 1.0
-        about = calibration, merged, architecture, examples, probed, speed, refining
-        stages = count_seconds(*about, has_head=head is not None)
-        timed = TimeEstimate(time.monotonic() - session.started, stages, is_known)
     return Plan(
         inputs=inputs,
         recipe=recipe,
@@ -222,24 +184,81 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         parameters=sum(parameter.numel() for parameter in merged.module.parameters()),
         blocks=len(architecture.blocks),
         modules=sum(len(block.modules) for block in architecture.blocks),
-        refining=refining,
+        refining=work.refining,
         head=(head[1] or head[0]) if head else "",
         settings=describe_settings(calibration.method, *choose_hyperparameters(calibration, kind_of(merged.module))),
-        estimate=session.ranks.broadcast(needs),
-        time=timed,
-        device=str(device),
+        estimate=session.ranks.broadcast(estimated),
+        time=_estimate_time(session, work, has_head=head is not None) if target is not None else None,
+        device=str(session.device),
     )
 
 
-def _find_obstacle(session: Session, checks: Sequence[Callable[[], None]]) -> str:
-    """Return what the first failing check raises on any of the processes; an empty string if none fails."""
+def _choose_sizes(
+    session: Session, merged: Model, architecture: Architecture, longest: Mapping[str, Batch]
+) -> dict[str, int]:
+    """Choose the number of examples in a batch for each task, the same on all ranks, as each takes a part of it."""
+    device, size = session.device, session.options.batch_size
+    if size:
+        return session.ranks.broadcast(dict.fromkeys(longest, size))
+    return session.ranks.broadcast(choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device)))
+
+
+def _estimate(work: Workload) -> Estimate:
+    writes = any(spec.data.is_self_written for spec in work.recipe.tasks.values())
+    return add_writing(estimate(work), work) if writes else estimate(work)
+
+
+def _estimate_time(session: Session, work: Workload, *, has_head: bool) -> TimeEstimate:
+    is_usual = session.ranks.size == 1 and not session.options.evaluate and is_measured_kind(work)
+    is_known = is_usual and not any(spec.data.is_self_written for spec in work.recipe.tasks.values())
+    # of what is not told, only the proportions count
+    stages = count_seconds(work, measure_speed(work.device) if is_known else 1.0, has_head=has_head)
+    return TimeEstimate(time.monotonic() - session.started, stages, is_known)
+
+
+def _check_output(session: Session, inputs: Inputs, work: Workload, header: Headers) -> None:
+    """Check what a calibration writes, and what else is asked of it. Raises FeatCalError."""
+    options, look, examples = session.options, session.obstacles.look, work.examples
+    with look():
+        check_writable(work.merged, work.architecture, header)
+    with look():
+        check_adapter(inputs.origins, options.as_adapter, work.model, work.architecture)
+    with look():
+        if options.evaluate:
+            check_evaluable(session, inputs.recipe)
+    with look():
+        if options.strict:
+            check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
+
+
+def _refine_shortly(
+    session: Session,
+    work: Workload,
+    estimated: Estimate,
+    outlines: Mapping[str, Model],
+    token_ids: TokenIds,
+    transfers: Mapping[str, dict[str, int]],
+    target: Path | None,
+) -> tuple[Workload, Estimate]:
+    """Return the work of a job that also refines its result for a short while, as language models are by default, and
+    what it needs; where any of the processes cannot do it, what is given, and a note on the reason."""
+    fitted = (rows.fitted_count if rows.is_whole else work.calibration.examples for rows in work.examples.values())
+    larger = replace(work, refining=replace(SHORT, steps=min(SHORT.steps, *fitted)))
     obstacle = ""
     try:
-        for check in checks:
-            check()
+        check_refinable(work.examples)
+        for task in work.examples:
+            check_teacher(outlines[f"{EXPERT}{task}"], work.model, token_ids)
+        needs = _estimate(larger)
+        check_memory(needs, estimated, work.device)
+        check_disk(needs, transfers, target if session.ranks.is_first else None)
     except FeatCalError as error:
         obstacle = error.what
-    return next(filter(None, session.ranks.gather(obstacle)), "")
+    obstacle = next(filter(None, session.ranks.gather(obstacle)), "")
+    if not obstacle:
+        return larger, needs
+    session.note(f"the result is not refined: {obstacle}")
+    return work, estimated
 
 
 def choose_head(

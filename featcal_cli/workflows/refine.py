@@ -37,9 +37,9 @@ from featcal_cli.runtime.progress import Progress
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan_checks import check_teacher, refuse_refining
-from featcal_cli.workflows.resource_estimate import choose_dtype
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup
+from featcal_cli.workflows.workload import choose_dtype
 from featcal_cli.workflows.workspace import ANSWERS
 
 

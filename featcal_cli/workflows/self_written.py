@@ -34,6 +34,7 @@ from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.inputs import identify
 from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import EXPERT, Session
+from featcal_cli.workflows.workload import Workload
 
 VERSION = 1
 """Version of the sampling procedure; rows written by another version are not reused."""
@@ -84,15 +85,16 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
     return DrawnExamples(task, reader, *lists, notes=[note], is_whole=False)
 
 
-def add_writing(needs: Estimate, model: PreTrainedModel, device: torch.device) -> Estimate:
-    """Return the needs of a job in which whole experts like `model` first write examples."""
-    config, weights = text_config(model), sum(x.nbytes for x in model.parameters())
+def add_writing(needs: Estimate, work: Workload) -> Estimate:
+    """Return the needs of a job in which whole experts like the merged model first write examples."""
+    model, config = work.model, text_config(work.model)
+    weights = sum(x.nbytes for x in model.parameters())
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     cached = 2 * getattr(config, "num_hidden_layers", 0) * (getattr(config, "num_key_value_heads", None) or heads)
     logits = LOGITS * torch.float32.itemsize * getattr(config, "vocab_size", 0)
     whole = weights + AT_ONCE * (MAX_TOKENS * cached * width * model.dtype.itemsize + logits)
-    if device.type == "cpu":
+    if work.device.type == "cpu":
         return replace(needs, host_bytes=max(needs.host_bytes, resident_bytes() + whole))
     return replace(needs, device_bytes=max(needs.device_bytes, whole))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,10 @@ from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import describe_merge_fit
 from featcal_cli.hub.snapshot import Origin
-from featcal_cli.models.alignment import check_alignment
+from featcal_cli.models.alignment import check_alignment, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
-from featcal_cli.recipe.schema import Calibration
+from featcal_cli.recipe.schema import Calibration, Merge
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
@@ -38,11 +38,11 @@ from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import limit_batches
-from featcal_cli.workflows.load import Models
+from featcal_cli.workflows.load import Models, fetch_models, load_models
 from featcal_cli.workflows.plan import Plan, check_stems, choose_head
-from featcal_cli.workflows.resource_estimate import choose_dtype
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
+from featcal_cli.workflows.workload import choose_dtype
 
 
 def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = None) -> Setup:
@@ -66,6 +66,22 @@ def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = 
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
     return Setup(*parts, token_ids=plan.token_ids, refining=plan.refining)
+
+
+def set_up_measuring(
+    session: Session, plan: Plan, roles: Collection[str], built: Path = Path()
+) -> tuple[Setup, dict[str, Model]]:
+    """Set up a job that only measures, and load the further models with these roles. built: a folder for the merged
+    model, if it is built. Raises CheckpointError for a model that lacks some of the blocks."""
+    snapshots, recipe = fetch_models(session, plan), plan.recipe
+    session.stage("loading models")
+    merge = recipe.merged if isinstance(recipe.merged, Merge) else None
+    models = load_models(snapshots, merge, built, str(recipe.merged))
+    others = {role: load_fitting(role, snapshots[role], models.merged) for role in roles}
+    setup = set_up(session, plan, models)
+    for other in others.values():
+        check_alignment(setup.architecture, models.merged, other)
+    return setup, others
 
 
 @contextmanager
@@ -157,9 +173,6 @@ class Setup:
         models, examples, architecture = self.models, self.examples, self.architecture
         dtype = choose_dtype(self.calibration, models.merged.module)
 
-        def share(read: Callable[[TaskExamples], Sequence[Batch]]) -> dict[str, list[Part]]:
-            return {task: share_batches(read(rows), self.ranks) for task, rows in examples.items()}
-
         left_out = self.token_ids.left_out
         roles = {role: model for role, model in {**students, **watchers}.items() if model.role not in left_out}
         distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
@@ -167,21 +180,21 @@ class Setup:
         merged = runners[id(models.merged)]
         experts = {task: self._make_runner(expert, dtype) for task, expert in models.experts.items()}
         by_role = {role: runners[id(model)] for role, model in roles.items()}
-        measured = {task: list(rows.measured if students else rows.fitted) for task, rows in examples.items()}
+        fitted = {task: rows.fitted for task, rows in examples.items()}
+        measured = {task: rows.measured for task, rows in examples.items()} if students else fitted
         drift = self._prepare_drift(by_role, measured, [merged, *experts.values()], is_inspected=not students)
-        selection, second = share(lambda rows: rows.selection), None
+        selection, second = self._share({task: rows.selection for task, rows in examples.items()}), None
         if judged:  # what errors are measured by judges the result, too
             last = {role: by_role[role] for role in (*students, MERGED)}
             outputs = OutputMeter() if self.gradients else None
-            batches = {task: [part.batch for part in parts] for task, parts in selection.items()}
-            second = Measurement(last, batches, outputs=outputs, last_block_only=True)
+            second = Measurement(last, _batches(selection), outputs=outputs, last_block_only=True)
         return Job(
             architecture=architecture,
             students={role: runners[id(model)] for role, model in students.items()},
             merged=merged,
             base=runners[id(models.base)],
             experts=experts,
-            fitted=share(lambda rows: rows.fitted) if students else {},
+            fitted=self._share(fitted) if students else {},
             drift=drift,
             checked=selection if guarded else {},
             head=self._prepare_head() if students else None,
@@ -207,7 +220,7 @@ class Setup:
         the models whose logits limit the size of a batch."""
         drift = Measurement(
             runners,
-            self._own_batches(limit_batches(measured, answering)),
+            _batches(self._share(limit_batches(measured, answering))),
             DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if self.gradients or is_inspected else None,  # else no head is read
         )
@@ -216,7 +229,7 @@ class Setup:
             drift.shares = ShareMeter()
             counts = len(self.architecture.blocks), len(runners), len(drift.split)
             switched = {task: choose_switched(batches, *counts) for task, batches in measured.items()}
-            drift.switched = self._own_batches(switched)
+            drift.switched = _batches(self._share(switched))
         return drift
 
     def _prepare_head(self) -> Head | None:
@@ -229,9 +242,9 @@ class Setup:
         checked = {task: count_chosen(rows.selection) for task, rows in self.examples.items()}
         return Head(*found, {False: fitted, True: checked})
 
-    def _own_batches(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Batch]]:
+    def _share(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Part]]:
         """Return this rank's parts of the batches of each task."""
-        return {task: [part.batch for part in share_batches(of_task, self.ranks)] for task, of_task in batches.items()}
+        return {task: share_batches(of_task, self.ranks) for task, of_task in batches.items()}
 
     def describe_merge(self, merged: Origin | None) -> list[str]:
         """Describe, in sentences, what is unusual about the models as a merge. merged: None if it was built for this
@@ -258,6 +271,10 @@ class Setup:
             places = list_some(sorted(blocks))
             self.note(f"token weights: the first token counts most in {places}, as the output is read from it")
         return frozenset(blocks)
+
+
+def _batches(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Batch]]:
+    return {task: [part.batch for part in of_task] for task, of_task in parts.items()}
 
 
 SWITCHED = 16

@@ -10,17 +10,12 @@ from math import ceil
 
 import torch
 
-from featcal_cli.calibration.distillation import LARGE, Schedule
+from featcal_cli.calibration.distillation import LARGE
 from featcal_cli.calibration.head import CURVATURE_ROWS, INNER_STEPS, NEWTON_STEPS
 from featcal_cli.data.batches import Batch, count_tokens
-from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
 from featcal_cli.engine.output_gradients import ENOUGH_GRADIENTS, MOST_PROJECTIONS, MOST_TOKENS
-from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.loading import Model
-from featcal_cli.recipe.schema import Calibration
-from featcal_cli.workflows.batch_size import BatchNeeds
-from featcal_cli.workflows.resource_estimate import find_inputs
+from featcal_cli.workflows.workload import Workload
 
 PRODUCTS, SUMS, SOLVES, LOGITS = 1.7, 2.5, 0.6, 1.4
 """Time of a multiplication over that of one in a large product: in passes through a model, in sums over features, in
@@ -52,12 +47,22 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes of the examples of one task through a model, and the seconds that they take."""
+    """The examples of one task, and the seconds that their passes through a model take."""
 
+    fitted: int
+    measured: int
+    checked: int
+    chosen: int
+    """Fitted examples whose outputs are read by token."""
+    is_text: bool
     products: float
     """Seconds of one example in all blocks."""
+    places: float
+    """Predictions of one example."""
     logits: float
     """Seconds of one example in the head."""
+    sums: float
+    """Seconds in which a number of one example's features is summed."""
     call: float
     """Seconds that a batch takes whatever its size."""
     batch_size: int
@@ -68,17 +73,7 @@ class _Passes:
         return examples * (times * self.products + heads * self.logits) + (calls or times) * batches * self.call
 
 
-def count_seconds(
-    calibration: Calibration,
-    merged: Model,
-    architecture: Architecture,
-    examples: Mapping[str, TaskExamples],
-    needs: Mapping[str, BatchNeeds],
-    speed: float,
-    schedule: Schedule | None,
-    *,
-    has_head: bool,
-) -> dict[str, float]:
+def count_seconds(work: Workload, speed: float, *, has_head: bool) -> dict[str, float]:
     """Return the seconds of each stage at a speed in multiplications a second.
 
     1. Experts' outputs: each example runs through its expert, and back for each projection; and gradients are summed.
@@ -90,61 +85,92 @@ def count_seconds(
     4. Refining: each text runs forwards and back, and in large models once more; experts run once.
     5. Perplexity: held-out texts run through four models.
     """
-    model, blocks, tasks = merged.module, architecture.blocks, len(examples)
-    by_outputs, guarded = calibration.uses_output_metric, calibration.must_not_get_worse
-    parts = [part for block in blocks for part in block.parts(by_depth=calibration.solving_order == "module")]
-    inputs = [found for part in parts for found in find_inputs(model, part)]
-    squares = 1.5 * sum(d_in**2 for d_in, _, _ in inputs)
-    gradients = 0.0
-    for _, d_out, widest in inputs:
-        sum_rows = count_sum_rows(widest, of_experts=False)
-        gradients += d_out * (sum_rows / 2 if sum_rows == widest else 2 * sum_rows)  # half of a square, or a sketch
-    call, sides, depth = CALL * torch.get_num_threads() / speed, 1 + guarded, len(parts) / max(1, len(blocks))
-    directions = 10 * tasks * count_directions(tasks) * by_outputs
-    solves = sum(d_in**2 * (d_in * 2 / 3 + d_out * (2 * tasks * sides + 4) + directions) for d_in, d_out, _ in inputs)
-    weights = sum(x.numel() for block in blocks for x in model.get_submodule(block.name).parameters())
-    head = getattr(model.get_output_embeddings(), "weight", torch.empty(0)).numel()
-    measuring = refining = perplexity = predictions = 0.0
-    calibrating = SOLVES * solves / speed + call * sides * tasks * sum(len(block.modules) for block in blocks)
-    for task, rows in examples.items():
-        need, (first, length) = needs[task], (_mean_length(part) for part in (rows.fitted[:1], rows.fitted))
-        longer = length / first if first else 1.0
-        fitted = rows.fitted_count if rows.is_whole else calibration.examples
-        held = rows.measured_count if rows.is_whole else most_held_out(fitted) // 2
-        checked = guarded * (rows.selection_count if rows.is_whole else held)
-        chosen = min(fitted, ceil(MOST_TOKENS / length)) if length else fitted
-        targets = rows.fitted[0].get("decoder_input_ids")
-        places = length if targets is None else targets.shape[1]
-        predictions += has_head * chosen * places
-        logits = LOGITS * head * places / speed
-        sums = SUMS * longer * need.rows / speed
-        passes = _Passes(PRODUCTS * longer * need.products / speed, logits, call * len(blocks), rows.batch_size)
-        if by_outputs:
-            run = chosen if length else min(chosen, ENOUGH_GRADIENTS)
-            back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / run)))
-            measuring += passes.run(run, 1 + back, heads=1 + back) + sums * run * back * gradients
-        for number in (fitted, checked):
-            calibrating += passes.run(number, 2, calls=2 * depth + 1) + sums * number * squares
-        calibrating += passes.run(held, 4, heads=4 * by_outputs) + passes.run(checked, 3, heads=3 * by_outputs)
-        perplexity += has_head * passes.run(held, 4, heads=4)
-        times = 4 if weights >= LARGE else 3
-        # without hooks, which the other passes have
-        if schedule:
-            refining += schedule.steps * passes.run(schedule.texts, times, heads=times, calls=2)
-            # experts' probabilities; and held-out examples, before, in between, and of the share that is kept
-            refining += passes.run(fitted + checked, 1, heads=1)
-            refining += passes.run((schedule.checks + 3) * checked, 1, heads=1)
+    head = getattr(work.model.get_output_embeddings(), "weight", torch.empty(0)).numel()
+    tasks = [_count_passes(work, task, speed, head) for task in work.examples]
+    predictions = has_head * sum(of.chosen * of.places for of in tasks)
     sampled = min(predictions, CURVATURE_ROWS)
     multiplied = 2 * (NEWTON_STEPS + 1) * predictions + NEWTON_STEPS * 3 * INNER_STEPS * sampled
     return {
-        "measuring the experts' outputs": measuring,
-        "calibrating": calibrating,
+        "measuring the experts' outputs": _measure_outputs(work, tasks),
+        "calibrating": _calibrate(work, tasks, speed),
         "head": LOGITS * head * multiplied / speed,
         "checking the result": 0.0,
-        "refining the result": refining,
-        "measuring perplexity": perplexity,
+        "refining the result": _refine(work, tasks),
+        "measuring perplexity": has_head * sum(of.run(of.measured, 4, heads=4) for of in tasks),
         "writing": WRITING,
     }
+
+
+def _count_passes(work: Workload, task: str, speed: float, head: int) -> _Passes:
+    """Count the passes of a task's examples; head: the number of weights of the models' head."""
+    rows, need = work.examples[task], work.needs[task]
+    fitted, measured = work.count_examples(task)
+    first, length = _mean_length(rows.fitted[:1]), _mean_length(rows.fitted)
+    longer = length / first if first else 1.0
+    targets = rows.fitted[0].get("decoder_input_ids")
+    places = length if targets is None else targets.shape[1]
+    return _Passes(
+        fitted=fitted,
+        measured=measured,
+        checked=work.is_guarded * (rows.selection_count if rows.is_whole else measured),
+        chosen=min(fitted, ceil(MOST_TOKENS / length)) if length else fitted,
+        is_text=length > 0,
+        products=PRODUCTS * longer * need.products / speed,
+        places=places,
+        logits=LOGITS * head * places / speed,
+        sums=SUMS * longer * need.rows / speed,
+        call=_count_call(speed) * len(work.architecture.blocks),
+        batch_size=rows.batch_size,
+    )
+
+
+def _count_call(speed: float) -> float:
+    """Return the seconds of a pass through a block that do not depend on its size."""
+    return CALL * torch.get_num_threads() / speed
+
+
+def _measure_outputs(work: Workload, tasks: Sequence[_Passes]) -> float:
+    if not work.calibration.uses_output_metric:
+        return 0.0
+    summed = seconds = 0.0
+    for _, d_out, widest in work.inputs:
+        rows = count_sum_rows(widest, of_experts=False)
+        summed += d_out * (rows / 2 if rows == widest else 2 * rows)  # half of a square, or a sketch
+    for of in tasks:
+        run = of.chosen if of.is_text else min(of.chosen, ENOUGH_GRADIENTS)
+        back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / run)))
+        seconds += of.run(run, 1 + back, heads=1 + back) + of.sums * run * back * summed
+    return seconds
+
+
+def _calibrate(work: Workload, tasks: Sequence[_Passes], speed: float) -> float:
+    blocks, count, sides = work.architecture.blocks, len(tasks), 1 + work.is_guarded
+    by_outputs, depth = work.calibration.uses_output_metric, len(work.parts) / max(1, len(blocks))
+    directions = 10 * count * count_directions(count) * by_outputs
+    solves = sum(
+        d_in**2 * (d_in * 2 / 3 + d_out * (2 * count * sides + 4) + directions) for d_in, d_out, _ in work.inputs
+    )
+    squares = 1.5 * sum(d_in**2 for d_in, _, _ in work.inputs)
+    systems = sides * count * sum(len(block.modules) for block in blocks)
+    seconds = SOLVES * solves / speed + _count_call(speed) * systems
+    for of in tasks:
+        for number in (of.fitted, of.checked):
+            seconds += of.run(number, 2, calls=2 * depth + 1) + of.sums * number * squares
+        seconds += of.run(of.measured, 4, heads=4 * by_outputs) + of.run(of.checked, 3, heads=3 * by_outputs)
+    return seconds
+
+
+def _refine(work: Workload, tasks: Sequence[_Passes]) -> float:
+    if (schedule := work.refining) is None:
+        return 0.0
+    seconds, times = 0.0, 4 if sum(x.numel() for block in work.block_parameters for x in block) >= LARGE else 3
+    for of in tasks:
+        # without hooks, which the other passes have
+        seconds += schedule.steps * of.run(schedule.texts, times, heads=times, calls=2)
+        # experts' probabilities; and held-out examples, before, in between, and of the share that is kept
+        seconds += of.run(of.fitted + of.checked, 1, heads=1)
+        seconds += of.run((schedule.checks + 3) * of.checked, 1, heads=1)
+    return seconds
 
 
 def _mean_length(batches: Sequence[Batch]) -> float:
@@ -153,13 +179,12 @@ def _mean_length(batches: Sequence[Batch]) -> float:
     return sum(lengths) / len(lengths)
 
 
-def is_measured_kind(architecture: Architecture, device: torch.device, dtype: torch.dtype) -> bool:
+def is_measured_kind(work: Workload) -> bool:
     """Whether runs of such a model were compared with their estimates: on a CPU and in float32, of models that call
     each block, and each of its modules, once in a pass."""
-    usual = not architecture.functional and all(
-        block.calls == 1 and not block.is_mixture for block in architecture.blocks
-    )
-    return device.type == "cpu" and dtype == torch.float32 and usual and bool(architecture.blocks)
+    blocks = work.architecture.blocks
+    usual = not work.architecture.functional and all(block.calls == 1 and not block.is_mixture for block in blocks)
+    return work.device.type == "cpu" and work.dtype == torch.float32 and usual and bool(blocks)
 
 
 @cache

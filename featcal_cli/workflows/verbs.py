@@ -239,7 +239,7 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
             from featcal_cli.workflows.evaluate import evaluate_models
 
             others = {CALIBRATED: str(workspace.target)}
-            measured = evaluate_models(session, inputs, others, allow_code=options.allow_code)
+            measured = evaluate_models(session, inputs, others)
             report = replace(report, accuracy=dict(measured.tasks))
         pushed = None
         if ranks.is_first:

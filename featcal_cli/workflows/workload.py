@@ -1,0 +1,120 @@
+"""The work of a job, as far as it is known before its models' weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from featcal_cli.calibration.distillation import Schedule
+from featcal_cli.data.examples import TaskExamples, most_held_out
+from featcal_cli.models.architecture import Architecture, Block, module_at
+from featcal_cli.models.loading import Model
+from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
+from featcal_cli.recipe.schema import Calibration, Recipe
+from featcal_cli.workflows.batch_size import COMPUTE, BatchNeeds, count_places, limit_logits
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job as far as it is known before its models' weights are read."""
+
+    recipe: Recipe
+    merged: Model
+    """The merged model without weight values."""
+    architecture: Architecture
+    examples: Mapping[str, TaskExamples]
+    needs: Mapping[str, BatchNeeds]
+    """What `probe_batches` found for a batch of each task's examples."""
+    device: torch.device
+    refining: Schedule | None
+    writes: bool
+    """Whether the job calibrates, and does not only measure."""
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.recipe.calibration
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.merged.module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which models run."""
+        return choose_dtype(self.calibration, self.model)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether updates are checked on held-out examples."""
+        return self.writes and self.calibration.must_not_get_worse
+
+    @cached_property
+    def parts(self) -> list[Block]:
+        """The parts of blocks that are solved at once."""
+        by_depth = self.calibration.solving_order == "module"
+        return [part for block in self.architecture.blocks for part in block.parts(by_depth=by_depth)]
+
+    @cached_property
+    def inputs(self) -> list[tuple[int, int, int]]:
+        """What `find_inputs` finds in all parts."""
+        return [found for part in self.parts for found in find_inputs(self.model, part)]
+
+    @cached_property
+    def block_parameters(self) -> list[list[nn.Parameter]]:
+        return [list(self.model.get_submodule(block.name).parameters()) for block in self.architecture.blocks]
+
+    @cached_property
+    def batch_sizes(self) -> dict[str, int]:
+        return {task: min(rows.batch_size, self.count_examples(task)[0]) for task, rows in self.examples.items()}
+
+    @property
+    def logit_bytes(self) -> dict[str, int]:
+        """Bytes of the logits of one example, by task."""
+        choices = len(getattr(self.model.get_output_embeddings(), "weight", ()))
+        return {task: COMPUTE * choices * count_places(rows.fitted[0]) for task, rows in self.examples.items()}
+
+    @cached_property
+    def largest_batch(self) -> float:
+        """The most bytes of a batch's features at one block."""
+        return max(self.needs[task].feature_bytes * size for task, size in self.batch_sizes.items())
+
+    @property
+    def largest_logits(self) -> int:
+        """The most bytes of logits that are differentiated at once."""
+        sizes = self.batch_sizes
+        return max(of_one * min(sizes[task], limit_logits(of_one)) for task, of_one in self.logit_bytes.items())
+
+    def count_examples(self, task: str) -> tuple[int, int]:
+        """Return how many of a task's examples are fitted and on how many drift is measured. A dry run has read a few
+        of them: there are as many as are asked for, unless the source has no more."""
+        rows = self.examples[task]
+        fitted = rows.fitted_count if rows.is_whole else self.calibration.examples
+        if not self.writes:
+            return fitted, fitted
+        return fitted, rows.measured_count if rows.is_whole else most_held_out(fitted) // 2
+
+
+def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
+    """Choose the dtype in which models run."""
+    wanted = str(model.dtype) if calibration.dtype == "auto" else calibration.dtype
+    return torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
+
+
+def find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:
+    """List the inputs of the block's Linear modules, each as d_in, the sum of d_out over all modules that read it, and
+    the largest d_out among them. Modules with the same parent and d_in are assumed to share an input, unless they are
+    parts of one parameter."""
+    inputs: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for module in block.modules:
+        if module.kind in LINEAR_KINDS:
+            *_, d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
+            own = module.is_routed and module.functional
+            key = (module.name if own else module.name.rpartition(".")[0], d_in)
+            _, others, widest = inputs.get(key, (d_in, 0, 0))
+            inputs[key] = (d_in, d_out + others, max(d_out, widest))
+    return list(inputs.values())
