@@ -12,13 +12,17 @@ from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from featcal_cli.cli import options
 from featcal_cli.recipe.schema import Calibration, Output
 from featcal_cli.runtime.errors import EXIT_CODES, RecipeError
+
+if TYPE_CHECKING:
+    from featcal_cli.workflows.session import RunOptions
+    from featcal_cli.workflows.verbs import Result
 
 HELP = """Calibrate merged models: move their features and outputs back to the experts', without labels.
 
@@ -122,7 +126,6 @@ def calibrate(
     from featcal_cli.cli import results
     from featcal_cli.cli.console import begin
     from featcal_cli.recipe.reading import collect_overrides, find_recipe, read_draft
-    from featcal_cli.reporting.verdict import check_grown, check_pushable
     from featcal_cli.workflows import verbs
     from featcal_cli.workflows.inputs import check_save, save_recipe
     from featcal_cli.workflows.session import RunOptions, Session
@@ -139,30 +142,42 @@ def calibrate(
         with screen.live():
             session = Session(draft, how, log)
             found, target = verbs.find(session)
-            if how.dry_run and not json:
-                with screen.paused():
-                    results.show_inputs(found)
-            done = verbs.plan_only(session, found) if how.dry_run else verbs.run(session, found, target)
-        if isinstance(done, verbs.Result):
-            if json:
-                _print_json(done.to_dict())
-            elif how.evaluate or not done.was_done:
-                made = done.report, done.output, done.pushed
-                seconds = screen.seconds if done.models else None
-                results.show_calibration(*made, seconds, [] if quiet else results.list_next_steps(*made))
-            elif quiet:
-                typer.echo(verbs.ALREADY_DONE.format(done.output))
-            if how.strict:
-                check_grown(done.report, done.output)
-            if not how.push_anyway:
-                check_pushable(done.report, done.output, draft.output.push_to)
+            if not how.dry_run:
+                done = verbs.run(session, found, target)
+            else:
+                if not json:
+                    with screen.paused():
+                        results.show_inputs(found)
+                plan = verbs.plan_only(session, found)
+        if not how.dry_run:
+            _finish(done, how, draft.output.push_to, screen.seconds, json=json, quiet=quiet)
             return
         if save:
-            save_recipe(save, done.recipe, found.findings, overwrite=how.overwrite)
+            save_recipe(save, plan.recipe, found.findings, overwrite=how.overwrite)
             log.note(results.describe_saved(context, save, said))
-        _print_json(done.to_dict()) if json else results.show_plan(done)
-        if done.stops:
-            raise verbs.join_stops(done.stops)
+        _print_json(plan.to_dict()) if json else results.show_plan(plan)
+        if plan.stops:
+            raise verbs.join_stops(plan.stops)
+
+
+def _finish(done: Result, how: RunOptions, push_to: str | None, seconds: float, *, json: bool, quiet: bool) -> None:
+    """Show the result of a calibration that took so many seconds. Raises GateError if it should fail a pipeline."""
+    from featcal_cli.cli import results
+    from featcal_cli.reporting.verdict import check_grown, check_pushable
+    from featcal_cli.workflows.verbs import ALREADY_DONE
+
+    if json:
+        _print_json(done.to_dict())
+    elif how.evaluate or not done.was_done:
+        made = done.report, done.output, done.pushed
+        next_steps = [] if quiet else results.list_next_steps(*made)
+        results.show_calibration(*made, seconds if done.models else None, next_steps)
+    elif quiet:
+        typer.echo(ALREADY_DONE.format(done.output))
+    if how.strict:
+        check_grown(done.report, done.output)
+    if not how.push_anyway:
+        check_pushable(done.report, done.output, push_to)
 
 
 @app.command("inspect-drift", cls=options.Command)

@@ -51,43 +51,21 @@ from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, Workspace, 
 def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Target | None) -> tuple[Report, Models]:
     """Run a job whose output does not exist yet: plan it, load the models, calibrate, check and write. Each of several
     processes does its part. target: the Hub repo to which the output is pushed later. Raises FeatCalError."""
-    ranks, options = session.ranks, session.options
-    stamps = stamp_inputs(inputs.recipe.local_paths)
+    ranks, recipe = session.ranks, inputs.recipe
+    stamps = stamp_inputs(recipe.local_paths)
     plan = make_plan(session, inputs, workspace.target)
-    recipe, origins = plan.recipe, inputs.origins
-
-    folders = [repo.folder for origin in origins.values() for repo in origin.repos() if repo.folder]
-    fingerprint = take_fingerprint(recipe, folders, session.device, plan.examples)
-    # what blocks are computed from must stay what it is
-    check_inputs = partial(check_unchanged, fingerprint["files"])
-    fingerprint["files"] = ranks.unite(fingerprint["files"])
-    if any(data != fingerprint["data"] for data in ranks.gather(fingerprint["data"])):
-        fix = "give all of them the same files"
-        raise DataError("the processes of this run have read different examples", where="several processes", fix=fix)
-    merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-    journal = None
-    if ranks.is_first:
-        again = {"restart": options.restart, "overwrite": options.overwrite}
-        sizes = {task: examples.batch_size for task, examples in plan.examples.items()}
-        made_with = {"batch sizes": sizes, "threads": torch.get_num_threads(), "ranks": ranks.size}
-        journal = Journal(
-            workspace.journal,
-            fingerprint,
-            made_with=made_with,
-            **again,
-            note=session.note,
-            check_inputs=check_inputs,
-        )
+    journal, check_inputs = _open_journal(session, plan, workspace)
     snapshots = fetch_models(session, plan)
     session.stage("loading models")
     with workspace.scratch() as folder:
         scratch = ranks.of_machine(folder)
+        merge = recipe.merged if isinstance(recipe.merged, Merge) else None
         models = load_models(snapshots, merge, scratch / MERGED_MODEL, session.draft.name, ranks, scratch)
         setup = set_up(session, plan, models, scratch)
         own = [models.experts[task] for task in ranks.own(recipe.tasks)]  # one rank reads all weights of a model
         session.note(*check_values(models.merged, [models.base, *own], setup.architecture))
         if ranks.is_first:
-            session.note(*setup.describe_merge(origins.get("merged")))
+            session.note(*setup.describe_merge(inputs.origins.get("merged")))
         session.share_notes()
 
         if plan.time is not None:
@@ -97,27 +75,52 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         perplexity = measure_outcome(session, plan, outcome, journal)
         check_inputs()
         if target is not None and recipe.local_paths:
-            names = f"{RECIPE}, {REPORT} and {ADAPTER}" if options.as_adapter else f"{RECIPE} and {REPORT}"
+            names = f"{RECIPE}, {REPORT} and {ADAPTER}" if session.options.as_adapter else f"{RECIPE} and {REPORT}"
             session.note(f"{names} name folders of this machine, and are pushed with these names")
-
-        used = outcome.hyperparameters
-        fixed: dict[str, Any] = {"ridge": used.ridge, "rho": used.rho, "alpha": used.alpha}
-        if recipe.calibration.uses_output_metric and used.metric == "features":  # outputs could not be measured
-            fixed["metric"] = used.metric
-        calibration = recipe.calibration.model_copy(update=fixed)
-        plan = replace(plan, recipe=recipe.model_copy(update={"calibration": calibration}))
+        plan = _with_numbers(plan, outcome)
         session.stage("writing")
         hardware.give_back(models.merged.module.parameters())
         hardware.trim_heap()  # of calibrating; what is written is read block by block
-        adapter, adapter_files = None, dict[str, bytes]()
-        if journal and options.as_adapter:
-            adapter, adapter_files = _extract_adapter(session, journal, models, plan, outcome)
+        adapter, adapter_files = _extract_adapter(session, journal, plan, outcome)
         report = replace(summarise(session, plan, outcome, stamps), adapter=adapter, perplexity=perplexity)
         if journal:
-            report = _write(
-                session, workspace, journal, models, outcome, report, plan, target, adapter_files, check_inputs
-            )
+            report = _write(session, workspace, journal, outcome, report, plan, target, adapter_files, check_inputs)
     return report, models
+
+
+def _open_journal(session: Session, plan: Plan, workspace: Workspace) -> tuple[Journal | None, Callable[[], None]]:
+    """Return the journal of finished blocks, which the first process alone has, and a function that raises if what
+    blocks are computed from has changed. Raises DataError if the processes have read different examples."""
+    ranks, options = session.ranks, session.options
+    folders = [repo.folder for origin in plan.origins.values() for repo in origin.repos() if repo.folder]
+    fingerprint = take_fingerprint(plan.recipe, folders, session.device, plan.examples)
+    check_inputs = partial(check_unchanged, fingerprint["files"])
+    fingerprint["files"] = ranks.unite(fingerprint["files"])
+    if any(data != fingerprint["data"] for data in ranks.gather(fingerprint["data"])):
+        fix = "give all of them the same files"
+        raise DataError("the processes of this run have read different examples", where="several processes", fix=fix)
+    if not ranks.is_first:
+        return None, check_inputs
+    sizes = {task: examples.batch_size for task, examples in plan.examples.items()}
+    journal = Journal(
+        workspace.journal,
+        fingerprint,
+        made_with={"batch sizes": sizes, "threads": torch.get_num_threads(), "ranks": ranks.size},
+        restart=options.restart,
+        overwrite=options.overwrite,
+        note=session.note,
+        check_inputs=check_inputs,
+    )
+    return journal, check_inputs
+
+
+def _with_numbers(plan: Plan, outcome: Outcome) -> Plan:
+    """Return the plan with a recipe that holds the numbers which the run has chosen."""
+    used, asked = outcome.hyperparameters, plan.recipe.calibration
+    fixed: dict[str, Any] = {"ridge": used.ridge, "rho": used.rho, "alpha": used.alpha}
+    if asked.uses_output_metric and used.metric == "features":  # outputs could not be measured
+        fixed["metric"] = used.metric
+    return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": asked.model_copy(update=fixed)}))
 
 
 def _calibrate_in_smaller_batches(session: Session, setup: Setup, journal: Journal | None) -> Outcome:
@@ -259,16 +262,17 @@ def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -
 
 
 def _extract_adapter(
-    session: Session, journal: Journal, models: Models, plan: Plan, outcome: Outcome
+    session: Session, journal: Journal | None, plan: Plan, outcome: Outcome
 ) -> tuple[AdapterReport | None, dict[str, bytes]]:
-    """Build the adapter that holds the updates. Returns the report on it, and its files by their paths in the output;
-    None and no files if there are no updates."""
+    """Build the adapter that holds the updates, on the first process. Returns the report on it, and its files by their
+    paths in the output; None and no files if none is wanted, or there are no updates."""
+    rank, merged = session.options.as_adapter, outcome.job.merged.model.module
+    if journal is None or rank is None:
+        return None, {}
     if not (outcome.step or outcome.updates):
         session.note("no adapter is written: no update helps, so there is nothing that it could hold")
         return None, {}
-    groups = read_groups(journal, models.merged.module, outcome)
-    rank, functional = int(session.options.as_adapter or 0), outcome.job.architecture.functional
-    made = extract_adapter(models.merged.module, groups, rank, functional)
+    made = extract_adapter(merged, read_groups(journal, merged, outcome), rank, outcome.job.architecture.functional)
     origin = plan.origins["merged"]
     files = made.write(origin.name, origin.repo.commit)
     about = AdapterReport(made.rank, made.share, sum(map(len, files.values())), made.left_out)
@@ -280,7 +284,6 @@ def _write(
     session: Session,
     workspace: Workspace,
     journal: Journal,
-    models: Models,
     outcome: Outcome,
     report: Report,
     plan: Plan,
@@ -289,8 +292,8 @@ def _write(
     check_inputs: Callable[[], None],
 ) -> Report:
     """Write the output and return its report, completed with the list of its files."""
-    merged = models.merged
-    slots = read_slots(merged.snapshot)
+    merged = outcome.job.merged.model
+    slots, snapshot = read_slots(merged.snapshot), merged.snapshot
 
     def read_named() -> Iterator[dict[str, Tensor]]:
         for tensors in read_groups(journal, merged.module, outcome):
@@ -303,11 +306,8 @@ def _write(
         **copy_merged_card(report, card),
         **adapter,
     }
-    loading = {
-        "model_class": type(merged.module).__name__,
-        "processor_class": find_processor_class(merged.snapshot.folder),
-    }
-    files = sorted({*divide_files(merged.snapshot.folder).kept, *contents, REPORT, CARD})
+    files = sorted({*divide_files(snapshot.folder).kept, *contents, REPORT, CARD})
+    loading = {"model_class": type(merged.module).__name__, "processor_class": find_processor_class(snapshot.folder)}
     report = replace(report, files=files, loading=loading)
     described = describe_output(report, workspace.target.name, target.repo_id if target else None, card)
     contents |= {name: text.encode() for name, text in described.items()}
