@@ -274,21 +274,21 @@ class Report:
         return known if known.keys() == self.drift.keys() else {}
 
     @property
-    def judged(self) -> dict[str, tuple[float, float]]:
-        """The values that judge the result, before and after, by task: distances of outputs, else drift."""
-        return self.output_distances or {task: (drift.before, drift.after) for task, drift in self.drift.items()}
+    def judged_rows(self) -> list[DriftRow]:
+        """Rows of the table of the values that judge the result, distances of outputs, else drift: one per task and, if
+        there are several, their mean last."""
+        rows = []
+        for task, pair in self.output_distances.items():
+            base = self.measures[task].models.get("base") if task in self.measures else None
+            distance = base.output.relative if base and base.output else self.drift[task].base
+            # of a refined result, the distance of base was measured in another way
+            rows.append(DriftRow(task, *pair, None if self.is_refined else distance))
+        return _add_mean(rows) if rows else self.drift_rows
 
     @property
-    def judged_rows(self) -> list[DriftRow]:
-        """Rows of the table of the values in `judged`: one per task and, if there are several, their mean last."""
-        if not self.output_distances:
-            return self.drift_rows
-        pairs = self.output_distances.items()
-        if self.is_refined:  # distances of base were measured in another way
-            return _add_mean(DriftRow(task, *pair, None) for task, pair in pairs)
-        bases = {task: found.models["base"].output for task, found in self.measures.items() if "base" in found.models}
-        known = {task: base.relative for task, base in bases.items() if base}
-        return _add_mean(DriftRow(task, *pair, known.get(task, self.drift[task].base)) for task, pair in pairs)
+    def judged(self) -> dict[str, tuple[float, float]]:
+        """The values that judge the result, before and after, by task."""
+        return {row.task: (row.before, row.after) for row in self.judged_rows[: len(self.drift)]}
 
     @property
     def mean_judged(self) -> tuple[float, float]:
