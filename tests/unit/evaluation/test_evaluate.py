@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from featcal_cli.cli.results import _describe_scores
+from featcal_cli.data.batches import Batch
+from featcal_cli.data.examples import LabelledRows
 from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
 from featcal_cli.evaluation.protocols import _predict_tokens
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
@@ -447,8 +449,15 @@ def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
-    bert: Path, tmp_path: Path, capsys: Capsys
+    bert: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes, whole = list[int](), LabelledRows.batches
+
+    def watch(rows: LabelledRows, size: int) -> Iterator[tuple[Batch, list[Any]]]:
+        sizes.append(size)
+        return whole(rows, size)
+
+    monkeypatch.setattr(LabelledRows, "batches", watch)
     data = tmp_path / "data"
     data.mkdir()
     lines = (bert / "data" / "test.jsonl").read_text()
@@ -457,7 +466,7 @@ def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
     draft = draft_of(bert, {"split": "test"}, {"path": str(data), "split": "train"})
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(draft.model_dump(exclude_none=True)))
-    options = {"-r": file, "-n": 8, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu"}
+    options = {"-r": file, "-n": 8, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu", "--batch-size": 3}
     failed = featcal_inside(capsys, "calibrate", options)
     assert failed.code == 2
     assert "there is no split test" in failed.stderr
@@ -465,7 +474,7 @@ def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
     (data / "test.jsonl").write_text(lines)
     again = featcal_inside(capsys, "calibrate", options)
     assert again.code == 0, again.stderr
-    assert "nothing is computed again" in again.stderr
+    assert "nothing is computed again" in again.stderr and set(sizes) == {3}
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == weights
     scores = json.loads((tmp_path / "out" / "featcal_report.json").read_text())["accuracy"]["it"]["scores"]
     assert f"value: {round(scores['calibrated']['value'], 5)}" in (tmp_path / "out" / "README.md").read_text()
