@@ -339,10 +339,24 @@ def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Div
         with expert.on_device():
             expert.bring(head.name)
             # the experts' are not needed again
-            divergence.add_task(inputs.pop(task, []), read_parameters(expert.module(head.name)), len(job.experts))
+            own = _order_classes(read_parameters(expert.module(head.name)), head.classes.get(task))
+            divergence.add_task(inputs.pop(task, []), own, len(job.experts))
             expert.give_back(head.name)
     divergence.finish()
     return divergence
+
+
+def _order_classes(own: Affine, classes: Tensor | None) -> Affine:
+    """Return an expert's head with merged's classes, in their order; those that the expert lacks have no probability.
+    None: they are the same."""
+    if classes is None:
+        return own
+    places = classes.to(own.weight.device)
+    lacking = (places < 0) | (places >= len(own.weight))
+    weight, bias = own.each(lambda x: x[places.masked_fill(lacking, 0)])
+    if lacking.any():
+        bias = (weight.new_zeros(len(weight)) if bias is None else bias).masked_fill(lacking, -torch.inf)
+    return Affine(weight, bias)
 
 
 def _scale(norm: nn.Module, name: str, old: Tensor, factors: Tensor) -> Tensor:

@@ -43,6 +43,9 @@ class Head:
     updates are checked (True)."""
     inputs: dict[bool, dict[str, list[HeadInputs]]] = field(default_factory=lambda: {False: {}, True: {}})
     """Inputs on the calibration examples (False) and on those on which updates are checked (True), by task."""
+    classes: Mapping[str, Tensor] = field(default_factory=dict)
+    """For experts that number tokens in another way than merged, by task: the class of each of merged's tokens in the
+    expert's head, −1 for those that it lacks."""
     obstacle: str = ""
     """The reason why the head cannot be calibrated, if a pass has shown one."""
     _scales: dict[int, float] = field(default_factory=dict)
@@ -102,10 +105,13 @@ def _find_scale(y: Tensor, scaled: Tensor) -> float | None:
     return scale if (scale * y - scaled).abs().max() <= 4 * rounding * scaled.abs().max() else None
 
 
-def find_head(merged: Model, experts: Collection[Model], architecture: Architecture) -> tuple[str, str] | None:
+def find_head(
+    merged: Model, experts: Collection[Model], architecture: Architecture, renumbered: Collection[str] = ()
+) -> tuple[str, str] | None:
     """Return the path of merged's head if all tasks end in it: a Linear module of which every expert has a counterpart
-    in the same shape. With it comes the path of the norm before it if other modules share the head's weight, else an
-    empty string. Returns None if there is nothing that can be calibrated."""
+    with the same classes. With it comes the path of the norm before it if other modules share the head's weight, else
+    an empty string. Returns None if there is nothing that can be calibrated. renumbered: roles of the experts whose
+    classes are matched to merged's by their tokens."""
     head = merged.module.get_output_embeddings()
     name = next((path for path, module in merged.module.named_modules() if module is head), "")
     if type(head) is not nn.Linear or name not in architecture.head or any(architecture.entries.values()):
@@ -115,7 +121,10 @@ def find_head(merged: Model, experts: Collection[Model], architecture: Architect
     for expert in experts:
         own = expert.module.get_output_embeddings()
         weight = getattr(own, "weight", None)
-        if expert.part or expert.body or expert.missing or weight is None or weight.shape != head.weight.shape:
+        if expert.part or expert.body or expert.missing or weight is None:
+            return None
+        known = 1 if expert.role in renumbered else 0
+        if weight.shape[known:] != head.weight.shape[known:]:
             return None
     shared = [path for path, x in merged.module.named_parameters(remove_duplicate=False) if x is head.weight]
     if len(shared) == 1:

@@ -144,6 +144,14 @@ def read_output(output: Any) -> Tensor:
     return next(tensor for tensor in tensors if tensor.ndim > 1)  # a loss is not an output
 
 
+def take_classes(z: Tensor, classes: Tensor) -> Tensor:
+    """Return the logits [.., c] of a model in the order of another model's classes, which are at `classes` here; −∞ for
+    what the model lacks."""
+    places = classes.to(z.device)
+    lacking = (places < 0) | (places >= z.shape[-1])
+    return z[..., places.masked_fill(lacking, 0)].masked_fill(lacking, -torch.inf)
+
+
 def find_owners(z: Tensor, batch: Batch) -> Tensor:
     """Return the number of the example that each prediction chosen by `choose_rows` belongs to: [rows]."""
     count = count_examples(batch)

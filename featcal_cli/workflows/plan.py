@@ -167,10 +167,10 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     with look():
         for task in examples if refining else ():
-            check_teacher(outlines[f"{EXPERT}{task}"], merged.module, token_ids)
+            check_teacher(outlines[f"{EXPERT}{task}"], merged.module)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if head and calibration.refines_language_models:
-        work, estimated = _refine_shortly(session, work, estimated, outlines, token_ids, transfers, target)
+        work, estimated = _refine_shortly(session, work, estimated, outlines, transfers, target)
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     return Plan(
@@ -236,7 +236,6 @@ def _refine_shortly(
     work: Workload,
     estimated: Estimate,
     outlines: Mapping[str, Model],
-    token_ids: TokenIds,
     transfers: Mapping[str, dict[str, int]],
     target: Path | None,
 ) -> tuple[Workload, Estimate]:
@@ -248,7 +247,7 @@ def _refine_shortly(
     try:
         check_refinable(work.examples)
         for task in work.examples:
-            check_teacher(outlines[f"{EXPERT}{task}"], work.model, token_ids)
+            check_teacher(outlines[f"{EXPERT}{task}"], work.model)
         needs = _estimate(larger)
         check_memory(needs, estimated, work.device)
         check_disk(needs, transfers, target if session.ranks.is_first else None)
@@ -265,10 +264,10 @@ def choose_head(
     calibration: Calibration, token_ids: TokenIds, models: Mapping[str, Model], architecture: Architecture
 ) -> tuple[str, str] | None:
     """Return what `find_head` finds in the models of a job, by role, if the head is calibrated."""
-    # its rows are tokens, which must be the same in all models
-    if not calibration.calibrates_head or token_ids.tables:
+    if not calibration.calibrates_head:
         return None
-    return find_head(models[MERGED], [model for role, model in models.items() if role.startswith(EXPERT)], architecture)
+    experts = [model for role, model in models.items() if role.startswith(EXPERT)]
+    return find_head(models[MERGED], experts, architecture, token_ids.classes)
 
 
 def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:

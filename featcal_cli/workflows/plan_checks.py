@@ -29,7 +29,6 @@ from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
 from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import Session
-from featcal_cli.workflows.token_ids import TokenIds
 from featcal_cli.workflows.workspace import Workspace
 
 Headers = Mapping[str, Entry] | None
@@ -94,13 +93,11 @@ def check_refinable(examples: Mapping[str, TaskExamples]) -> None:
         raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
 
 
-def check_teacher(expert: Model, merged: PreTrainedModel, token_ids: TokenIds) -> None:
+def check_teacher(expert: Model, merged: PreTrainedModel) -> None:
     """Raise RecipeError if an expert has no probabilities under its own head that the merged model could learn."""
     module = expert.module
     if expert.missing:
         lacks = "has no head in its files"
-    elif expert.role in token_ids.tables:
-        lacks = "has other token ids than merged"
     elif (problem := expert.snapshot.config.get("problem_type")) in NO_PROBABILITIES:
         lacks = f"gives no probabilities of one choice (problem_type: {problem})"
     elif merged.get_output_embeddings() is None and (  # else all tasks share merged's head

@@ -28,7 +28,8 @@ from featcal_cli.data.batches import (
     padding_id,
     take_examples,
 )
-from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output
+from featcal_cli.data.preprocessing import renumber
+from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output, take_classes
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
@@ -80,7 +81,7 @@ class Refiner:
     def _put_under_head(self, expert: Model) -> PreTrainedModel:
         """Return the student itself if all tasks share its head; else the expert's model with the student in place of
         all that is below the head."""
-        check_teacher(expert, self._student, self._setup.token_ids)
+        check_teacher(expert, self._student)
         if self._choices is not None:
             return self._student
         headed = share_model(expert).module
@@ -98,14 +99,20 @@ class Refiner:
         """Return the logits of the predictions that count, of an expert only those of the student's classes, and the
         number of the example that each belongs to."""
         device, names = self._setup.device, forward_names(module)
-        taken = {name: x for name, x in batch.items() if name in names}
+        token_ids = self._setup.token_ids
+        own = renumber(batch, token_ids.tables.get(expert.role)) if expert else batch
+        taken = {name: x for name, x in own.items() if name in names}
         placed = {name: x.to(device, self._dtype if x.is_floating_point() else x.dtype) for name, x in taken.items()}
         with hardware.drawing_alike(self._setup.architecture.draws, device):
             output = module(**placed)
         if expert is not None and not gives_logits(module, output):
             raise refuse_refining(expert, f"gives no probabilities of one choice ({type(module).__name__})")
         z = read_output(output)
-        return choose_rows(z, placed)[:, : self._choices if expert else None], find_owners(z, placed)
+        rows, owners = choose_rows(z, placed), find_owners(z, placed)
+        if expert is None or self._choices is None:
+            return rows, owners
+        classes = token_ids.classes.get(expert.role)
+        return rows[:, : self._choices] if classes is None else take_classes(rows, classes), owners
 
     def learn(self, journal: Journal, outcome: Outcome) -> tuple[Refinement, dict[str, Tensor]]:
         """Learn updates of what was calibrated; return the report and the parts of the updates, as `distil` does."""
@@ -136,12 +143,19 @@ class Refiner:
     def _measure_distances(self, paths: Collection[str]) -> dict[str, float]:
         """Return the root mean square of expert − merged for each of merged's parameters, by path, over all experts."""
         of_merged, squares = self._setup.models.merged.parameters, dict[str, list[float]]()
+        head = self._merged.get_output_embeddings()
+        of_head = (
+            [] if head is None else [path for path in paths if any(of_merged[path] is x for x in head.parameters())]
+        )
         for expert in self._setup.models.experts.values():
-            own = expert.parameters
-            for path in paths:
-                if path in own and own[path].shape == of_merged[path].shape:
-                    difference = own[path].data.float() - of_merged[path].data.float()
-                    squares.setdefault(path, []).append(float(difference.square_().mean()))
+            own, classes = expert.parameters, self._setup.token_ids.classes.get(expert.role)
+            for path in (path for path in paths if path in own):
+                ours, theirs = of_merged[path].data.float(), own[path].data.float()
+                if path in of_head and classes is not None:
+                    both = (classes >= 0) & (classes < len(theirs))
+                    ours, theirs = ours[both], theirs[classes[both]]
+                if theirs.shape == ours.shape:
+                    squares.setdefault(path, []).append(float((theirs - ours).square_().mean()))
             hardware.give_back(expert.module.parameters())
         # a head that is no expert's own is as far away as the rest
         usual = fmean(fmean(of) for of in squares.values()) if squares else 0.0

@@ -240,7 +240,9 @@ class Setup:
             return None
         fitted = {task: count_chosen(rows.fitted) for task, rows in self.examples.items()}
         checked = {task: count_chosen(rows.selection) for task, rows in self.examples.items()}
-        return Head(*found, {False: fitted, True: checked})
+        classes = self.token_ids.classes
+        known = {task: classes[model.role] for task, model in self.models.experts.items() if model.role in classes}
+        return Head(*found, {False: fitted, True: checked}, classes=known)
 
     def _share(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Part]]:
         """Return this rank's parts of the batches of each task."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from featcal_cli.data.batches import count_vocabulary
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.data.preprocessing import Vocabularies, map_ids
+from featcal_cli.data.preprocessing import Vocabularies, Vocabulary, map_ids
 from featcal_cli.data.tensors import is_tensor_file
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Recipe
@@ -29,6 +29,9 @@ class TokenIds:
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     """Tables from merged's ids to the model's own ids, by role; models with the same ids have none, nor do models
     without a tokenizer, whose ids are taken to be merged's."""
+    classes: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tables from the classes of merged's head, which are token ids, to those of the model's own head, by role; −1 for
+    tokens that the model lacks. The same models have one, if merged has a head."""
     left_out: frozenset[str] = frozenset()
     """Roles of the models that do not run because they lack tokens of the examples."""
 
@@ -43,7 +46,7 @@ def find_token_ids(
     """Compare every model's vocabulary with merged's on the tokens of the examples. If base lacks some, it is left out.
     Raises CheckpointError if any other model lacks some, and DataError if ids in a data file mean other tokens in the
     expert than in merged."""
-    tables, left_out = {}, set()
+    tables, classes, left_out = dict[str, Tensor](), dict[str, Tensor](), set()
     merged = vocabularies.find(MERGED)
     used = {task: _collect_ids(rows) for task, rows in examples.items()}
     for role, outline in outlines.items():
@@ -62,6 +65,8 @@ def find_token_ids(
                     fix = "give texts instead of ids: each model then gets its own ids of the same tokens"
                     raise DataError(what, where=f"{task}: {recipe.tasks[task].data}", fix=fix)
             tables[role] = table
+            if (head := outlines[MERGED].module.get_output_embeddings()) is not None:
+                classes[role] = match_classes(merged, own, len(head.weight))
             if lacking := [token for token in merged.spell(ids.tolist()) if token not in own.ids]:
                 what = f"{role} lacks the tokens {list_some(lacking)}, which examples hold"
             padded = table[padded[padded < len(table)]]
@@ -75,7 +80,18 @@ def find_token_ids(
             raise CheckpointError(what, where=outline.snapshot.name, fix=fix)
         left_out.add(BASE)
         note(f"{what}: base is compared by its weights, and its drift is left out")
-    return TokenIds(tables, frozenset(left_out))
+    return TokenIds(tables, classes, frozenset(left_out))
+
+
+def match_classes(source: Vocabulary, target: Vocabulary, count: int) -> Tensor:
+    """Return, for each of `count` token ids of `source`, the id of the same token in `target`; −1 if it has none. Ids
+    that are no token in either are taken to be the same."""
+    tokens, taken = {number: token for token, number in source.ids.items()}, set(target.ids.values())
+    classes = torch.tensor([-1 if number in taken else number for number in range(count)])
+    for number in range(count):
+        if number in tokens:
+            classes[number] = target.ids.get(tokens[number], -1)
+    return classes
 
 
 def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from recipe_world import shake
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
-from vocabularies import add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
+from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
 
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.workflows.evaluate import evaluate
@@ -134,6 +135,27 @@ def test_the_order_of_tokens_changes_nothing(
         told = "merged has another vocabulary: ids are mapped by token"
         assert told in (found.output / "README.md").read_text()
         assert "merged has the same vocabulary" in (plain.output / "README.md").read_text()
+
+
+def test_head_and_refining_do_not_depend_on_the_order_of_tokens(tmp_path: Path) -> None:
+    found = []
+    for name, order in (("plain", 0), ("other", 1)):
+        job = save_family(tmp_path / name, orders={"merged": order})
+        job["calibration"] |= {"method": "featcal"}
+        for seed, task in enumerate(TASKS):
+            common = " ".join(Random(seed).choices(WORDS, k=10))  # so that what is learnt helps with other rows
+            rows = (f'{{"text": "{common} {word}"}}\n' for word in WORDS)
+            (tmp_path / name / f"{task}.jsonl").write_text("".join(rows))
+        report = calibrate(job, output=tmp_path / name / "out").report
+        assert report.refined is not None and report.refined.share > 0
+        assert report.blocks[-1].is_head and report.blocks[-1].modules
+        states = [load_file(tmp_path / name / folder / "model.safetensors") for folder in ("merged", "out")]
+        new = shuffled(spell("words"), order)
+        for state in states:
+            state["lm_head.weight"] = state["lm_head.weight"][[new.index(token) for token in spell("words")]]
+        found.append({key: states[1][key] - x for key, x in states[0].items() if "embed" not in key})
+    for key, update in found[0].items():
+        assert torch.allclose(found[1][key], update, rtol=0, atol=1e-3 * float(update.abs().max())), key
 
 
 def test_texts_that_are_cut_otherwise_are_refused_with_both_names(tmp_path: Path) -> None:
