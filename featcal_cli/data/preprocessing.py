@@ -250,7 +250,9 @@ def _load(kind: str, folder: Path) -> Any:
             if isinstance(value, int | float) and value > LARGEST.get(key, otherwise):
                 raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
     # torchvision's results differ from Pillow's, and the choice would depend on what is installed
-    options = {"backend": "pil"} if kind in ("image processor", "processor") else {}
+    options: dict[str, Any] = {"backend": "pil"} if kind in ("image processor", "processor") else {}
+    if kind == "tokenizer":  # reads the model's config too, which may want attentions beside a kernel without them
+        options["output_attentions"] = False
     loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
     if lacking := [name for name in NEEDED[kind] if not hasattr(loaded, name)]:
         raise ValueError(f"{type(loaded).__name__} has no {lacking[0]}")

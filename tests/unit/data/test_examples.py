@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -527,6 +528,13 @@ def test_texts_are_cut_at_the_shortest_limit(at: Folder, model: str, limit: int,
     at.tokenizer(model_max_length=limit)
     [batch] = at.load(tiny(model), at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, length)
+
+
+def test_a_tokenizer_beside_a_config_that_contradicts_itself_is_read(at: Folder) -> None:
+    at.tokenizer()
+    config = {"model_type": "llama", "attn_implementation": "flash_attention_2", "output_attentions": True}
+    (at.expert / "config.json").write_text(json.dumps(config))
+    assert len(at.load(tiny("llama"), at.rows({"text": "w1"})).fitted) == 1
 
 
 @pytest.mark.parametrize("row", [{"text": "w1 x9"}, {"inputs": "w1", "targets": "w1 x9"}])
