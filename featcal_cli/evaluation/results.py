@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from math import log, sqrt
+from math import isfinite, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ class Score:
     examples: int
 
     def show(self, metric: str) -> str:
-        """Write the value, as scores of this metric are shown, and half its interval."""
+        """Write the value, as scores of this metric are shown, and half its interval; a dash if it is not finite."""
+        if not isfinite(self.value):
+            return "–"
         scale, digits = (known := find_metric(metric)).scale, known.digits
         return f"{scale * self.value:.{digits}f} ±{scale / 2 * (self.high - self.low):.{digits}f}"
 

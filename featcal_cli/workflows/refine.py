@@ -108,6 +108,8 @@ class Refiner:
         if expert is not None and not gives_logits(module, output):
             raise refuse_refining(expert, f"gives no probabilities of one choice ({type(module).__name__})")
         z = read_output(output)
+        if expert is not None and (z.isnan() | z.isposinf()).any():
+            raise RuntimeError(f"the probabilities of {expert.role} are not finite")
         rows, owners = choose_rows(z, placed), find_owners(z, placed)
         if expert is None or self._choices is None:
             return rows, owners

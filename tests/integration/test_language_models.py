@@ -19,7 +19,7 @@ from command_line import Run, featcal_inside
 from distant import GENTLE
 from families import BY_NAME, Family, Saved, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, text_to_text
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from featcal_cli.calibration.distillation import SHARES, Schedule
 from featcal_cli.data.batches import Batch
@@ -365,3 +365,17 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
     assert dry_run(few.recipe(ridge=None), output=tmp_path / "out").refining is None
     with pytest.raises(RecipeError, match="red has no held-out rows"):
         dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")
+
+
+def test_an_expert_with_a_broken_head_teaches_nothing(tmp_path: Path) -> None:
+    saved = save(tmp_path, *CASES["llama"][:2])
+    task, file = next(iter(saved.inputs)), tmp_path / next(iter(saved.inputs)) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][5] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    _, report = run(saved, "out", refine=None)
+    why = f"the result is not refined: the probabilities of expert {task} are not finite"
+    assert report["refined"] is None and why in report["notes"]
+    assert report["perplexity"][task]["scores"]["expert"]["value"] is None
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "nan" not in card and f"| {task} | – | " in card
