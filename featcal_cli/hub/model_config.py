@@ -96,6 +96,8 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
         parts += [inner for name in part.sub_configs if (inner := getattr(part, name, None)) is not None]
         part._attn_implementation_internal = part._experts_implementation_internal = None
         part._output_attentions = part.output_hidden_states = part.torchscript = False
+        if hasattr(part, "output_router_logits"):  # and a loss that is computed of them
+            part.output_router_logits = False
         if (use_cache := getattr(type(part), "use_cache", None)) is not None:  # what the architecture does by default
             part.use_cache = use_cache
         part.gradient_checkpointing = False

@@ -76,22 +76,23 @@ def test_what_users_change_is_said(tmp_path: Path, values: dict[str, Any], words
 PREFERENCES: dict[str, Any] = {
     "_attn_implementation": "flash_attention_2", "attn_implementation": "flash_attention_2",
     "_experts_implementation": "grouped_mm", "output_attentions": True, "output_hidden_states": True,
-    "return_dict": False, "torchscript": True, "gradient_checkpointing": True, "use_cache": True, "dtype": "bfloat16",
+    "output_router_logits": True, "return_dict": False, "torchscript": True, "gradient_checkpointing": True,
+    "use_cache": True, "dtype": "bfloat16",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", PREFERENCES)
 def test_what_a_config_prefers_at_run_time_is_not_obeyed(tmp_path: Path, key: str) -> None:
     torch.manual_seed(0)
-    tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED_SIZES)).save_pretrained(tmp_path / "model")
+    tf.MixtralForCausalLM(tf.MixtralConfig(**GROUPED_SIZES, num_local_experts=2)).save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     ids = torch.arange(3, 9)[None]
     found = {}
     for preferences in ({}, {key: PREFERENCES[key]}):
         file.write_text(json.dumps(json.loads(file.read_text()) | preferences))
         snapshot = Snapshot("model", tmp_path / "model", None)
-        model = load_model("merged", snapshot, tf.LlamaForCausalLM).module
-        plan = load_outline("merged", snapshot, tf.LlamaForCausalLM, read_header(snapshot.weights()[0])).module
+        model = load_model("merged", snapshot, tf.MixtralForCausalLM).module
+        plan = load_outline("merged", snapshot, tf.MixtralForCausalLM, read_header(snapshot.weights()[0])).module
         output = model(ids)
         assert list(output) == ["logits"] and not model.config.use_cache
         assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
