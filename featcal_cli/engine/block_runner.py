@@ -65,6 +65,8 @@ class BlockRunner:
         """Ids of the parameters that lie in blocks or are used before the last block ends."""
         self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
         self._functional = architecture.functional
+        self._modules: dict[str, nn.Module] = {}
+        """The model's modules by their paths in merged, as far as they were asked for."""
         self._read: set[int] = set()
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         """Parameters and buffers whose data is on the device, by id, each with the data that it gets back
@@ -135,7 +137,9 @@ class BlockRunner:
         """Return the module at `path` in the merged model. If a function uses the weight at that path without calling a
         module, return a module made of that weight and bias."""
         block, module = self._functional.get(path, (path, None))
-        found: nn.Module = self.model.module.get_submodule(self.model.own_path(block) or "")
+        if block not in self._modules:
+            self._modules[block] = self.model.module.get_submodule(self.model.own_path(block) or "")
+        found = self._modules[block]
         return found if module is None else module_at(found, module)
 
     def parameter(self, path: str) -> nn.Parameter:

@@ -223,7 +223,7 @@ class BlockVisit:
                     (tokens[task] / here, sum(tokens.values()) / here),
                 )
                 del x_cal, captured  # which are large, while the next pair is run
-            self.job.offloader.put_aside(kept for paused in pair for kept, _ in paused.outputs.values())
+            self.job.offloader.put_aside(x for of in pair for kept in of.outputs.values() for x in kept.tensors)
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observed]:
         """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
@@ -256,13 +256,14 @@ class BlockVisit:
         part. In a run of the student for any part but the last, the part's own Linear modules compute nothing if all
         have one depth: only their inputs are wanted, and none of them depends on another's output."""
         part = [] if self._is_last_part else list(self.part.modules)
-        if paused.runner is not self.job.student:
-            return reusing_outputs(paused, self.block, self._room, {module.name for module in (*self._solved, *part)})
         depths = {module.depth for module in self.part.modules}
         # what is deeper may yet change with this part
-        final = {module.name for module in self._solved if module.depth <= min(depths, default=0)}
-        own = {module.name for module in part if len(depths) == 1}
-        return reusing_outputs(paused, self.block, self._room, final, own)
+        depth = min(depths, default=0)
+        reusing = partial(reusing_outputs, paused, self.block, self._room, depth=depth)
+        if paused.runner is not self.job.student:
+            return reusing({module.name for module in (*self._solved, *part)})
+        final = {module.name for module in self._solved if module.depth <= depth}
+        return reusing(final, {module.name for module in part if len(depths) == 1})
 
     def _observe_calls(self, task: str, pair: PairedPass) -> Iterator[Observed]:
         """Observe a block that runs several times, in new passes in which the block has its old weights in all

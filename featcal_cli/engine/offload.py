@@ -129,7 +129,8 @@ class Offloader:
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """Bring tensors to the device that are not lent, as the code of models may use any of them."""
         if not self._is_cpu:
-            found = [self._memory[x] for x in tensors if x.device != self._device and x in self._memory]
+            away = [self._memory.get(x) for x in tensors if x.device != self._device]
+            found = [memory for memory in away if memory is not None]
             self._bring(found)
             self._put_aside(found)
 
@@ -139,9 +140,9 @@ class Offloader:
         found: dict[int, _Memory] = {}
         new = []
         for tensor in tensors:
-            if tensor in self._memory:
-                found[tensor.untyped_storage().data_ptr()] = self._memory[tensor]
-                self._aside.pop(self._memory[tensor], None)
+            if (known := self._memory.get(tensor)) is not None:
+                found[tensor.untyped_storage().data_ptr()] = known
+                self._aside.pop(known, None)
             elif _is_plain(tensor) and tensor.device.type == self._device.type:
                 new.append(tensor)
         for tensor in new:

@@ -1,5 +1,5 @@
-"""Reuse outputs of a block's Linear modules: a block runs once for each of its parts, and most of what it computes is
-the same each time."""
+"""Reuse outputs of a block's submodules: a block runs once for each of its parts, and most of what it computes is the
+same each time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from featcal_cli.engine.hooks import PLAIN_FORWARDS
-from featcal_cli.engine.paused_forward import PausedForward
+from featcal_cli.engine.paused_forward import KeptOutput, PausedForward
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import read_parameters
 from featcal_cli.models.tracing import first_tensor
@@ -23,6 +24,10 @@ class OutputRoom:
     def __init__(self, size: int) -> None:
         self.size = size
 
+    def give_back(self, outputs: Collection[KeptOutput]) -> None:
+        """Make room for others: these outputs are not kept any more."""
+        self.size += sum(output.bytes for output in outputs)
+
     def take(self, size: int) -> bool:
         """Take `size` bytes of the room, if there are as many; return whether there were."""
         fits = size <= self.size
@@ -32,50 +37,63 @@ class OutputRoom:
 
 @contextmanager
 def reusing_outputs(
-    paused: PausedForward, block: Block, room: OutputRoom, final: Collection[str], unneeded: Collection[str] = ()
+    paused: PausedForward,
+    block: Block,
+    room: OutputRoom,
+    final: Collection[str],
+    unneeded: Collection[str] = (),
+    *,
+    depth: int = 0,
 ) -> Iterator[None]:
     """Return a context in which runs of the block, before which the pass is paused, reuse what earlier ones computed.
 
-    final: the modules whose weights and inputs stay as they are until the pass goes on. Their outputs are kept with the
-    pass as far as there is room, and returned again instead of being computed; not if the block has changed one in
-    place since. unneeded: modules on whose outputs nothing depends that the run is for: they return zeros.
+    final: the Linear modules whose weights and inputs stay as they are until the pass goes on. Submodules that are
+    final at this `depth` are so too. Their outputs are kept with the pass as far as there is room, and returned again
+    instead of being computed; not if the block has changed one in place since. unneeded: modules on whose outputs
+    nothing depends that the run is for: they return zeros.
     """
+    linear = {x.name for x in block.modules if not (x.functional or x.is_routed) and len(x.rows) == 1}
+    plain = {name for name in linear if type(_held(paused, block, name)).forward in PLAIN_FORWARDS}
+    reused = {*(plain & {*final}), *(path for path, final_at in block.final_at if final_at <= depth)}
     with ExitStack() as undo:
-        for module in block.modules:
-            if module.functional is not None or module.is_routed or len(module.rows) != 1:
+        for name in reused | (plain & {*unneeded}):
+            held = _held(paused, block, name)
+            if "forward" in held.__dict__:
                 continue
-            held = paused.runner.module(f"{block.name}.{module.name}")
-            if type(held).forward not in PLAIN_FORWARDS or "forward" in held.__dict__:
-                continue
-            if module.name in final:
-                held.forward = partial(_reuse, paused.outputs, module.name, room, held.forward)
-            elif module.name in unneeded:
-                held.forward = partial(_return_zeros, len(read_parameters(held).weight))
+            if name in reused:
+                held.forward = partial(_reuse, paused.outputs, name, room, held.forward)
             else:
-                continue
+                held.forward = partial(_return_zeros, len(read_parameters(held).weight))
             undo.callback(held.__dict__.pop, "forward")
         yield
 
 
+def _held(paused: PausedForward, block: Block, name: str) -> nn.Module:
+    return paused.runner.module(f"{block.name}.{name}")
+
+
 def _reuse(
-    outputs: dict[str, tuple[Tensor, int]],
+    outputs: dict[str, KeptOutput],
     name: str,
     room: OutputRoom,
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Any],
     *given: Any,
     **named: Any,
-) -> Tensor:
-    """Return the kept output of a module; or compute it, and keep it if there is room."""
-    kept, version = outputs.get(name, (None, 0))
+) -> Any:
+    """Return the kept output of a module; or compute it, and keep it if there is room. What was kept inside of the
+    module is not needed any more then."""
+    kept = outputs.get(name)
     x = first_tensor((*given, *named.values()))
     # a block whose features overflow bfloat16 runs again in float32
-    if kept is not None and kept._version == version and x is not None and kept.dtype == x.dtype:
-        return kept
+    if kept is not None and kept.is_unchanged and x is not None and kept.dtype == x.dtype:
+        return kept.value
     # without the base that a view has, which would hold the memory when it is moved to a file
-    y = forward(*given, **named).data
-    if kept is not None or room.take(y.nbytes):
-        outputs[name] = y, y._version
-    return y
+    value = tree_map_only(Tensor, lambda y: y.data, forward(*given, **named))
+    output = KeptOutput(value, x.dtype if x is not None else None)
+    if kept is not None or room.take(output.bytes):
+        outputs[name] = output
+        room.give_back([outputs.pop(inner) for inner in [*outputs] if inner.startswith(f"{name}.")])
+    return value
 
 
 def _return_zeros(d_out: int, *given: Any, **named: Any) -> Tensor:

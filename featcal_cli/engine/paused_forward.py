@@ -47,6 +47,23 @@ def _is_of_model(error: Exception) -> bool:
     return owners[-1:] != ["featcal_cli"]
 
 
+class KeptOutput:
+    """The output of a module, kept to be returned again."""
+
+    def __init__(self, value: Any, dtype: torch.dtype | None) -> None:
+        self.value = value
+        self.dtype = dtype
+        """The dtype of the input that it was computed from."""
+        self.tensors = [*tensors_in(value)]
+        self.bytes = sum(tensor.nbytes for tensor in self.tensors)
+        self._versions = [tensor._version for tensor in self.tensors]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has changed its tensors in place since."""
+        return [tensor._version for tensor in self.tensors] == self._versions
+
+
 class PausedForward(greenlet):
     """One forward pass over one batch. It is paused before a block until `advance` gives it that block's output."""
 
@@ -66,16 +83,16 @@ class PausedForward(greenlet):
         """The model's output, once the pass has ended."""
         self.call: BlockCall | None = None
         """The call of the block before which the pass is paused; None once the pass has ended."""
-        self.outputs: dict[str, tuple[Tensor, int]] = {}
-        """Outputs that the paused block's modules keep for its next runs, by module, each with its version."""
+        self.outputs: dict[str, KeptOutput] = {}
+        """Outputs that the paused block's submodules keep for its next runs, by path inside the block."""
         self.runner = runner
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors in the arguments of the paused block, and those that its modules keep."""
         yield from tensors_in(self.call)
-        for kept, _ in self.outputs.values():
-            yield kept
+        for kept in self.outputs.values():
+            yield from kept.tensors
 
     @property
     def hidden(self) -> Tensor:

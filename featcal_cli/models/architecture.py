@@ -89,6 +89,9 @@ class Block:
     gating_modules: tuple[str, ...]
     """Paths inside the block of the modules that choose experts for tokens; an empty string stands for the block
     itself."""
+    final_at: tuple[tuple[str, int], ...] = ()
+    """Submodules that hold calibrated modules, as (path inside the block, depth): once all modules of smaller depths
+    are solved, the submodule's output stays as it is."""
 
     @property
     def is_mixture(self) -> bool:
@@ -252,8 +255,26 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
     choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
     gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)
     overwritten = name in run.first.overwritten
+    final_at = _find_final(name, modules, gating_modules, run.first) if probe.calls == 1 else ()
     parts = tuple(modules), tuple(skipped)
-    return Block(name, *parts, probe.rows, probe.calls, overwritten, probe.holds, gating_modules)
+    return Block(name, *parts, probe.rows, probe.calls, overwritten, probe.holds, gating_modules, final_at)
+
+
+def _find_final(
+    block: str, modules: Sequence[Module], gating_modules: Sequence[str], run: Trace
+) -> tuple[tuple[str, int], ...]:
+    """Return `Block.final_at`: the submodules that do nothing but compute an output from the tensors they are given,
+    each with the depth above all modules that are called before it ends, as its output may depend on them."""
+    found = []
+    for path, end in run.ended_at.items() if not run.depth.draws else ():
+        inner = path.removeprefix(f"{block}.")
+        held = [module for module in modules if path != inner and module.name.startswith(f"{inner}.")]
+        chooses = any(f"{x}.".startswith(f"{inner}.") or inner.startswith(f"{x}.") for x in gating_modules)
+        has_effects = chooses or path in run.given_objects or path in run.overwritten or run.calls.count(path) != 1
+        if held and not has_effects and not any(module.is_routed for module in held):
+            before = (x.depth for x in modules if run.read_at.get(f"{block}.{x.name}", 0) <= end)
+            found.append((inner, 1 + max(before)))
+    return tuple(found)
 
 
 def _describe_parameter(

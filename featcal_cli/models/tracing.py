@@ -59,6 +59,12 @@ class Trace:
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[str] = []
         """Every call of every module, in the order in which the calls began."""
+        self.read_at: dict[str, int] = {}
+        """Number of calls that had begun when each module, called or not, first read an input."""
+        self.ended_at: dict[str, int] = {}
+        """Number of calls that had begun when each module's first call ended."""
+        self.given_objects: set[str] = set()
+        """Modules that were given more than tensors and plain values: a cache, say, which their call may change."""
         self.shapes: dict[str, list[torch.Size]] = {}
         """Shapes of the first tensor argument of each call, by module."""
         self.residual: set[str] = set()
@@ -95,11 +101,14 @@ class Trace:
         self.calls.append(name)
         self._running.append(name)
         self._receive(name, arguments, self._widths.get(name, 0))
+        if not _are_plain(arguments):
+            self.given_objects.add(name)
         if name.rpartition(".")[0] in self._lists:
             self._flow[name] = (first_tensor(arguments), None)
 
     def _receive(self, name: str, arguments: Any, width: int) -> None:
         """Record an input of a module. `width` is the module's d_out if it is a Linear, else 0."""
+        self.read_at.setdefault(name, len(self.calls))
         hidden = first_tensor(arguments)
         if hidden is not None:
             route = self.routing.find(hidden)
@@ -166,6 +175,7 @@ class Trace:
         """Record the end of a module's call, and check whether inputs of the modules inside it have been changed in
         place."""
         self._running.pop()
+        self.ended_at.setdefault(name, len(self.calls))
         if ended := [gating_module for gating_module in self._open_choices if gating_module.rpartition(".")[0] == name]:
             for gating_module in ended:
                 del self._open_choices[gating_module]
@@ -183,6 +193,13 @@ class Trace:
     def is_chain(self, members: list[str]) -> bool:
         """Tell whether each member was given the very tensor that the previous member returned."""
         return all(self._flow[a][1] is self._flow[b][0] for a, b in itertools.pairwise(members))
+
+
+def _are_plain(value: Any) -> bool:
+    """Tell whether a value is a tensor or a constant, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(map(_are_plain, value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str, torch.dtype, torch.device))
 
 
 def _count_shared(one: str, other: str) -> int:

@@ -52,29 +52,31 @@ def test_a_row_runs_no_oftener_than_fit_and_figures_need(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", few_of(["vit", "t5", "mixtral"], ("vit",)))
-def test_kept_outputs_save_only_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_kept_outputs_save_only_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A block runs once for each of its parts; what no change has reached is the same, bit for bit."""
     saved = save_family(tmp_path / "saved", BY_NAME[name], examples=12)
     recipe: dict[str, Any] = saved.recipe(method="featcal", rho=1.0)
     recipe["tasks"] = dict(list(recipe["tasks"].items())[:1])
-    weights, products = [], []
+    weights, products, attentions = [], [], []
     for room in (offload.OUTPUT_BYTES, 0):
         monkeypatch.setattr(offload, "OUTPUT_BYTES", room)
-        with CountedProducts() as counted:
+        with CountedWork() as counted:
             calibrate(recipe, output=tmp_path / str(room), batch_size=3)
         weights.append((tmp_path / str(room) / "model.safetensors").read_bytes())
-        products.append(counted.count)
+        products.append(counted.products)
+        attentions.append(counted.attentions)
     assert weights[0] == weights[1] != (saved.folder / "merged" / "model.safetensors").read_bytes()
-    assert products[0] < products[1]
+    assert products[0] < products[1] and attentions[0] < attentions[1]
 
 
-class CountedProducts(TorchDispatchMode):
-    """Counts the products that Linear modules make."""
+class CountedWork(TorchDispatchMode):
+    """Counts the products that Linear modules make, and the attentions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.products = self.attentions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        self.products += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        self.attentions += any(word in func.name() for word in ("softmax", "attention"))
         return func(*args, **(kwargs or {}))
