@@ -53,10 +53,16 @@ class Schedule:
     expert − merged. So it fits models of any size, and experts that were trained for long or briefly."""
     checks: int
     """Number of measurements on held-out examples."""
+    blocks_on: int | None = None
+    """Number of each task's examples on which blocks are calibrated before; None if it is all of them."""
 
 
-LONG, SHORT = Schedule(200, 8, 0.12, 10), Schedule(72, 4, 0.08, 2)
+LONG, SHORT = Schedule(200, 8, 0.12, 10), Schedule(128, 4, 0.08, 2)
 """How long a result is refined if the user asks for it, and if it is a language model and nothing is asked for."""
+FEWEST_TEXTS, TOKENS_PER_WIDTH = 64, 32
+"""A language model that is refined has its blocks calibrated on FEWEST_TEXTS texts of each task, or more until they
+have TOKENS_PER_WIDTH times as many tokens as hidden states have elements. Further ones hardly change the result
+(benchmarks/NOTES.md), and refining learns from all."""
 Run: TypeAlias = "Callable[[Batch], tuple[Tensor, Tensor]]"
 """Runs a model on a batch. Returns the logits [rows, c] of the predictions that count, and the number in the batch of
 the example that each belongs to [rows]."""

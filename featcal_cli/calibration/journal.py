@@ -49,7 +49,7 @@ def take_fingerprint(
     from featcal_cli.runtime.hardware import describe_environment, read_versions
 
     with ThreadPoolExecutor() as pool:
-        hashes = dict(zip(examples, pool.map(_hash_examples, examples.values()), strict=True))
+        hashes = dict(zip(examples, pool.map(_describe_examples, examples.values()), strict=True))
     environment = {**describe_environment(device), **read_versions()}
     return {
         # blocks are the same with and without what comes after them
@@ -266,6 +266,8 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
                 clauses.append(f"{file} {'is new' if was is None else 'is gone' if now is None else 'has changed'}")
             case ("recipe", "tasks", task):
                 clauses.append(f"task {task} is {'new' if was is None else 'gone'}")
+            case ("data", task, "for blocks") if not is_explained:
+                clauses.append(f"blocks were calibrated on {was} examples of {task}, and are on {now}")
             case ("data", task, *_):
                 clauses += [] if is_explained else [f"the examples of {task} differ"]
             case (*_, key):
@@ -347,19 +349,20 @@ def _hash_block(job: str, number: int, report: str, parameters: Mapping[str, Ten
     return digest.hexdigest()
 
 
-def _hash_examples(examples: TaskExamples) -> str:
-    """Hash a task's examples one by one, without padding, so that their batches do not matter."""
+def _describe_examples(examples: TaskExamples) -> dict[str, Any]:
+    """Hash a task's examples one by one, without padding, so that their batches do not matter; and count those on which
+    blocks are calibrated."""
     from featcal_cli.data.batches import count_examples, cut_padding, is_mask, take_examples
 
     digest = sha256()
-    for batches in (examples.fitted, examples.selection, examples.held_out):
+    for batches in ([*examples.fitted, *examples.aside], examples.selection, examples.held_out):
         digest.update(str(sum(map(count_examples, batches))).encode())
         for batch in batches:
             for number in range(count_examples(batch)):
                 tensors = cut_padding(take_examples(batch, [number])).items()
                 # an example without padding may have a mask that says so, or none
                 _hash_tensors(digest, {name: x for name, x in tensors if not (is_mask(name, x) and x.all())})
-    return digest.hexdigest()
+    return {"rows": digest.hexdigest(), "for blocks": sum(map(count_examples, examples.fitted))}
 
 
 def _hash_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:

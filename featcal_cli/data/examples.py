@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
@@ -54,11 +54,13 @@ class TaskExamples:
     """Second half of the held-out examples, used only for reported figures."""
     notes: list[str]
     fitted_count: int
-    """Number of examples in `fitted`, even where the lists were emptied since; so with the next two fields."""
+    """Number of calibration examples, even where the lists were emptied since; so with the next two fields."""
     selection_count: int
     held_out_count: int
     is_whole: bool = False
     """Whether all rows of the source were read, so that there are no others."""
+    aside: list[Batch] = field(default_factory=list)
+    """Calibration examples by which the result is only refined; they count in `fitted_count`."""
 
     @property
     def measured(self) -> list[Batch]:
@@ -68,6 +70,13 @@ class TaskExamples:
     @property
     def measured_count(self) -> int:
         return self.held_out_count or _count_measured(self.fitted_count)
+
+    def set_aside(self, count: int) -> TaskExamples:
+        """Return the same examples with only the first `count` in `fitted`, and the rest in `aside`."""
+        if self.fitted_count <= count:
+            return self
+        kept, aside = take_range(self.fitted, 0, count), take_range(self.fitted, count, self.fitted_count)
+        return replace(self, fitted=kept, aside=aside)
 
     def remove_padding(self) -> None:
         first = 0 if self.held_out else self.measured_count

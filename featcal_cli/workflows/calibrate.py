@@ -150,18 +150,20 @@ def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ra
         size = max(rows.batch_size for rows in examples.values())
         fix = f"give --batch-size {max(1, size // 2)}, or use fewer processes on each machine"
         raise ShortageError(f"the memory of {device} does not suffice", fix=fix)
-    largest = max(
-        count_examples(batch) for rows in examples.values() for batch in (*rows.fitted, *rows.selection, *rows.held_out)
-    )
+    kinds = "fitted", "aside", "selection", "held_out"
+    sizes = {
+        task: max(count_examples(batch) for kind in kinds for batch in getattr(rows, kind))
+        for task, rows in examples.items()
+    }
+    largest = max(sizes.values())
     if largest == 1:
         what = f"the memory of {device} does not suffice for one block of every model, with one example at a time"
         fix = "close what else uses it, give shorter examples, or --dtype bfloat16"
         raise ShortageError(what, fix=fix + ("" if device.type == "cpu" else ", or --device cpu"))
     halved = {}
     for task, rows in examples.items():
-        size = max(count_examples(batch) for batch in (*rows.fitted, *rows.selection, *rows.held_out))
-        parts: dict[str, Any] = {name: _halve(getattr(rows, name)) for name in ("fitted", "selection", "held_out")}
-        halved[task] = replace(rows, batch_size=max(1, size // 2), **parts)
+        parts: dict[str, Any] = {kind: _halve(getattr(rows, kind)) for kind in kinds}
+        halved[task] = replace(rows, batch_size=max(1, sizes[task] // 2), **parts)
     return halved
 
 
@@ -227,7 +229,7 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     held_out = [task for task, rows in examples.items() if rows.held_out_count]
     if session.ranks.size > 1:
         for rows in examples.values():  # the job has this rank's part of them
-            for batches in (rows.fitted, rows.selection, rows.held_out):
+            for batches in (rows.fitted, rows.aside, rows.selection, rows.held_out):
                 batches.clear()
     session.stage("calibrating")
     watch = session.listener.progress

@@ -67,7 +67,7 @@ class Refiner:
             session.listener.progress(Progress("", number, len(setup.examples), task))
             examples = [
                 Example(cut_padding(take_examples(batch, [position])))
-                for batch in (*rows.fitted, *rows.selection)
+                for batch in (*rows.fitted, *rows.aside, *rows.selection)
                 for position in range(count_examples(batch))
             ]
             size = 1 if setup.architecture.needs_full_batches else min(schedule.texts, rows.batch_size)

@@ -133,11 +133,12 @@ def _count_features(work: Workload) -> _Features:
     found, dtype, on_device, outputs = _Features(), work.dtype, work.device.type != "cpu", 0.0
     passes = DRIFT_PASSES + HEAD_PASSES * work.calibration.uses_output_metric + CHECK_PASSES * work.is_guarded
     for task, rows in work.examples.items():
-        (fitted, measured), need = work.count_examples(task), work.needs[task]
+        (given, measured), need = work.count_examples(task), work.needs[task]
+        fitted = work.count_for_blocks(task)
         scale = fitted / rows.fitted_count
         tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
         floats = [x for x in tensors if x.is_floating_point()]
-        found.unread += sum(x.nbytes for x in tensors) * (scale - 1)
+        found.unread += sum(x.nbytes for x in tensors) * (given / rows.fitted_count - 1)
         # what is fitted and measured runs once for both
         fitted_too = FITTED_PASSES if work.writes and not rows.held_out_count else 0
         paused = FITTED_PASSES * fitted + (passes - fitted_too) * measured
@@ -242,7 +243,7 @@ def _count_gradients(work: Workload, weights: _Weights) -> tuple[float, int]:
     # a CPU that need not convert weights splits batches and groups none
     is_split = not on_device and weights.block == weights.block_in_use
     if not is_split:
-        states = (work.needs[task].state_bytes * work.count_examples(task)[0] for task in work.examples)
+        states = (work.needs[task].state_bytes * work.count_for_blocks(task) for task in work.examples)
         needed += min(KEPT_BYTES, blocks * max(states) * work.dtype.itemsize / COMPUTE)
     if weights.stays or not on_device:
         graphs = blocks * SAVED_TENSORS * work.largest_batch
@@ -259,7 +260,7 @@ def _count_head(work: Workload) -> tuple[float, float, float]:
     rows = 0.0
     for task, read in work.examples.items():
         tokens = sum(count for part in (*read.fitted, *read.selection) for count in count_tokens(part))
-        rows += min(2 * MOST_TOKENS, tokens * work.count_examples(task)[0] / read.fitted_count)
+        rows += min(2 * MOST_TOKENS, tokens * work.count_for_blocks(task) / read.fitted_count)
     weight = work.model.get_submodule(found[0]).get_parameter("weight")
     copies = HEAD_COPIES_SCALED if found[1] else HEAD_COPIES
     solving = copies * weight.numel() * COMPUTE + 3 * min(work.largest_logits, LOGIT_BYTES)

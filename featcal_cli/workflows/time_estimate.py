@@ -49,7 +49,10 @@ class TimeEstimate:
 class _Passes:
     """The examples of one task, and the seconds that their passes through a model take."""
 
+    given: int
+    """Examples that are fitted; refining learns from all of them."""
     fitted: int
+    """Those on which blocks are calibrated."""
     measured: int
     checked: int
     chosen: int
@@ -104,12 +107,13 @@ def count_seconds(work: Workload, speed: float, *, has_head: bool) -> dict[str, 
 def _count_passes(work: Workload, task: str, speed: float, head: int) -> _Passes:
     """Count the passes of a task's examples; head: the number of weights of the models' head."""
     rows, need = work.examples[task], work.needs[task]
-    fitted, measured = work.count_examples(task)
+    (given, measured), fitted = work.count_examples(task), work.count_for_blocks(task)
     first, length = _mean_length(rows.fitted[:1]), _mean_length(rows.fitted)
     longer = length / first if first else 1.0
     targets = rows.fitted[0].get("decoder_input_ids")
     places = length if targets is None else targets.shape[1]
     return _Passes(
+        given=given,
         fitted=fitted,
         measured=measured,
         checked=work.is_guarded * (rows.selection_count if rows.is_whole else measured),
@@ -168,7 +172,7 @@ def _refine(work: Workload, tasks: Sequence[_Passes]) -> float:
         # without hooks, which the other passes have
         seconds += schedule.steps * of.run(schedule.texts, times, heads=times, calls=2)
         # experts' probabilities; and held-out examples, before, in between, and of the share that is kept
-        seconds += of.run(of.fitted + of.checked, 1, heads=1)
+        seconds += of.run(of.given + of.checked, 1, heads=1)
         seconds += of.run((schedule.checks + 3) * of.checked, 1, heads=1)
     return seconds
 

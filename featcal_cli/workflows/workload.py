@@ -98,6 +98,11 @@ class Workload:
             return fitted, fitted
         return fitted, rows.measured_count if rows.is_whole else most_held_out(fitted) // 2
 
+    def count_for_blocks(self, task: str) -> int:
+        """Return on how many of a task's fitted examples blocks are calibrated."""
+        fitted, _ = self.count_examples(task)
+        return min(fitted, (self.refining and self.refining.blocks_on) or fitted)
+
 
 def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
     """Choose the dtype in which models run."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from families import BY_NAME, Family, Saved, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, text_to_text
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.calibration.distillation import SHARES, Schedule
+from featcal_cli.calibration.distillation import SHARES, Lesson, Schedule
+from featcal_cli.calibration.journal import Journal, describe_differences
+from featcal_cli.cli.results import show_plan
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.job import Job
 from featcal_cli.evaluation.results import average_tasks
@@ -308,6 +310,49 @@ def test_language_models_are_refined_for_a_short_while(
         assert report.refined and report.refined.steps == steps and report.refined.best
         # of the head and the blocks, as the report says
         assert divergence(saved, tmp_path / "out") < divergence(saved, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("asked", [None, True], ids=["by default", "--refine"])
+def test_blocks_take_fewer_texts_than_refining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, asked: bool | None
+) -> None:
+    """Blocks that are refined later are calibrated on the first of the texts; all of them are learnt from."""
+    monkeypatch.setattr("featcal_cli.workflows.plan.FEWEST_TEXTS", 8)
+    monkeypatch.setattr("featcal_cli.workflows.plan.TOKENS_PER_WIDTH", 0)
+    monkeypatch.setattr("featcal_cli.workflows.plan.LONG", Schedule(4, 6, 0.05, 1))
+    learnt = set[int]()
+    divergences = Lesson.divergences
+
+    def watched(lesson: Lesson, chosen: Sequence[int]) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        learnt.update(chosen)
+        yield from divergences(lesson, chosen)
+
+    monkeypatch.setattr(Lesson, "divergences", watched)
+    saved = save(tmp_path, *CASES["llama"][:2])
+    rows, jobs = {}, {}
+
+    class Watched(Journal):
+        """A journal that shows the fingerprint of its job."""
+
+        def __init__(self, folder: Path, fingerprint: Mapping[str, Any], **kept: Any) -> None:
+            super().__init__(folder, fingerprint, **kept)
+            jobs[refine] = fingerprint
+
+    monkeypatch.setattr("featcal_cli.workflows.calibrate.Journal", Watched)
+    for refine in (asked, False):
+        recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24, refine=refine)
+        report = calibrate(recipe, output=tmp_path / str(refine)).report
+        rows[refine] = report.blocks[0].modules[0].rows
+        assert set(report.settings["examples"].values()) == {24}
+    assert 0 < rows[asked] < rows[False] / 2
+    assert learnt == set(range(24 + 4))
+    assert set(describe_differences(jobs[False], jobs[asked])) == {
+        f"blocks were calibrated on 24 examples of {task}, and are on 8" for task in saved.inputs
+    }
+    show_plan(dry_run(saved.recipe(examples=24, method="featcal", refine=asked), output=tmp_path / "plan"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "24 to fit and 8 to hold out per task" in shown
+    assert "after blocks are calibrated on 8 of the examples" in shown
 
 
 class Notes(Listener):
