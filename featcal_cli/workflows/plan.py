@@ -10,7 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from featcal_cli.calibration.distillation import FEWEST_TEXTS, LONG, SHORT, TOKENS_PER_WIDTH, Schedule
+from featcal_cli.calibration.distillation import (
+    FEWEST_TEXTS,
+    LONG,
+    PEAK_FOR_TEXTS,
+    SHORT,
+    TOKENS_PER_WIDTH,
+    Schedule,
+)
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.data.batches import Batch, count_tokens
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
@@ -172,7 +179,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
             check_teacher(outlines[f"{EXPERT}{task}"], merged.module)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if head and refining:
-        work = replace(work, refining=replace(refining, blocks_on=_count_for_blocks(work)))
+        work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=_count_for_blocks(work)))
         estimated = _estimate(work)
     if head and calibration.refines_language_models:
         work, estimated = _refine_shortly(session, work, estimated, outlines, transfers, target)
