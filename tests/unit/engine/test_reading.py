@@ -107,17 +107,10 @@ def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: 
     total = x.double().sum()
     assert resident_of(tmp_path) >= before + 15_000_000
     hardware.fetch_ahead([x])
-    hardware.give_back([x, y, torch.ones(100_000)])
+    hardware.give_back([x, y, held := torch.ones(100_000)])
     assert resident_of(tmp_path) <= before + 100_000
     assert x.double().sum() == total and bool((y == 1).all())
-
-
-@LINUX
-def test_memory_that_is_no_file_is_left_alone() -> None:
-    x = torch.randn(1_000_000)
-    copy = x.clone()
-    hardware.give_back([x])
-    assert torch.equal(x, copy)
+    assert bool((held == 1).all())  # which is in no file, and left alone
 
 
 def resident_of(folder: Path) -> int:

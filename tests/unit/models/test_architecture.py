@@ -35,11 +35,19 @@ def test_experts_are_found_whichever_tokens_a_probe_has(name: str) -> None:
     assert found == other
 
 
+class Standardised(nn.Conv2d):
+    """A convolution that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.weight - self.weight.mean(), self.bias)
+
+
 KINDS = {
     "linear": [nn.Linear(8, 4)], "conv1d": [Conv1D(4, 8)], "scale": [NoNorm(8)], "convolution": [nn.Conv1d(8, 4, 1)],
     "layernorm": [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), CohereLayerNorm(8)],
     "rmsnorm": [LlamaRMSNorm(8), T5LayerNorm(8), GemmaRMSNorm(8), nn.RMSNorm(8)],
-    None: [nn.Embedding(8, 4), nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.PReLU(8)],
+    None: [nn.Embedding(8, 4), nn.BatchNorm1d(8), nn.GroupNorm(2, 8), nn.PReLU(8), Standardised(3, 3, 1),
+        nn.ConvTranspose1d(3, 3, 1), nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 3, 1))],
 }  # fmt: skip
 
 

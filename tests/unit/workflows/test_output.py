@@ -267,7 +267,7 @@ def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(sa
     ("path", "what", "options"),
     [
         *((name, f"{name} is the name of a file that featcal writes, and a folder here", {}) for name in
-          ("README.md", "featcal.yaml", "featcal_report.json", "drift.png")),
+          ("README.md", "drift.png")),
         ("", "is the folder that an adapter is written to", {"as_adapter": 2}),  # a file of that name
     ],
 )  # fmt: skip
