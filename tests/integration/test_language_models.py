@@ -65,12 +65,6 @@ def save(folder: Path, model: str, config: Any, inputs: Any = text) -> Saved:
     return save_family(folder, Family("case", model, config, inputs, ""), examples=40)
 
 
-def without_blue(saved: Saved) -> Saved:
-    """Two tasks are as good as three here."""
-    del saved.inputs["blue"]
-    return saved
-
-
 def run(saved: Saved, name: str, **calibration: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Calibrate with featcal's method, and refine only if it is asked for; return the tensors that were written, and
     the report."""
@@ -128,7 +122,7 @@ def test_predictions_come_closer(tmp_path: Path, measured: Texts, monkeypatch: p
     """One of them is interrupted, too, and takes the head over. With a λ under which updates of such small models hold
     on other examples, so that they are not undone."""
     *family, changed = CASES[name]
-    saved = without_blue(save(tmp_path, *family))
+    saved = save(tmp_path, *family).only(2)
     fitted, report = run(saved, "fitted", ridge=0.1)
     if name == "t5":
         assert not measured and report["perplexity"] == {}
@@ -167,7 +161,7 @@ def check_interruption(saved: Saved, whole: Mapping[str, torch.Tensor], monkeypa
 def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
     """Where a model bends its logits, the head's own are no predictions."""
     config = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
-    fitted, report = run(without_blue(save(tmp_path, "Gemma2ForCausalLM", config)), "fitted")
+    fitted, report = run(save(tmp_path, "Gemma2ForCausalLM", config).only(2), "fitted")
     reason = "the model changes what its last norm or its head returns"
     assert report["blocks"][-1]["skipped"] == [{"name": "model.norm", "reason": reason}]
     assert "In 2 blocks, " in (tmp_path / "fitted" / "README.md").read_text("utf-8")
@@ -177,14 +171,13 @@ def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_perplexities_of_what_was_refined_are_transformers(tmp_path: Path, measured: Texts) -> None:
-    saved = without_blue(
-        save(tmp_path, "GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64})
-    )
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    saved = save(tmp_path, "GPT2LMHeadModel", sizes).only(2)
     check_report(saved, measured, run(saved, "out", refine=True)[1], "out")
 
 
 def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
-    saved = without_blue(save_family(tmp_path, BY_NAME["llama"], examples=40))
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=40).only(2)
     inspection = inspect_drift(saved.recipe(examples=8))
     told = {
         task: {role: score.value for role, score in scored.scores.items()}
@@ -198,7 +191,7 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
 
 
 def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None:
-    saved = without_blue(save_family(tmp_path, BY_NAME["llama"], examples=40))
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=40).only(2)
     shutil.copytree(tmp_path / "merged", tmp_path / "other")
     # what is refined is asked of a calibration alone: few rows, of which none is held out, do here
     found = evaluate(saved.recipe(examples=8, method="featcal", refine=True), [str(tmp_path / "other")], limit=12)
@@ -330,7 +323,7 @@ def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out, for example, does not lose the closed form; where refining was asked for, the run stops."""
-    saved = without_blue(save(tmp_path, *CASES["llama"][:2]))
+    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
     plain, _ = run(saved, "plain")
 
     def fail(*_: object) -> None:

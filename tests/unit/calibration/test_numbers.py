@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
-from featcal_cli.calibration.linear_algebra import SMALL_SYSTEM, factorise, solve_rows
+from featcal_cli.calibration.linear_algebra import EPSILON, SMALL_SYSTEM, factorise, solve_rows
 from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_ridges
 from featcal_cli.calibration.solver import LinearEquations
@@ -36,7 +36,7 @@ from featcal_cli.workflows.verbs import calibrate
 
 @pytest.fixture
 def vit(tmp_path: Path) -> Saved:
-    return save_family(tmp_path, BY_NAME["vit"])
+    return save_family(tmp_path, BY_NAME["vit"]).only(2)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,16 @@ def test_a_system_without_a_stable_solution_gets_more_ridge_and_the_solution_say
     system.add_task(moments, {"fc": own})
     found = system.solve({"fc": own})["fc"]
     assert found.ridge is not None and found.ridge > 1e-6 and torch.isfinite(found.parameters.weight).all()
+
+
+def test_more_ridge_is_ten_times_as_much_each_time_until_it_suffices() -> None:
+    gram = torch.diag(torch.tensor([1.0, -0.005], dtype=torch.float64))
+    factor, ridge = factorise(gram.clone(), 1e-4)
+    assert ridge == pytest.approx(1e-2)
+    expected = torch.diag(torch.tensor([1.0 + ridge + EPSILON, -0.005 + ridge + EPSILON], dtype=torch.float64)).sqrt()
+    torch.testing.assert_close(factor, expected)
+    stable, same = factorise(torch.eye(2, dtype=torch.float64), 1e-4)
+    assert same == 1e-4 and torch.isfinite(stable).all()
 
 
 @pytest.mark.parametrize("width", [7, SMALL_SYSTEM + 200])

@@ -47,7 +47,7 @@ class Case:
     """The first expert of a family's job, and its examples."""
 
     def __init__(self, folder: Path, name: str, batch_size: int = 2, examples: int = EXAMPLES) -> None:
-        self.prepared = prepare(save_family(folder, BY_NAME[name]), batch_size=batch_size, examples=examples)
+        self.prepared = prepare(save_family(folder, BY_NAME[name]).only(1), batch_size=batch_size, examples=examples)
         self.architecture = self.prepared.architecture
         task = next(iter(self.prepared.examples))
         self.expert, self.entry = self.prepared.models.experts[task], self.architecture.entries[task]

@@ -32,7 +32,7 @@ LINUX = pytest.mark.skipif(not hardware.MAPS.is_file(), reason="this system does
 @pytest.mark.parametrize("name", few_of(["bert", "clip", "t5"], ("bert",)))
 def test_nothing_outside_of_stems_and_blocks_is_read_or_decides_the_weights(tmp_path: Path, name: str) -> None:
     """Heads, towers that no example reaches, leftovers of training: garbage there changes nothing."""
-    saved = save_family(tmp_path / "saved", BY_NAME[name])
+    saved = save_family(tmp_path / "saved", BY_NAME[name]).only(2)
     prepared = prepare(saved)
     plain = calibrate(saved.recipe(), output=tmp_path / "plain")
     reached = prepared.architecture.reached
@@ -72,7 +72,7 @@ def keys_of(tensors: dict[str, Tensor], values: list[Tensor]) -> set[str]:
 @pytest.mark.parametrize("name", few_of(["llama", "clip", "t5"], ("llama",)))
 def test_what_was_given_back_is_read_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An expert's block is spoilt as soon as it is given back, and nothing comes out differently."""
-    prepared = prepare(save_family(tmp_path / "saved", BY_NAME[name]))
+    prepared = prepare(save_family(tmp_path / "saved", BY_NAME[name]).only(2))
     calibrate_blocks(
         prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "plain", {}), bias=True, watch=lambda _: None
     )

@@ -128,21 +128,6 @@ def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path) -> 
     assert "--log-file FILE" in shown[3]
 
 
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [
-        ([], ""),
-        (["a"], "a"),
-        (["a", "b"], "a, b"),
-        (list("abcde"), "a, b, c, d, e"),
-        (list("abcdefg"), "a, b, c, d, e and 2 more"),
-        ([f"c{number}" for number in range(100_000)], "c0, c1, c2, c3, c4 and 99,995 more"),
-    ],
-)
-def test_of_a_list_from_outside_five_are_shown_and_how_many_more_there_are(names: list[str], shown: str) -> None:
-    assert list_some(names) == shown
-
-
 def test_every_name_of_a_list_is_short_and_inert() -> None:
     shown = list_some(["\x1b[31mred", "x" * 10_000])
     assert "\x1b" not in shown and len(shown) < 120
