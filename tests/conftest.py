@@ -126,18 +126,21 @@ def zygote() -> Zygote:
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A tiny BERT with three experts and 20 examples of each task, which is only read."""
-    from families import BY_NAME, save_family
-
-    return save_family(tmp_path_factory.mktemp("bert"), BY_NAME["bert"])
+    """A tiny BERT with a job of two tasks and 20 examples of each, which is only read."""
+    return save_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
     """The same in a folder of its own, to be changed."""
+    return save_bert(tmp_path)
+
+
+def save_bert(folder: Path) -> Saved:
+    """Such a BERT; its third expert is in the merge, and no task's."""
     from families import BY_NAME, save_family
 
-    return save_family(tmp_path, BY_NAME["bert"])
+    return save_family(folder, BY_NAME["bert"]).only(2)
 
 
 @pytest.fixture(scope="session")

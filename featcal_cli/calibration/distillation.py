@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, cos, pi
+from math import ceil, cos, pi, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, TypeAlias
@@ -253,8 +253,8 @@ def distil(
 def _typical_gradient(parts: Mapping[str, nn.Parameter]) -> float:
     """Return the root mean square of all gradients."""
     gradients = [part.grad for part in parts.values() if part.grad is not None]
-    total = nn.utils.get_total_norm(gradients).item()
-    return total / sum(x.numel() for x in gradients) ** 0.5
+    total = float(nn.utils.get_total_norm(gradients))
+    return total / sqrt(sum(x.numel() for x in gradients))
 
 
 def _choose_share(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -61,14 +60,6 @@ def make_inspection(compare: bool = True) -> Inspection:
     return Inspection("0.1.0", names, tasks, ["<b>a note<!--"], *facts)
 
 
-def said(inspection: Inspection) -> str:
-    """The summary of the page as plain text."""
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', write_page(inspection))
-    page = json.loads(data)
-    text = "\n".join((page["headline"], *(sentence for _, sentence in page["summary"])))
-    return text.replace("\u2068", "").replace("\u2069", "")
-
-
 def test_the_page_is_one_small_file_that_names_no_other() -> None:
     page = write_page(make_inspection())
     assert TEMPLATE.stat().st_size < 42_000
@@ -77,18 +68,6 @@ def test_the_page_is_one_small_file_that_names_no_other() -> None:
     assert page.count("<script") == 2
     assert page.count("://") == page.count("http://www.w3.org/2000/svg") == 1
     assert "{{" not in page.partition('id="data"')[0]
-
-
-def test_the_summary_says_where_the_merge_is_worse_than_the_base_and_what_helps() -> None:
-    text = said(make_inspection())
-    assert text.splitlines()[0] == FIRST
-    assert "user/merged is farther from the expert than the base model on" in text
-    assert f"{SCRIPT} (by 0.300)" in text
-    assert "a smaller merging scale" in text.lower()
-    assert "user/mended is farther from the expert than user/merged on" in text
-    alone = said(make_inspection(compare=False))
-    assert "user/mended" not in alone
-    assert "Outputs of user/merged are 17 % nearer to the experts' than those of the base model" in alone
 
 
 def test_notes_that_say_the_same_of_several_tasks_are_one() -> None:

@@ -263,11 +263,3 @@ def test_every_task_has_one_rank_and_ranks_have_as_many(tasks: int, size: int) -
     owned = [Ranks(size, rank).own(names) for rank in range(size)]
     assert [task for each in owned for task in each] == names
     assert max(map(len, owned)) - min(map(len, owned)) <= 1
-
-
-def test_without_torchrun_there_is_one_and_nothing_happens() -> None:
-    alone, tensor = Ranks(), torch.ones(2)
-    alone.add_up(tensor)
-    alone.copy(tensor)
-    assert tensor.tolist() == [1.0, 1.0]
-    assert (alone.is_first, alone.size, alone.gather(3), alone.broadcast(3)) == (True, 1, [3], 3)

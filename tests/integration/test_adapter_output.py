@@ -24,7 +24,7 @@ REPLACED_BIASES = {"whisper"}
 @pytest.mark.parametrize("name", few_of(FULL, ("bert",)))
 def test_peft_loads_the_adapter(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also from the Hub, where the adapter goes with the output."""
-    saved, repo = save_family(tmp_path, BY_NAME[name]), f"alice/{name}"
+    saved, repo = save_family(tmp_path, BY_NAME[name]).only(1), f"alice/{name}"
     monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
     recipe = {**saved.recipe(norms="all"), "output": {"push_to": repo}}
     result = calibrate(recipe, output=tmp_path / "out", push_anyway=True, as_adapter=32)  # which holds every update

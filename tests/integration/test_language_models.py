@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def test_predictions_come_closer(tmp_path: Path, measured: Texts, monkeypatch: p
     """One of them is interrupted, too, and takes the head over. With a λ under which updates of such small models hold
     on other examples, so that they are not undone."""
     *family, changed = CASES[name]
-    saved = save(tmp_path, *family)
+    saved = save(tmp_path, *family).only(2)
     fitted, report = run(saved, "fitted", ridge=0.1)
     if name == "t5":
         assert not measured and report["perplexity"] == {}
@@ -162,7 +163,7 @@ def check_interruption(saved: Saved, whole: Mapping[str, torch.Tensor], monkeypa
 def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
     """Where a model bends its logits, the head's own are no predictions."""
     config = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
-    fitted, report = run(save(tmp_path, "Gemma2ForCausalLM", config), "fitted")
+    fitted, report = run(save(tmp_path, "Gemma2ForCausalLM", config).only(2), "fitted")
     reason = "the model changes what its last norm or its head returns"
     assert report["blocks"][-1]["skipped"] == [{"name": "model.norm", "reason": reason}]
     assert "In 2 blocks, " in (tmp_path / "fitted" / "README.md").read_text("utf-8")
@@ -170,25 +171,15 @@ def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
     assert torch.equal(fitted["model.norm.weight"], merged["model.norm.weight"])
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "settings"),
-    [
-        pytest.param(*CASES["tied llama"][:2], {"refine": True}, marks=pytest.mark.matrix),
-        # so bold that all updates are reduced or undone
-        pytest.param(
-            "LlamaForCausalLM", LLAMA, {"alpha": 1.0, "ridge": 1e-6, "examples": 16}, marks=pytest.mark.matrix
-        ),
-        ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}, {"method": "paper"}),
-    ],
-    ids=["refined", "bold", "the paper's method"],
-)
-def test_perplexities_are_transformers(tmp_path: Path, measured: Texts, model: str, config: Any, settings: Any) -> None:
-    saved = save(tmp_path, model, config)
-    check_report(saved, measured, run(saved, "out", **settings)[1], "out")
+@pytest.mark.matrix
+def test_perplexities_of_what_was_refined_are_transformers(tmp_path: Path, measured: Texts) -> None:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    saved = save(tmp_path, "GPT2LMHeadModel", sizes).only(2)
+    check_report(saved, measured, run(saved, "out", refine=True)[1], "out")
 
 
 def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
-    saved = save_family(tmp_path, BY_NAME["llama"], examples=40)
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=40).only(2)
     inspection = inspect_drift(saved.recipe(examples=8))
     told = {
         task: {role: score.value for role, score in scored.scores.items()}
@@ -202,7 +193,7 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
 
 
 def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None:
-    saved = save_family(tmp_path, BY_NAME["llama"], examples=40)
+    saved = save_family(tmp_path, BY_NAME["llama"], examples=40).only(2)
     shutil.copytree(tmp_path / "merged", tmp_path / "other")
     # what is refined is asked of a calibration alone: few rows, of which none is held out, do here
     found = evaluate(saved.recipe(examples=8, method="featcal", refine=True), [str(tmp_path / "other")], limit=12)
@@ -269,7 +260,7 @@ def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys:
     assert sum(refined["after"].values()) < sum(refined["before"].values())
     assert all(refined["after"][task] <= max(refined["before"][task], refined["merged"][task]) for task in llama.inputs)
     assert any("refined by " in note for note in report["notes"])
-    before, after = (sum(refined[which].values()) / 3 for which in ("merged", "after"))
+    before, after = (fmean(refined[which].values()) for which in ("merged", "after"))
     assert report["headline"].startswith(f"mean KL divergence of outputs went from {before:.3f} to {after:.3f}")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "refined by a short distillation" in card and "without training" not in card
@@ -375,25 +366,20 @@ def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.Mo
     assert any(note.startswith("the result is not refined: ") for note in notes.texts)
 
 
-@pytest.mark.parametrize("asked", [None, True])
-def test_a_result_that_cannot_be_refined_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool | None
-) -> None:
+def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out, for example, does not lose the closed form; where refining was asked for, the run stops."""
-    saved = save(tmp_path, *CASES["llama"][:2])
+    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
     plain, _ = run(saved, "plain")
 
     def fail(*_: object) -> None:
         raise RuntimeError("no derivative is implemented")
 
     monkeypatch.setattr("featcal_cli.workflows.refine.distil", fail)
-    if asked:
-        with pytest.raises(ShortageError, match="no derivative is implemented"):
-            run(saved, "out", refine=asked)
-        return
-    found, report = run(saved, "out", refine=asked)
+    found, report = run(saved, "out", refine=None)
     assert all(torch.equal(found[name], value) for name, value in plain.items()) and report["refined"] is None
     assert any("the result is not refined: no derivative" in note for note in report["notes"])
+    with pytest.raises(ShortageError, match="no derivative is implemented"):
+        run(saved, "asked", refine=True)
 
 
 def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_all_sides_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
         return torch.randn(hidden_states.shape[1], 1) + plain(self, hidden_states)
 
     monkeypatch.setattr(modeling_bert.BertIntermediate, "forward", noisy)
-    saved = save_family(tmp_path, family, spread=0)
+    saved = save_family(tmp_path, family, spread=0).only(1)
     before = torch.get_rng_state()
     result = calibrate(saved.recipe(), output=tmp_path / "out")
     assert family is not DRAWING or torch.equal(before, torch.get_rng_state())
@@ -98,7 +98,7 @@ ALL_BLOCKS = {
 
 @pytest.mark.parametrize("name", few_of(ALL_BLOCKS, ("vit",)))
 def test_stems_are_calibrated_as_the_oracle_does_it(tmp_path: Path, name: str) -> None:
-    saved = save_family(tmp_path, replace(BY_NAME[name], blocks=ALL_BLOCKS[name]))
+    saved = save_family(tmp_path, replace(BY_NAME[name], blocks=ALL_BLOCKS[name])).only(2)
     result = calibrate(saved.recipe(stems=True), output=tmp_path / "out", batch_size=5)
     check_oracle(saved, result)
     assert result.report.settings["stems"] is True

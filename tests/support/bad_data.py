@@ -79,18 +79,13 @@ def a_pipe_among_images(stage: Stage) -> Arguments:
     return of_images(stage, rows)
 
 
-IDS = torch.ones(8, 9, dtype=torch.long)
 CASES: list[Case] = [
     (options(data="red={}/nowhere.jsonl"), ["nowhere.jsonl"]),
     (empty_folder, ["no images, no recordings and no data files"]),
     (file("empty.jsonl", ""), ["no rows"]),
-    (file("rows.jsonl", '{"text": "w2 w3"}\n' * 5 + '{"text": "w2'), ["is not JSON", "line 6"]),
     (file("rows.jsonl", f'{{"text": {"[" * 100_000}\n' * 3), ["nested too deep"]),
-    (file("rows.csv", 'text,label\n"w2 w3,1\n' + "w2,0\n" * 61), ["is not CSV", "rows.csv, line 2", "quote"]),
     (file("rows.csv", f"{ESCAPE}a,b\n" + "1,2\n" * 20), ["no column holds text"]),
     (tensors(attention_mask=torch.ones(4, 9, dtype=torch.long)), ["cannot run", "input_ids"]),
-    (tensors(input_ids=torch.full((4, 9), 1000)), ["holds 1000", "ids are 0 to"]),
-    (tensors(input_ids=IDS, attention_mask=torch.zeros_like(IDS)), ["padding", "red"]),
     (options({"base/tokenizer.json": "[" * 100_000, "rows.txt": "w2 w3\n" * 20}, data="red={}/rows.txt"),
      ["no tokenizer can be loaded"]),
     (images(b"no image"), ["rows cannot be used", "0.png", "example 1"]),

@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from bad_data import POSTSCRIPT, png
-from bad_input import Stage, files_under, good_arguments, of_images
+from bad_data import POSTSCRIPT
+from bad_input import Stage, files_under, good_arguments
 from command_line import Run, featcal_inside
 from hub_faults import Fault
 from PIL import Image
@@ -265,13 +265,3 @@ def test_names_are_shown_on_the_terminal_and_not_obeyed(stage: Stage, capsys: py
     for path in written:
         found = [line for line in path.read_text(encoding="utf-8").splitlines() if set(line) & set(obeyed)]
         assert not found, path.name
-
-
-def test_a_huge_image_is_left_out_and_named(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(12):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(stage.write(f"images/{number}.png", ""))
-    stage.write("images/bomb.png", png(50_000, 50_000))
-    chosen = good_arguments(stage.folder) | of_images(stage, stage.folder / "images") | {"-n": 12}
-    run = featcal_inside(capsys, "calibrate", chosen)
-    assert run.code == 0
-    assert "'bomb.png'" in run.stderr and "1 rows cannot be used" in run.stderr

@@ -166,14 +166,6 @@ def test_no_disk_is_an_output(disk: SmallDisk, tmp_path: Path, monkeypatch: pyte
 # Other things on the disk than the output
 
 
-def test_a_log_may_fail(disk: SmallDisk, tmp_path: Path, expected: dict[str, dict[str, object]], work: Work) -> None:
-    disk.fill()
-    done = work("given", **{"-o": tmp_path / "out", "--log-file": "log.jsonl"})
-    assert done.code == 0, done.stderr
-    assert result(tmp_path / "out") == expected["given"]
-    assert (disk.folder / "log.jsonl").stat().st_size == 0
-
-
 def test_no_page_is_written_by_halves(disk: SmallDisk, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     disk.fill(leave=PAGE)
     files = {"--html": "drift.html", "--plot": "drift.png"}

@@ -41,22 +41,6 @@ def test_weights_times_patches_are_the_convolution(module: Any, shape: tuple[int
     assert torch.equal(parameter, value)
 
 
-def test_positions_that_look_ahead_of_a_causal_convolution_are_left_out() -> None:
-    module, x = nn.Conv1d(3, 3, 4, padding=3, groups=3), torch.randn(2, 3, 5)
-    assert read_patches(module, x).shape == (2, 5, 3, 4)
-    assert rows_shape(module, x.shape) == (2, 5, 12)
-
-
-def test_convolutions_that_compute_something_else_are_none() -> None:
-    class Standardised(nn.Conv2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.conv2d(x, self.weight - self.weight.mean(), self.bias)
-
-    assert kind_of(Standardised(3, 3, 1)) is None
-    assert kind_of(nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 3, 1))) is None
-    assert kind_of(nn.ConvTranspose1d(3, 3, 1)) is None
-
-
 def test_some_of_many_patches_are_drawn_the_same_in_batches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(normal_equations, "MOST_NUMBERS", 0)
     monkeypatch.setattr(normal_equations, "LEAST_PATCHES", 5)

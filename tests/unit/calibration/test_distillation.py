@@ -124,9 +124,21 @@ def learn(
     return distil(lessons, learned, schedule, of_merged, journal, 5, watch)
 
 
-@pytest.mark.parametrize("large", [distillation.LARGE, 0])
-def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+@pytest.mark.parametrize(
+    ("large", "saved_every", "begins"),
+    [
+        (distillation.LARGE, distillation.SAVED_EVERY, 24),
+        (0, distillation.SAVED_EVERY, 24),
+        (distillation.LARGE, 0.0, 27),
+    ],
+    ids=["measured", "large tensors", "long steps"],
+)
+def test_a_run_that_goes_on_ends_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int, saved_every: float, begins: int
+) -> None:
+    """From the latest measurement or, where steps are long, from the latest step."""
     monkeypatch.setattr(distillation, "LARGE", large)
+    monkeypatch.setattr(distillation, "SAVED_EVERY", saved_every)
     expert = make_expert(0.3, seed=1)
     record, whole = learn(tmp_path / "whole", {"red": (expert, expert)})
     assert record.share == 1 and record.after["red"] < 0.2 * record.before["red"]
@@ -141,25 +153,9 @@ def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path: Path, monkeypatch: p
     again, parts = learn(
         tmp_path / "parts", {"red": (expert, expert)}, lambda progress: steps.append(progress.finished)
     )
-    assert steps == list(range(24, 40))
+    assert steps == list(range(begins, 40))
     assert again.after == record.after and again.before == record.before
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-def test_where_steps_are_long_a_run_goes_on_from_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is written between measurements too."""
-    monkeypatch.setattr(distillation, "SAVED_EVERY", 0.0)
-    expert, steps = make_expert(0.3, seed=1), list[int]()
-    _, whole = learn(tmp_path / "whole", {"red": (expert, expert)})
-
-    def stop(progress: Progress) -> None:
-        if progress.finished == 27:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        learn(tmp_path / "parts", {"red": (expert, expert)}, stop)
-    _, parts = learn(tmp_path / "parts", {"red": (expert, expert)}, lambda progress: steps.append(progress.finished))
-    assert steps == list(range(27, 40)) and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 def test_updates_that_never_help_on_held_out_examples_are_dropped(tmp_path: Path) -> None:

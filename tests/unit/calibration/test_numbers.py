@@ -36,7 +36,7 @@ from featcal_cli.workflows.verbs import calibrate
 
 @pytest.fixture
 def vit(tmp_path: Path) -> Saved:
-    return save_family(tmp_path, BY_NAME["vit"])
+    return save_family(tmp_path, BY_NAME["vit"]).only(2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Examples without padding are each example alone, whatever batch it was in."""
+"""Examples without padding are each example alone; tests/matrix/test_batches.py has them in all kinds of batches."""
 
 from __future__ import annotations
 
@@ -25,22 +25,6 @@ def test_examples_are_cut_and_those_of_equal_length_share_batches() -> None:
     assert all(x["attention_mask"].all() and x["bbox"].shape[:2] == x["input_ids"].shape for x in full)
     assert torch.equal(torch.cat([x["pixel_values"] for x in full]), batch["pixel_values"][[0, 2, 1, 4, 3]])
     assert all(not token_masks(x) for x in full)
-
-
-def test_batches_do_not_depend_on_those_that_they_are_made_of() -> None:
-    whole = make_texts(4)
-    parts = [{name: x[start:stop] for name, x in whole.items()} for start, stop in ((0, 1), (1, 4), (4, 5))]
-    for one, other in zip(remove_padding([whole], 3), remove_padding(parts, 3), strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_texts_of_a_decoder_are_cut_to_lengths_of_their_own() -> None:
-    texts = make_texts(3)
-    decoder = {f"decoder_{name}": texts[name].flip(0) for name in ("input_ids", "attention_mask")}
-    full = remove_padding([{**texts, **decoder}], 8)
-    assert [(x["input_ids"].shape[1], x["decoder_input_ids"].shape[1]) for x in full] == [
-        (3, 1), (1, 2), (3, 3), (2, 1), (1, 3)
-    ]  # fmt: skip
 
 
 def test_what_a_model_wants_of_one_size_is_not_cut() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, linear
+from torch.nn.functional import linear
 
-from featcal_cli.models.module_kinds import ParameterSlice, find_convolutions
+from featcal_cli.models.module_kinds import ParameterSlice
 from featcal_cli.models.products import MatmulInterceptor, Routing
 
 WIDE = nn.Parameter(torch.randn(12, 6))
@@ -78,28 +78,6 @@ def test_products_of_activations_are_not_looked_into() -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("others", [0.0, 1.0])
-def test_experts_that_are_given_all_tokens_get_those_that_they_are_chosen_for(others: float) -> None:
-    """If the others are zero."""
-    scores = torch.tensor([[3.0, 2, 1], [1, 3, 2], [2, 3, 1], [3, 2, 1]])
-    tokens = torch.randn(4, 6)
-    routing, given = Routing(), list[Tensor]()
-    with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda _, x, __: given.append(x), routing=routing):
-        chosen = scores.topk(2).indices
-        is_chosen = torch.zeros(4, 3).scatter_(1, chosen, 1.0)
-        torch.bmm(tokens * (is_chosen + others).T[:, :, None], DEEP)
-    if others:
-        assert [len(x) for x in given] == [4, 4, 4]
-        assert not any(routing.find(x) for x in given)
-        return
-    for number, rows in enumerate([[0, 2, 3], [0, 1, 2, 3], [1]]):
-        route = routing.find(given[number])
-        assert route is not None
-        assert route.rows.tolist() == rows
-        assert route.shape == (4, 6)
-        assert torch.equal(given[number], tokens[rows])
-
-
 def test_a_choice_among_all_values_gives_no_tokens() -> None:
     routing = Routing()
     with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda *_: None, routing=routing):
@@ -107,21 +85,6 @@ def test_a_choice_among_all_values_gives_no_tokens() -> None:
         result = torch.bmm(torch.ones(3, 4, 6), DEEP)
     torch.testing.assert_close(result, torch.ones(3, 4, 6) @ DEEP)
     assert routing.find(torch.ones(4, 6)) is None
-
-
-@pytest.mark.parametrize(("padding", "groups", "is_told"), [(2, 4, True), (0, 4, False), ((2,), 4, True)])
-def test_a_convolution_of_a_function_is_told_of(padding: int | tuple[int], groups: int, *, is_told: bool) -> None:
-    module = nn.Conv1d(4, 4, 3, padding=2, groups=4)
-    x = torch.randn(2, 4, 7)
-    seen: list[tuple[ParameterSlice, Tensor, ParameterSlice | None]] = []
-    watch = MatmulInterceptor(
-        dict(module.named_parameters()), lambda *args: seen.append(args), convolutions=find_convolutions(module)
-    )
-    with torch.no_grad(), watch:
-        conv1d(x, weight=module.weight.squeeze(1).unsqueeze(1), bias=module.bias, padding=padding, groups=groups)
-    assert [(w.parameter, given is x, b and b.parameter) for w, given, b in seen] == [
-        ("weight", True, "bias")
-    ] * is_told
 
 
 def test_attention_is_looked_into_with_its_rows_by_length_and_example() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME
 from torch import Size, Tensor, nn
 
 from featcal_cli.data.batches import DECODER_AXIS, ENCODER_AXIS
 from featcal_cli.models.architecture import find_architecture
-from featcal_cli.models.probing import make_probes
-from featcal_cli.models.token_rows import OWN_AXIS, Rows, learn_rows
+from featcal_cli.models.token_rows import Rows, learn_rows
 
 AXES = {ENCODER_AXIS: (8, 7), DECODER_AXIS: (8, 6)}
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -47,17 +45,6 @@ def test_padding_is_not_kept(x: Tensor, first: tuple[int, ...], second: tuple[in
     assert found is not None and found[1] is not None and found[1].tolist() == [float(row) for row in rows]
 
 
-@pytest.mark.parametrize("place", [1, 2])
-def test_heads_on_either_side_of_the_tokens(place: int) -> None:
-    heads = torch.stack([TOKENS, TOKENS + 100, TOKENS + 200], dim=place)  # as many heads as tokens
-    first, second = ((3, 3, 8), (5, 3, 7)) if place == 1 else ((3, 8, 3), (5, 7, 3))
-    kept = keep(heads, first, second)
-    assert kept is not None and len(kept) == 9
-    assert set((kept[:, 0] % 100).tolist()) == {0.0, 4.0, 12.0}
-    sums = learn(first, second).sum_by_token(heads, 2)
-    assert sums is not None and torch.equal(sums, 3 * TOKENS.sum(-1) + 1200)
-
-
 def test_a_mask_that_does_not_fit_says_nothing() -> None:
     assert keep(torch.zeros(7, 4), (24,), (35,)) is None
 
@@ -83,43 +70,6 @@ def test_batches_must_be_full_where_nothing_tells_what_is_padding(
     assert learn(first, second).may_hold_padding is needed
     assert learn(first, second, other_inputs=True).may_hold_padding is beside_others
     assert learn_rows(Size((3, 4)), Size((5, 7, 4)), AXES, other_inputs=True).may_hold_padding
-
-
-@pytest.mark.parametrize(
-    ("rows", "first", "second"),
-    [((1, 5), (1, 15), (1, 13)), ((1, 6), (1, 16), (1, 14)), ((6, 2), (16, 3), (14, 5)), ((5, 2), (15, 3), (13, 5))],
-)
-def test_distances_count_their_pairs(rows: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]) -> None:
-    """Wav2Vec2-Conformer's, DeBERTa's and XLNet's, for two texts of three tokens."""
-    learnt = learn(first, second)
-    table = torch.arange(float(max(rows))).view(-1, *[1] * (len(rows) - rows.index(max(rows)))).expand(*rows, 4)
-    counted = learnt.select(table, {}, {}, 2)
-    assert counted is not None and counted[1] is not None
-    pairs: dict[float, float] = {}
-    for row, weight in zip(counted[0][:, 0].tolist(), counted[1].tolist(), strict=True):
-        pairs[row] = pairs.get(row, 0) + weight
-    middle = max(rows) // 2
-    near = {middle - 2: 2.0, middle - 1: 4.0, middle: 6.0, middle + 1: 4.0, middle + 2: 2.0}
-    assert pairs == near | ({0.0: 0.0} if max(rows) == 6 else {})
-    assert not learnt.is_table
-
-
-@pytest.mark.parametrize(
-    ("name", "held", "full"),
-    [
-        ("bert", "text", False),
-        ("llava", "patches", False),
-        ("longformer-padded", "padded text", True),
-        ("cpmant", "text", True),
-        ("git", "patches", True),
-    ],
-)
-def test_what_hidden_states_hold_decides_on_padding(name: str, held: str, full: bool) -> None:
-    family = BY_NAME[name]
-    found = find_architecture(family.build().eval(), {"task": family.inputs(4)}, "auto")
-    assert (found.blocks[0].holds, found.needs_full_batches) == (held, full)
-    own = [block.rows.axis == OWN_AXIS for block in found.blocks]
-    assert own[0] is (name != "bert")
 
 
 class Layer(nn.Module):
@@ -154,26 +104,3 @@ def test_windows_of_a_text_that_the_model_pads_itself_are_left_unchanged() -> No
     for block in find_architecture(model, {"task": inputs}, "auto").blocks:
         assert block.holds == "padded text" and [module.name for module in block.modules] == ["tokens"]
         assert block.skipped == (("windows", "its rows cannot be matched to tokens"),)
-
-
-def test_probes_differ_in_examples_and_in_every_token_axis() -> None:
-    batch = {
-        "input_ids": torch.zeros(4, 20, dtype=torch.long),
-        "attention_mask": torch.zeros(4, 20, dtype=torch.long),
-        "decoder_input_ids": torch.zeros(4, 1, dtype=torch.long),
-    }
-    (first, second), axes = make_probes(batch, {ENCODER_AXIS, DECODER_AXIS})
-    for name, tensor in first.items():
-        assert tensor.shape[0] != second[name].shape[0] and tensor.shape[1] != second[name].shape[1]
-    assert axes == {ENCODER_AXIS: (8, 7), DECODER_AXIS: (1, 3)}
-    assert bool(first["attention_mask"].all())
-
-
-def test_probes_differ_in_the_frames_of_spectrograms_that_a_mask_is_about() -> None:
-    batch = {"input_features": torch.zeros(4, 20, 16), "attention_mask": torch.ones(4, 20, dtype=torch.long)}
-    (first, second), axes = make_probes(batch, {ENCODER_AXIS})
-    assert (first["input_features"].shape, second["input_features"].shape) == (Size((3, 20, 16)), Size((5, 15, 16)))
-    assert axes == {ENCODER_AXIS: (20, 15)}
-    whisper = {"input_features": torch.zeros(4, 16, 20), "attention_mask": batch["attention_mask"]}
-    # features before frames, of a fixed number
-    assert make_probes(whisper, {ENCODER_AXIS})[1] == {ENCODER_AXIS: (20, 20)}

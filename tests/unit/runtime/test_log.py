@@ -13,7 +13,7 @@ import pytest
 from command_line import featcal, featcal_inside
 from families import BY_NAME, save_family
 
-from featcal_cli.runtime.errors import BugError, OutputError
+from featcal_cli.runtime.errors import BugError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some, redact
@@ -83,11 +83,6 @@ def test_lines_of_a_log_are_json_and_the_last_tells_the_end(tmp_path: Path, caps
     )
 
 
-def test_a_log_that_cannot_be_written_is_said_before_anything_is_done(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="--log-file"), recorded(Listener(), tmp_path / "no" / "such" / "log"):
-        pytest.fail("it went on")
-
-
 def test_a_log_on_a_full_disk_does_not_stop_the_run() -> None:
     full = Path("/dev/full")
     if not full.exists():
@@ -131,21 +126,6 @@ def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path) -> 
     assert shown and shown[1].endswith("LookupError: no figures here"), run.stderr
     assert re.fullmatch(r"featcal_cli/\S+\.py, line \d+", shown[2])
     assert "--log-file FILE" in shown[3]
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [
-        ([], ""),
-        (["a"], "a"),
-        (["a", "b"], "a, b"),
-        (list("abcde"), "a, b, c, d, e"),
-        (list("abcdefg"), "a, b, c, d, e and 2 more"),
-        ([f"c{number}" for number in range(100_000)], "c0, c1, c2, c3, c4 and 99,995 more"),
-    ],
-)
-def test_of_a_list_from_outside_five_are_shown_and_how_many_more_there_are(names: list[str], shown: str) -> None:
-    assert list_some(names) == shown
 
 
 def test_every_name_of_a_list_is_short_and_inert() -> None:

@@ -62,17 +62,6 @@ def test_a_batch_stays_within_its_bounds_and_is_as_large_as_they_allow(device: t
         assert not fits(4 * size)  # half the memory, at the worst, is lost to its rounding
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_longer_examples_never_make_larger_batches_and_more_memory_never_smaller_ones(device: torch.device) -> None:
-    sizes = {
-        (rows, each, memory): limit_batch(rows, each, device, memory * GIB)
-        for rows, each, memory in itertools.product(ROWS, BYTES, MEMORIES)
-    }
-    for (one, size), (other, other_size) in itertools.product(sizes.items(), repeat=2):
-        if one[0] >= other[0] and one[1] >= other[1] and one[2] <= other[2]:
-            assert size <= other_size
-
-
 def test_a_little_more_or_less_memory_changes_nothing() -> None:
     """As after an update of a driver or a kernel."""
     for total in (15.4, 23.5, 79.1):
@@ -81,7 +70,8 @@ def test_a_little_more_or_less_memory_changes_nothing() -> None:
 
 
 def test_all_images_of_a_task_are_one_batch_on_a_large_card() -> None:
-    model, inputs = outline(tf.CLIPVisionModel, tf.CLIPVisionConfig()), {"pixel_values": torch.zeros(1, 3, 224, 224)}
+    model = outline(tf.CLIPVisionModel, tf.CLIPVisionConfig(num_hidden_layers=2))
+    inputs = {"pixel_values": torch.zeros(1, 3, 224, 224)}
     assert sizes_of(model, {"task": inputs}, CUDA, 79 * GIB)["task"] >= 256
     assert 20 * 50 <= 50 * sizes_of(model, {"task": inputs}, CPU)["task"] <= CPU_ROWS
 
@@ -96,15 +86,6 @@ def test_long_texts_of_a_wide_model_leave_a_small_card_its_memory() -> None:
     assert sizes_of(model, {"task": inputs}, CPU)["task"] == CPU_ROWS // 512
 
 
-def test_tasks_of_one_shape_have_one_size_and_shorter_texts_larger_batches() -> None:
-    texts = {
-        task: {"input_ids": torch.zeros(1, length, dtype=torch.long)}
-        for task, length in (("a", 64), ("b", 16), ("c", 64))
-    }
-    found = sizes_of(outline(tf.BertModel, tf.BertConfig()), texts, CPU)
-    assert found == {"a": CPU_ROWS // 64, "b": CPU_ROWS // 16, "c": CPU_ROWS // 64}
-
-
 def test_a_decoder_of_one_token_does_not_hide_a_long_encoder() -> None:
     config = tf.WhisperConfig(encoder_layers=1, decoder_layers=4, dtype=torch.bfloat16)
     sound = {"input_features": torch.zeros(1, 80, 3000), "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
@@ -115,7 +96,7 @@ def test_a_block_that_runs_often_is_counted_once() -> None:
     text = {"task": {"input_ids": torch.zeros(1, 64, dtype=torch.long)}}
     few, many = (
         sizes_of(outline(tf.AlbertModel, tf.AlbertConfig(num_hidden_layers=layers)), text, CPU, 512 * GIB)
-        for layers in (1, 12)
+        for layers in (1, 4)
     )
     assert few == many == {"task": CPU_ROWS // 64}
 

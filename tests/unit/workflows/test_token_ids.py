@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
 
+from featcal_cli.calibration.distillation import SHORT, Schedule
 from featcal_cli.runtime.errors import CheckpointError, DataError
+from featcal_cli.workflows import plan
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.inspect_drift import inspect_drift
@@ -28,7 +30,7 @@ from featcal_cli.workflows.verbs import calibrate
 
 TASKS = ("red", "green")
 SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 MODELS = ("base", "merged", *TASKS)
@@ -106,6 +108,7 @@ def test_the_order_of_tokens_changes_nothing(
 ) -> None:
     """Nor do embeddings with room for more tokens, nor which special tokens merged's tokenizer puts around a text."""
     monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan, "SHORT", Schedule(8, 8, SHORT.peak, 4))
     jobs = [save_family(tmp_path / "plain", **family), save_family(tmp_path / "other", **family, **other)]
     if "extra" in other:
         module = LlamaForCausalLM.from_pretrained(tmp_path / "other" / "merged")
