@@ -41,7 +41,7 @@ class DeviceWeight:
     data: Tensor | None = None
     """The copy on the device; None before it is made, or if the device has no memory left."""
     largest: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    """What `find_largest` returns; 0 if the values were not checked."""
+    """The largest value, as `find_largest` returns it; 0 if the values were not checked."""
 
 
 class DeviceWeights:

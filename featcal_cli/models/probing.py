@@ -48,7 +48,7 @@ class ProbeRun:
 
 
 class BlockProbe:
-    """What the probes show of one block."""
+    """The facts that the probes show of one block."""
 
     def __init__(self, run: ProbeRun, block: str) -> None:
         self.name, self.first, self._run = block, run.first, run

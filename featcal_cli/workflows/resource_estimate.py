@@ -120,7 +120,7 @@ class _Features:
     """Bytes of features and examples over all tasks."""
 
     paused: float = 0.0
-    """Those that are in memory while passes are paused."""
+    """Features that are in memory while passes are paused."""
     unread: float = 0.0
     """Examples that a run reads and a dry run did not."""
     filed: float = 0.0
@@ -181,9 +181,9 @@ class _Weights:
     blocks: int
     """All blocks of one model."""
     stays: int
-    """What stays on the device after its use."""
+    """Weights that stay on the device after their use."""
     at_work: int
-    """What is in memory while blocks run."""
+    """Weights that are in memory while blocks run."""
 
 
 def _weigh(work: Workload) -> _Weights:

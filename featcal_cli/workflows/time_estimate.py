@@ -52,7 +52,7 @@ class _Passes:
     given: int
     """Examples that are fitted; refining learns from all of them."""
     fitted: int
-    """Those on which blocks are calibrated."""
+    """Examples on which blocks are calibrated."""
     measured: int
     checked: int
     chosen: int

@@ -29,7 +29,7 @@ class Workload:
     architecture: Architecture
     examples: Mapping[str, TaskExamples]
     needs: Mapping[str, BatchNeeds]
-    """What `probe_batches` found for a batch of each task's examples."""
+    """The findings of `probe_batches` for a batch of each task's examples."""
     device: torch.device
     refining: Schedule | None
     writes: bool
@@ -61,7 +61,7 @@ class Workload:
 
     @cached_property
     def inputs(self) -> list[tuple[int, int, int]]:
-        """What `find_inputs` finds in all parts."""
+        """The inputs that `find_inputs` finds in all parts."""
         return [found for part in self.parts for found in find_inputs(self.model, part)]
 
     @cached_property

@@ -217,6 +217,7 @@ def few_steps() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "LONG", Schedule(20, 8, GENTLE.peak, 10))
         patch.setattr(plan, "SHORT", GENTLE)
+        patch.setattr(plan, "PEAK_FOR_TEXTS", GENTLE.peak)
         yield
 
 
