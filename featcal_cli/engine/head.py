@@ -44,8 +44,8 @@ class Head:
     inputs: dict[bool, dict[str, list[HeadInputs]]] = field(default_factory=lambda: {False: {}, True: {}})
     """Inputs on the calibration examples (False) and on those on which updates are checked (True), by task."""
     classes: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tables for experts that number tokens in another way than merged, by task: the class of each of merged's tokens in the
-    expert's head, −1 for those that it lacks."""
+    """Tables for experts that number tokens in another way than merged, by task: the class of each of merged's tokens
+    in the expert's head, −1 for those that it lacks."""
     obstacle: str = ""
     """The reason why the head cannot be calibrated, if a pass has shown one."""
     _scales: dict[int, float] = field(default_factory=dict)
