@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,22 +348,43 @@ def test_a_hub_that_takes_nothing_over_xet_is_told_with_what_helps(folder: Path,
     assert "an upload to 127.0.0.1" in message and "HF_HUB_DISABLE_XET=1" in message
 
 
-PULL_REQUEST = "commit of a pull request"
-KINDS = (*WRITES, "model info", "discussions", PULL_REQUEST)
+@pytest.mark.parametrize("fault", ["lost reply", "reset midway", "truncated", "lost behind a gateway"])
+def test_a_pull_request_with_a_lost_answer_is_not_made_twice(
+    hub: HubServer, folder: Path, tmp_path: Path, fault: str
+) -> None:
+    hub.add_repo("alice/lost", model(tmp_path / "old"))
+    hub.fail("commit", fault)
+    target = aim("alice/lost", create_pr=True)
+    pushed = push(folder, target, message="m")
+    repo = hub.repos["model", "alice/lost"]
+    assert pushed.pull_request == 1 == len(repo.pulls)
+    assert [commit.sha for commit in repo.log] == [pushed.commit]
+    assert push(folder, target, message="m") == pushed
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_late_pull_request_is_waited_for_and_not_opened_twice(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.add_repo("alice/late", model(tmp_path / "old"))
+    hub.fail("commit", Fault(seconds=SLOW))
+    target = aim("alice/late", create_pr=True)
+    assert "does not answer" in refusal(lambda: push(folder, target, message="m"))
+    threading.Event().wait(SLOW)
+    assert push(folder, target, message="m").pull_request == 1
+    assert len(hub.repos["model", "alice/late"].pulls) == 1
+
+
+KINDS = (*WRITES, "model info", "discussions")
 SOME = [fault for fault in FAULTS if fault not in ("503", "slow")]  # as 500; takes long
 USUAL = {
     ("commit", "slow"),
     ("commit", "lost reply"),
-    (PULL_REQUEST, "lost reply"),
     *((kind, SOME[number % len(SOME)]) for number, kind in enumerate(KINDS)),
 }
 CASES = [
     pytest.param(kind, fault, marks=[] if (kind, fault) in USUAL else pytest.mark.survive)
     for kind in KINDS
     for fault in (*SOME, "slow")
-    if (kind, fault) in USUAL or fault in ("500", "lost reply", "slow")
 ]
-"""What fails once is tried in all ways by tests/survive/test_survive_network.py, with a whole command."""
 
 
 @pytest.mark.parametrize(("kind", "fault"), CASES)
@@ -373,14 +395,14 @@ def test_whatever_fails_the_next_push_finishes_with_one_commit(
         request.getfixturevalue("impatient")
     if kind in ("upload part", "upload end"):
         hub.uploads.part_size = 30_000
-    create_pr = kind in ("discussions", PULL_REQUEST)
+    create_pr = kind == "discussions"
     for times in (1, None):
         name = f"alice/{times}-{kind}-{fault}".replace(" ", "-")  # late requests of one test reach the next
         if create_pr:
             hub.add_repo(name, folder / "extra")
         target = aim(name, create_pr=create_pr)
         planned = Fault(seconds=SLOW) if fault == "slow" else fault
-        hub.fail("commit" if kind == PULL_REQUEST else kind, planned, times=times)
+        hub.fail(kind, planned, times=times)
         before = hub.faults.hits
         try:
             push(folder, target, message="m")
@@ -394,7 +416,7 @@ def test_whatever_fails_the_next_push_finishes_with_one_commit(
         assert repo is None or len(repo.log) <= 1
         pushed = push(folder, target, message="m")
         repo = hub.repos["model", name]
-        assert [commit.sha for commit in repo.log] == [pushed.commit] and len(repo.pulls) == create_pr
+        assert [commit.sha for commit in repo.log] == [pushed.commit]
         assert visible(folder).items() <= stored(hub, name, repo.log[0].revision).items()
 
 
