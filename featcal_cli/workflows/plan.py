@@ -5,21 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from featcal_cli.calibration.distillation import (
-    FEWEST_TEXTS,
-    LONG,
-    PEAK_FOR_TEXTS,
-    SHORT,
-    TOKENS_PER_WIDTH,
-    Schedule,
-)
+from featcal_cli.calibration.distillation import LONG, PEAK_FOR_TEXTS, SHORT, Schedule
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
-from featcal_cli.data.batches import Batch, count_tokens
+from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
 from featcal_cli.data.preprocessing import TextModels, Vocabularies
 from featcal_cli.engine.head import find_head
@@ -179,7 +170,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
             check_teacher(outlines[f"{EXPERT}{task}"], merged.module)
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if head and refining:
-        work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=_count_for_blocks(work)))
+        work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=work.texts_for_blocks))
         estimated = _estimate(work)
     if head and calibration.refines_language_models:
         work, estimated = _refine_shortly(session, work, estimated, outlines, transfers, target)
@@ -243,13 +234,6 @@ def _check_output(session: Session, inputs: Inputs, work: Workload, header: Head
             check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})
 
 
-def _count_for_blocks(work: Workload) -> int:
-    """Count the examples of each task on which the blocks of a language model are calibrated that is refined."""
-    tokens = fmean(count for rows in work.examples.values() for batch in rows.fitted for count in count_tokens(batch))
-    width: int = work.model.get_output_embeddings().weight.shape[1]
-    return max(FEWEST_TEXTS, ceil(TOKENS_PER_WIDTH * width / max(tokens, 1)))
-
-
 def _refine_shortly(
     session: Session,
     work: Workload,
@@ -261,7 +245,7 @@ def _refine_shortly(
     """Return the work of a job that also refines its result for a short while, as language models are by default, and
     what it needs; where any of the processes cannot do it, what is given, and a note on the reason."""
     fitted = (rows.fitted_count if rows.is_whole else work.calibration.examples for rows in work.examples.values())
-    short = replace(SHORT, steps=min(SHORT.steps, *fitted), blocks_on=_count_for_blocks(work))
+    short = replace(SHORT, steps=min(SHORT.steps, *fitted), blocks_on=work.texts_for_blocks)
     larger = replace(work, refining=short)
     obstacle = ""
     try:

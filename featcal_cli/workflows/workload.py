@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
+from statistics import fmean
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from featcal_cli.calibration.distillation import Schedule
+from featcal_cli.calibration.distillation import FEWEST_TEXTS, TOKENS_PER_WIDTH, Schedule
+from featcal_cli.data.batches import count_tokens
 from featcal_cli.data.examples import TaskExamples, most_held_out
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model
@@ -97,6 +100,13 @@ class Workload:
         if not self.writes:
             return fitted, fitted
         return fitted, rows.measured_count if rows.is_whole else most_held_out(fitted) // 2
+
+    @property
+    def texts_for_blocks(self) -> int:
+        """The number of each task's texts on which the blocks of a language model are calibrated if it is refined."""
+        lengths = (count for rows in self.examples.values() for batch in rows.fitted for count in count_tokens(batch))
+        width: int = self.model.get_output_embeddings().weight.shape[1]
+        return max(FEWEST_TEXTS, ceil(TOKENS_PER_WIDTH * width / max(fmean(lengths), 1)))
 
     def count_for_blocks(self, task: str) -> int:
         """Return on how many of a task's fitted examples blocks are calibrated."""

@@ -309,8 +309,8 @@ def test_blocks_take_fewer_texts_than_refining(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, asked: bool | None
 ) -> None:
     """Blocks that are refined later are calibrated on the first of the texts; all of them are learnt from."""
-    monkeypatch.setattr("featcal_cli.workflows.plan.FEWEST_TEXTS", 8)
-    monkeypatch.setattr("featcal_cli.workflows.plan.TOKENS_PER_WIDTH", 0)
+    monkeypatch.setattr("featcal_cli.workflows.workload.FEWEST_TEXTS", 8)
+    monkeypatch.setattr("featcal_cli.workflows.workload.TOKENS_PER_WIDTH", 0)
     monkeypatch.setattr("featcal_cli.workflows.plan.LONG", Schedule(4, 6, 0.05, 1))
     learnt = set[int]()
     divergences = Lesson.divergences
