@@ -321,20 +321,20 @@ def test_blocks_take_fewer_texts_than_refining(
 
     monkeypatch.setattr(Lesson, "divergences", watched)
     saved = save(tmp_path, *CASES["llama"][:2])
-    rows, jobs = {}, {}
+    rows, jobs = dict[bool | None, int](), dict[bool | None, Mapping[str, Any]]()
 
     class Watched(Journal):
         """A journal that shows the fingerprint of its job."""
 
         def __init__(self, folder: Path, fingerprint: Mapping[str, Any], **kept: Any) -> None:
             super().__init__(folder, fingerprint, **kept)
-            jobs[refine] = fingerprint
+            jobs[choice] = fingerprint
 
     monkeypatch.setattr("featcal_cli.workflows.calibrate.Journal", Watched)
-    for refine in (asked, False):
-        recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24, refine=refine)
-        report = calibrate(recipe, output=tmp_path / str(refine)).report
-        rows[refine] = report.blocks[0].modules[0].rows
+    for choice in (asked, False):
+        recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24, refine=choice)
+        report = calibrate(recipe, output=tmp_path / str(choice)).report
+        rows[choice] = report.blocks[0].modules[0].rows
         assert set(report.settings["examples"].values()) == {24}
     assert 0 < rows[asked] < rows[False] / 2
     assert learnt == set(range(24 + 4))
