@@ -232,7 +232,8 @@ def distil(
         for task, lesson in lessons.items():
             for losses, _ in lesson.divergences(orders[task][step]):
                 (losses.sum() / len(lessons)).backward()
-        floor = FLOOR * _typical_gradient(parts)
+        # where there is nothing to learn all gradients are 0, and 0 / 0 is no step
+        floor = max(FLOOR * _typical_gradient(parts), torch.finfo(torch.float32).tiny)
         for group in optimizer.param_groups:
             group["eps"] = floor
         optimizer.step()

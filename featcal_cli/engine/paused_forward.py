@@ -50,10 +50,10 @@ def _is_of_model(error: Exception) -> bool:
 class KeptOutput:
     """The output of a module, kept to be returned again."""
 
-    def __init__(self, value: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, value: Any, dtypes: Sequence[torch.dtype]) -> None:
         self.value = value
-        self.dtype = dtype
-        """The dtype of the input that it was computed from."""
+        self.dtypes = dtypes
+        """The dtypes of the floating-point inputs that it was computed from."""
         self.tensors = [*tensors_in(value)]
         self.bytes = sum(tensor.nbytes for tensor in self.tensors)
         self._versions = [tensor._version for tensor in self.tensors]

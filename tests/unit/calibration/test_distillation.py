@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +63,21 @@ def test_a_parameter_learns_at_a_rate_in_proportion_to_its_distance(tmp_path: Pa
     assert float(parts["0.weight/whole"].abs().median()) == pytest.approx(0.01 * distance, rel=1e-2)
 
 
+def test_gradients_that_are_only_rounding_move_nothing(tmp_path: Path) -> None:
+    expert, once = make_expert(0.3, seed=1), Schedule(steps=1, texts=64, peak=0.01, checks=1)
+    _, parts = learn(tmp_path / "room", {"red": (expert, expert)}, schedule=once, sizes=[1e-7, *[1.0] * 7])
+    moved = parts["0.weight/whole"].abs().median(0).values
+    assert 0 < moved[0] < 1e-3 * moved[1:].min()
+
+
+def test_a_parameter_without_gradients_stays(tmp_path: Path) -> None:
+    student, expert = make_student(), make_expert(0.3, seed=1)
+    lesson = make_lesson(student, expert, expert, tmp_path / "red.safetensors", [0.0] * 8)
+    learned, before = add_updates(student, {"0.weight": 1.0}, seed=0), lesson.measure()
+    distil({"red": lesson}, learned, SCHEDULE, {"red": before}, Journal(tmp_path / "journal", {}), 5, lambda _: None)
+    assert torch.equal(lesson.measure(), before) and not learned.parts["0.weight/whole"].any()
+
+
 def test_what_stays_farther_away_than_merged_is_dropped(tmp_path: Path) -> None:
     expert = make_expert(0.3, seed=1)
     record, best = learn(tmp_path / "room", {"red": (expert, expert)}, merged=0.0)
@@ -82,9 +97,11 @@ def make_student() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)).requires_grad_(False)
 
 
-def make_lesson(student: nn.Module, expert: nn.Module, checked_by: nn.Module, file: Path) -> Lesson:
-    """A lesson whose held-out answers may be those of another expert."""
-    rows = torch.randn(96, 8, generator=torch.Generator().manual_seed(2))
+def make_lesson(
+    student: nn.Module, expert: nn.Module, checked_by: nn.Module, file: Path, sizes: Sequence[float]
+) -> Lesson:
+    """A lesson whose held-out answers may be those of another expert. sizes: of the features in its examples."""
+    rows = torch.randn(96, 8, generator=torch.Generator().manual_seed(2)) * torch.tensor([*sizes])
     examples = [Example({"x": row[None]}) for row in rows]
     numbers = iter(range(0, 96, 8))
 
@@ -111,12 +128,14 @@ def learn(
     distance: float = 1.0,
     merged: float = 1.0,
     schedule: Schedule = SCHEDULE,
+    sizes: Sequence[float] = (1.0,) * 8,
 ) -> tuple[Refinement, dict[str, Tensor]]:
     """Distil experts, with those that held-out examples are answered by, into a new student."""
     student = make_student()
     folder.mkdir(exist_ok=True)
     lessons = {
-        task: make_lesson(student, *answering, folder / f"{task}.safetensors") for task, answering in experts.items()
+        task: make_lesson(student, *answering, folder / f"{task}.safetensors", sizes)
+        for task, answering in experts.items()
     }
     of_merged = {task: merged * lesson.measure() for task, lesson in lessons.items()}
     journal = Journal(folder / "work" / "journal", {})
