@@ -101,7 +101,7 @@ def _describe_refining(plan: Plan) -> str:
     how = f"by {plan.refining.steps} steps of distillation, with {plan.refining.texts} examples per task in each"
     most = max(fitted for fitted, _ in plan.example_counts.values())
     if plan.refining.blocks_on and plan.refining.blocks_on < most:
-        how += f", after blocks are calibrated on {plan.refining.blocks_on} of the examples"
+        how += f", after blocks are calibrated on {plan.refining.blocks_on} of each task's"
     return how if plan.recipe.calibration.refine else f"{how} (--no-refine leaves it out)"
 
 

@@ -222,6 +222,9 @@ def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outco
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
     if unchecked and guarded:
         session.note(f"updates are not checked on held-out examples: {unchecked[0]} has no held-out rows")
+    if setup.refining and any(rows.aside for rows in examples.values()):
+        most = setup.refining.blocks_on
+        session.note(f"blocks are calibrated on {most} examples of each task at most; refining learns from all")
     # before the job makes its models pause
     refiner = prepare(session, setup)
     watchers = {MERGED: models.merged, "base": models.base}

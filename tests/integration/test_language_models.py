@@ -335,6 +335,8 @@ def test_blocks_take_fewer_texts_than_refining(
         recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24, refine=choice)
         report = calibrate(recipe, output=tmp_path / str(choice)).report
         rows[choice] = report.blocks[0].modules[0].rows
+        told = "blocks are calibrated on 8 examples of each task at most; refining learns from all"
+        assert (told in report.notes) == (choice is not False)
         assert set(report.settings["examples"].values()) == {24}
     assert 0 < rows[asked] < rows[False] / 2
     assert learnt == set(range(24 + 4))
@@ -344,7 +346,7 @@ def test_blocks_take_fewer_texts_than_refining(
     show_plan(dry_run(saved.recipe(examples=24, method="featcal", refine=asked), output=tmp_path / "plan"))
     shown = " ".join(capsys.readouterr().out.split())
     assert "24 to fit and 8 to hold out per task" in shown
-    assert "after blocks are calibrated on 8 of the examples" in shown
+    assert "after blocks are calibrated on 8 of each task's" in shown
 
 
 class Notes(Listener):
