@@ -87,11 +87,13 @@ def match_classes(source: Vocabulary, target: Vocabulary, count: int) -> Tensor:
     """Return, for each of `count` token ids of `source`, the id of the same token in `target`; −1 if it has none. Ids
     that are no token in either are taken to be the same."""
     tokens, taken = {number: token for token, number in source.ids.items()}, set(target.ids.values())
-    classes = torch.tensor([-1 if number in taken else number for number in range(count)])
-    for number in range(count):
+
+    def match(number: int) -> int:
         if number in tokens:
-            classes[number] = target.ids.get(tokens[number], -1)
-    return classes
+            return target.ids.get(tokens[number], -1)
+        return -1 if number in taken else number
+
+    return torch.tensor([match(number) for number in range(count)])
 
 
 def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -> None:
