@@ -9,9 +9,9 @@ from torch import Tensor
 
 from featcal_cli.runtime.distributed import Ranks
 
-WIDEST_SQUARE, SKETCH_ROWS = 1024, 256
-"""Largest output width for which the full second moment is summed, and number of random combinations of its rows that
-are summed for wider outputs."""
+WIDEST_SQUARE, SKETCH_ROWS = 1024, 4
+"""Largest output width for which the full second moment is summed, and how many random combinations of its rows are
+summed for wider outputs, for each direction that is kept."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """Largest width and number of combinations, as above, for modules of a mixture's experts, of which a model has
 thousands."""
@@ -30,12 +30,12 @@ def count_directions(tasks: int) -> int:
     return min(MOST_DIRECTIONS, max(FEWEST_DIRECTIONS, ALL_DIRECTIONS // tasks))
 
 
-def count_sum_rows(d_out: int, *, of_experts: bool) -> int:
-    """Return the number of rows of the sum for gradients [.., d_out]. `of_experts` says that the module is in an expert
-    of a mixture."""
+def count_sum_rows(d_out: int, directions: int, *, of_experts: bool) -> int:
+    """Return the number of rows of the sum for gradients [.., d_out] of which so many directions are kept. `of_experts`
+    says that the module is in an expert of a mixture."""
     if of_experts:
         return d_out if d_out <= WIDEST_SQUARE_OF_EXPERTS else SKETCH_ROWS_OF_EXPERTS
-    return d_out if d_out <= WIDEST_SQUARE else SKETCH_ROWS
+    return d_out if d_out <= WIDEST_SQUARE else SKETCH_ROWS * directions
 
 
 class GradientSums:
@@ -46,11 +46,12 @@ class GradientSums:
     gradients are grouped into batches.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, directions: int) -> None:
+        """directions: the number of directions that are kept of each module's outputs."""
         self.sums: dict[str, Tensor] = {}
         self._traces: dict[str, Tensor] = {}
         """Sum of ‖g‖² for each module whose sum is a sketch."""
-        self._seed = seed
+        self._seed, self._kept = seed, directions
         self._directions: dict[tuple[int, int], Tensor] = {}
 
     def add(self, name: str, gradient: Tensor, *, of_experts: bool = False) -> None:
@@ -58,7 +59,7 @@ class GradientSums:
         mixture."""
         rows = gradient.reshape(-1, gradient.shape[-1]).float()
         d = rows.shape[1]
-        sum_rows = count_sum_rows(d, of_experts=of_experts)
+        sum_rows = count_sum_rows(d, self._kept, of_experts=of_experts)
         if name not in self.sums:
             self.sums[name] = rows.new_zeros(sum_rows, d)
             self._traces[name] = rows.new_zeros(())
@@ -83,34 +84,34 @@ class GradientSums:
             if rows != d:
                 ranks.add_up(self._traces[name])
 
-    def factors(self, directions: int) -> dict[str, Tensor]:
+    def factors(self) -> dict[str, Tensor]:
         """Compute, for each module, R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the
-        directions of its r ≤ `directions` largest eigenvalues. If M has values that are not finite, R is NaN. If
-        gradients are so much smaller than other modules' that they are only rounding, r is 0."""
+        directions of its r largest eigenvalues, at most as many as are kept. If M has values that are not finite, R is
+        NaN. If gradients are so much smaller than other modules' that they are only rounding, r is 0."""
         traces = [
             total.trace() if len(total) == total.shape[1] else self._traces[name] for name, total in self.sums.items()
         ]
         sizes = torch.stack(traces).tolist() if traces else []
-        are_finite = torch.stack([total.isfinite().all() for total in self.sums.values()]).tolist() if traces else []
         factors: dict[str, Tensor] = {}
         bases: dict[str, Tensor] = {}
         projected: dict[int, dict[str, Tensor]] = {}
         scales: dict[str, float] = {}
         least = FLOAT32_ROUNDING**2 * max(filter(isfinite, sizes), default=0.0)
-        for (name, total), size, is_finite in zip(self.sums.items(), sizes, are_finite, strict=True):
+        for (name, total), size in zip(self.sums.items(), sizes, strict=True):
             rows, d = total.shape
             if size <= least:
                 factors[name] = total[:0]
                 continue
             scales[name] = (d / size) ** 0.5
-            if not is_finite:
+            # no element of M is larger than its trace
+            if not isfinite(size):
                 factors[name] = torch.full_like(total[:1], torch.nan)
             elif rows != d:
-                sketched = factor_of_sketch(total, self._draw_directions(d, rows, total), directions)
+                sketched = factor_of_sketch(total, self._draw_directions(d, rows, total), self._kept)
                 factors[name] = scales[name] * sketched
             else:
-                whole = total.tril() + total.tril(-1).T
-                bases[name] = self._find_basis(whole, directions + SPARE_DIRECTIONS)
+                whole = total.tril_() + total.tril(-1).T
+                bases[name] = self._find_basis(whole, self._kept + SPARE_DIRECTIONS)
                 small = bases[name].T @ whole @ bases[name]
                 projected.setdefault(len(small), {})[name] = small
         # a device takes as long for one small matrix as for many of the same width
@@ -119,7 +120,7 @@ class GradientSums:
             for name, (values, vectors) in zip(of_width, pairs, strict=True):
                 # what is only rounding would change how far the approximate solution gets
                 values = torch.where(values > FLOAT32_ROUNDING * values[-1], values, 0)
-                largest = bases[name] @ vectors[:, -directions:] * values[-directions:].sqrt()
+                largest = bases[name] @ vectors[:, -self._kept :] * values[-self._kept :].sqrt()
                 factors[name] = scales[name] * largest.T
         return factors
 

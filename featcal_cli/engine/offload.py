@@ -25,8 +25,8 @@ SMALLEST_MOVED = mmap.PAGESIZE
 """Size in bytes below which a piece of memory is never moved."""
 LARGE = 1 << 20
 """Smallest size in bytes at which tensors that are unlikely to be needed again are worth moving."""
-OUTPUT_BYTES = 1 << 31
-"""Most bytes of files in which a CPU keeps modules' outputs."""
+OUTPUT_BYTES = 1 << 32
+"""Most bytes of modules' outputs that are kept, even if there is room for more."""
 TRIM_EVERY = 64 << 20
 """Number of bytes that leave a CPU's memory between two trims of the heap, which return the freed gaps to the
 system."""
@@ -88,9 +88,8 @@ class Offloader:
 
     @property
     def room_for_outputs(self) -> int:
-        """Bytes that modules' outputs may take which are kept only because computing them again takes longer: on a CPU
-        they lie in files."""
-        return OUTPUT_BYTES if self._is_cpu else max(0, self._rooms[DEVICE] - self.used(DEVICE))
+        """Bytes that modules' outputs may take which are kept only because computing them again takes longer."""
+        return max(0, min(OUTPUT_BYTES, self._rooms[DEVICE] - self.used(DEVICE)))
 
     def used(self, level: int) -> int:
         """Bytes that tensors take at a level."""
@@ -109,10 +108,10 @@ class Offloader:
             elif memory.level == DISK:
                 _leave_memory(memory)
 
-    def put_aside(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors that are unlikely to be needed again be moved off the device before all others. On a CPU large
-        ones are moved at once, as the machine's memory is all there is."""
-        self._put_aside(self._find(tensors))
+    def put_aside(self, tensors: Iterable[Tensor], *, needed_again: bool = False) -> None:
+        """Let tensors be moved off the device before all others. On a CPU, large ones that are unlikely to be needed
+        again are moved at once, as the machine's memory is all there is."""
+        self._put_aside(self._find(tensors), needed_again=needed_again)
 
     @contextmanager
     def lend(self, find: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
@@ -153,11 +152,11 @@ class Offloader:
                 self._memory[tensor] = memory
         return list(found.values())
 
-    def _put_aside(self, pieces: Iterable[_Memory]) -> None:
+    def _put_aside(self, pieces: Iterable[_Memory], *, needed_again: bool = False) -> None:
         for memory in pieces:
             if memory.level == DISK:
                 _leave_memory(memory)
-            elif self._is_cpu and memory.bytes >= LARGE:
+            elif self._is_cpu and memory.bytes >= LARGE and not needed_again:
                 self._sink(memory)
             elif memory.level == DEVICE:
                 self._aside[memory] = None

@@ -43,8 +43,8 @@ from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import is_out_of_memory
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 64, 2
-"""Number of random projections of outputs that is enough for a task, and so the most examples that are used if they are
-not text; and largest number of projections per example (benchmarks/NOTES.md)."""
+"""Number of random projections of outputs up to which examples have more than one each, and the largest number of
+projections per example (benchmarks/NOTES.md)."""
 MOST_TOKENS = 1 << 14
 """Largest number of text tokens that are used of a task, as examples of language models are long."""
 PREDICTIONS = 64
@@ -52,8 +52,8 @@ PREDICTIONS = 64
 whole vocabulary."""
 KEPT_BYTES = 1 << 28
 """Size in bytes of the stored block arguments at which a group of batches is full."""
-GRAPH_BYTES, PIECE_BYTES, SAVED_TENSORS = 1 << 29, 1 << 27, 2
-"""Size in bytes that the graphs of a group of batches may take, and that of one batch where batches are split; and
+GRAPH_BYTES, SAVED_TENSORS = 1 << 29, 2
+"""Size in bytes that the graphs of a group of batches may take, or that of one batch where batches are split; and
 number of tensors that a graph is taken to save for each output of a Linear module."""
 
 
@@ -275,14 +275,14 @@ def measure_output_gradients(
     room. In the backward pass of each batch, blocks run once more with gradients, except the first ones, whose graphs
     take GRAPH_BYTES; on a CPU batches are split, so that these are all.
     """
-    sums, hooks = GradientSums(seed), ExitStack()
+    sums, hooks = GradientSums(seed, directions), ExitStack()
     for module in expert.model.module.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
             hooks.callback(module.register_forward_hook(keep_layout).remove)
     try:
         sizes = _measure_batches(expert, architecture, entry, batches, seed, ranks, sums)
         sums.sum_over_ranks(ranks, expert.device)
-        found = {name: factor for name, factor in sums.factors(directions).items() if len(factor)}
+        found = {name: factor for name, factor in sums.factors().items() if len(factor)}
         factors = {name: x.clone() for name, x in zip(found, fetch_weights(list(found.values())), strict=True)}
     finally:
         hooks.close()
@@ -303,7 +303,7 @@ def _measure_batches(
 ) -> dict[str, Tensor]:
     """Measure the gradients of this rank's parts of the first examples: add them to `sums`, and return the sizes at
     each token of all ranks' examples."""
-    used = take_range(batches, 0, count_measured(batches))
+    used = take_range(batches, 0, count_chosen(batches))
     examples = sum(map(count_examples, used))
     projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, examples))))
     done, problem = list[tuple[range, GradientPass]](), ""
@@ -349,7 +349,7 @@ def _run_in_groups(
                 for each in passes:
                     each.close()
             # a graph grows with its inputs, be they pixels or tokens
-            most = PIECE_BYTES / max(1, GRAPH_BYTES - group.graph_room) * sum(x.numel() for x in part.batch.values())
+            most = GRAPH_BYTES / max(1, GRAPH_BYTES - group.graph_room) * sum(x.numel() for x in part.batch.values())
     return done
 
 
@@ -372,13 +372,6 @@ def _relative_sizes(
             # a total below what float32 can be divided by is one all the same
             relative[name][numbers.start : numbers.stop, : of.shape[1]] = of.double() / (total / counted)
     return relative
-
-
-def count_measured(batches: Sequence[Batch]) -> int:
-    """Count the leading examples whose gradients are measured: as `count_chosen` does; at most ENOUGH_GRADIENTS if they
-    are not text."""
-    is_text = any(count_tokens(batch) for batch in batches)
-    return count_chosen(batches) if is_text else min(sum(map(count_examples, batches)), ENOUGH_GRADIENTS)
 
 
 def count_chosen(batches: Sequence[Batch]) -> int:

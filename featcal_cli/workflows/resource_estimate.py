@@ -17,10 +17,10 @@ from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.batches import count_tokens
-from featcal_cli.engine.gradient_sums import MOST_DIRECTIONS, count_sum_rows
+from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
 from featcal_cli.engine.head import find_head
 from featcal_cli.engine.offload import LARGE, OUTPUT_BYTES
-from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, PIECE_BYTES, SAVED_TENSORS
+from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, SAVED_TENSORS
 from featcal_cli.models.loading import count_fused
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_weights, rooms_for_features
@@ -102,7 +102,8 @@ def estimate(work: Workload) -> Estimate:
     if on_device:
         on_host += max(STEMS * weights.stem, BLOCKS_WRITTEN * weights.block) + elsewhere + DEVICE_LIBRARIES
     else:
-        on_host += max(features.filed, here + at_work, student)
+        outputs = min(OUTPUT_BYTES, further_room - here, features.outputs)
+        on_host += max(features.filed, here + outputs + at_work, student)
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
     whole = sum(x.nbytes for x in work.model.parameters())
     output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1) + weights.blocks + new_head + SMALL_FILES
@@ -127,6 +128,8 @@ class _Features:
     """Large inputs on a CPU, which lie in files once passes have begun."""
     aside: float = 0.0
     """All that lies in files in any case."""
+    outputs: float = 0.0
+    """Modules' outputs that a CPU keeps if there is room."""
 
 
 def _count_features(work: Workload) -> _Features:
@@ -156,7 +159,7 @@ def _count_features(work: Workload) -> _Features:
         found.paused += (state + begun) * paused
         outputs += FITTED_PASSES * need.rows * (fitted + work.is_guarded * measured) * dtype.itemsize
     if work.writes and not on_device and work.calibration.solving_order == "module":
-        found.aside += min(OUTPUT_BYTES, outputs * _widest_block(work))
+        found.outputs = outputs * _widest_block(work)
     return found
 
 
@@ -230,13 +233,13 @@ def _count_gradients(work: Workload, weights: _Weights) -> tuple[float, int]:
     stored of them; nothing if errors are measured by features."""
     if not work.calibration.uses_output_metric:
         return 0.0, 0
-    summed, kept = 0, 0
+    summed, kept, directions = 0, 0, count_directions(len(work.examples))
     for block, of_experts in product(work.architecture.blocks, (False, True)):
         modules = tuple(module for module in block.modules if module.is_routed == of_experts)
         for _, d_out, widest in find_inputs(work.model, replace(block, modules=modules)):
-            rows = count_sum_rows(widest, of_experts=of_experts)
+            rows = count_sum_rows(widest, directions, of_experts=of_experts)
             summed += d_out * rows
-            kept += d_out * min(rows, MOST_DIRECTIONS)
+            kept += d_out * min(rows, directions)
     on_device, blocks = work.device.type != "cpu", len(work.architecture.blocks)
     read = BLOCKS_ON_HOST * (max(weights.block_in_use - weights.stays, 0) if on_device else weights.block)
     needed: float = summed * COMPUTE + read + LOGIT_COPIES * work.largest_logits
@@ -247,7 +250,7 @@ def _count_gradients(work: Workload, weights: _Weights) -> tuple[float, int]:
         needed += min(KEPT_BYTES, blocks * max(states) * work.dtype.itemsize / COMPUTE)
     if weights.stays or not on_device:
         graphs = blocks * SAVED_TENSORS * work.largest_batch
-        needed += min(PIECE_BYTES if is_split else GRAPH_BYTES, graphs)
+        needed += min(GRAPH_BYTES, graphs)
     return needed, kept * COMPUTE
 
 

@@ -57,7 +57,6 @@ class _Passes:
     checked: int
     chosen: int
     """Fitted examples whose outputs are read by token."""
-    is_text: bool
     products: float
     """Seconds of one example in all blocks."""
     places: float
@@ -118,7 +117,6 @@ def _count_passes(work: Workload, task: str, speed: float, head: int) -> _Passes
         measured=measured,
         checked=work.is_guarded * (rows.selection_count if rows.is_whole else measured),
         chosen=min(fitted, ceil(MOST_TOKENS / length)) if length else fitted,
-        is_text=length > 0,
         products=PRODUCTS * longer * need.products / speed,
         places=places,
         logits=LOGITS * head * places / speed,
@@ -138,12 +136,11 @@ def _measure_outputs(work: Workload, tasks: Sequence[_Passes]) -> float:
         return 0.0
     summed = seconds = 0.0
     for _, d_out, widest in work.inputs:
-        rows = count_sum_rows(widest, of_experts=False)
+        rows = count_sum_rows(widest, count_directions(len(tasks)), of_experts=False)
         summed += d_out * (rows / 2 if rows == widest else 2 * rows)  # half of a square, or a sketch
     for of in tasks:
-        run = of.chosen if of.is_text else min(of.chosen, ENOUGH_GRADIENTS)
-        back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / run)))
-        seconds += of.run(run, 1 + back, heads=1 + back) + of.sums * run * back * summed
+        back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / of.chosen)))
+        seconds += of.run(of.chosen, 1 + back, heads=1 + back) + of.sums * of.chosen * back * summed
     return seconds
 
 
