@@ -55,9 +55,19 @@ class DriftProbe:
     shows which outputs the model's last features lead to.
     """
 
-    def __init__(self, job: Job, measurement: Measurement, task: str, batch: Batch) -> None:
-        """Start all passes and measure the drift of the stems. Call this inside `on_device` of all runners."""
+    def __init__(
+        self, job: Job, measurement: Measurement, task: str, batch: Batch, same: Mapping[str, PausedForward]
+    ) -> None:
+        """Start all passes and measure the drift of the stems. Call this inside `on_device` of all runners.
+
+        same: passes of some roles that run on the same batch before this one, whose outputs of blocks are used instead
+        of being computed again.
+        """
         self._job, self._measurement, self._task = job, measurement, task
+        has_one_call = all(block.calls == 1 for block in job.architecture.blocks)
+        self._same = same if has_one_call and not measurement.meter.modules else {}
+        for paused in self._same.values():
+            paused.is_measured = True
         # what an expert's files do not hold is random in it, a head for example: its outputs say nothing
         self._outputs = None if job.experts[task].model.missing else measurement.outputs
         self._runners: dict[str, BlockRunner] = {EXPERT: job.experts[task], **measurement.runners}
@@ -136,9 +146,9 @@ class DriftProbe:
             return
         for follower in self._followers.values():
             if follower.is_at(block):
-                follower.advance(_with_own_hidden(run.output))
+                follower.advance(with_own_hidden(run.output))
                 follower.run_through(done)
-        expert.go_on(_with_own_hidden(run.output), done, last=False)
+        expert.go_on(with_own_hidden(run.output), done, last=False)
 
     def _is_end(self, block: Block) -> bool:
         return block.name == self._job.architecture.last_blocks[self._task]
@@ -146,6 +156,10 @@ class DriftProbe:
     def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
         """Run a role's block on its own arguments, or on those of the pass `given`. Outputs of modules are kept if they
         are measured."""
+        if given is None and role in self._same:
+            output, self._same[role].block_output = self._same[role].block_output, None
+            assert output is not None
+            return _Run(output, {})
         outputs: dict[str, list[Tensor]] = {}
         with ExitStack() as hooks:
             for module in block.modules if self._measurement.meter.modules else ():
@@ -196,7 +210,7 @@ class DriftProbe:
     def _finish_expert(self, role: str, output: Any) -> Any:
         """Return the output of the expert's forward if the output of its last block is replaced by a model's."""
         follower = self._followers.pop(role)
-        follower.advance(_with_own_hidden(output))
+        follower.advance(with_own_hidden(output))
         follower.run_through(self._job.architecture.blocks)
         result, follower.output = follower.output, None  # logits are large
         return result
@@ -278,18 +292,18 @@ class BlockContribution:
             calls += at is block
             if calls == block.calls and at is block and block.name == last:
                 return output
-            paused.advance(_with_own_hidden(output))
+            paused.advance(with_own_hidden(output))
         return output
 
     def _lead_waiting(self, outputs: Sequence[Any]) -> None:
         """Continue the passes that have not switched yet with the outputs of the expert's blocks. They share one
         tensor, which is cloned anew if a model has changed it in place."""
         for output in outputs:
-            shared, version = _with_own_hidden(output), None
+            shared, version = with_own_hidden(output), None
             for paused in self._waiting:
                 hidden = first_tensor(shared)
                 if version is not None and hidden is not None and hidden._version != version:
-                    shared = _with_own_hidden(output)
+                    shared = with_own_hidden(output)
                     hidden = first_tensor(shared)
                 version = None if hidden is None else hidden._version
                 paused.advance(shared)
@@ -317,7 +331,7 @@ class BlockContribution:
             add(place, self._task, role, before - expert, drift, expert, count)
 
 
-def _with_own_hidden(output: Any) -> Any:
+def with_own_hidden(output: Any) -> Any:
     """Return a block's output with its hidden states cloned, as a model may change them in place later."""
     hidden = first_tensor(output)
     if output is hidden:

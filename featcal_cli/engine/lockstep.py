@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor
 
 from featcal_cli.data.batches import Part
-from featcal_cli.engine.drift_probe import BlockContribution, DriftProbe
+from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe, with_own_hidden
 from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
-from featcal_cli.engine.job import Job
+from featcal_cli.engine.job import CALIBRATED, Job
 from featcal_cli.engine.output_reuse import OutputRoom, reusing_outputs
 from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.token_weights import cls_weights, padding_masks
@@ -97,7 +97,8 @@ def _start_passes(job: Job, passes: Passes) -> None:
             with expert.on_device():
                 passes.fitted[task] = [_start_pair(job, task, part) for part in job.fitted.get(task, ())]
                 passes.checked[task] = [_start_pair(job, task, part) for part in job.checked.get(task, ())]
-                passes.measured[task] = [_offload(job, probe) for probe in _start_probes(job, task)]
+                probes = _start_probes(job, task, passes.fitted[task])
+                passes.measured[task] = [_offload(job, probe) for probe in probes]
             expert.give_back()
     for runner in job.runners:
         runner.give_back()
@@ -107,10 +108,15 @@ def _start_passes(job: Job, passes: Passes) -> None:
         measurement.settle()
 
 
-def _start_probes(job: Job, task: str) -> Iterator[DriftProbe | BlockContribution]:
+def _start_probes(job: Job, task: str, fitted: Sequence[PairedPass]) -> Iterator[DriftProbe | BlockContribution]:
+    """Start the passes of a task's measurements. Where they run on a batch of calibration examples, they share what its
+    passes in `fitted` compute."""
+    pairs = {id(part.batch): pair for part, pair in zip(job.fitted.get(task, ()), fitted, strict=True)}
     for measurement in job.measurements:
         for batch in measurement.batches.get(task, ()):
-            yield DriftProbe(job, measurement, task, job.merged.place(batch))
+            pair = pairs.get(id(batch))
+            same = {} if pair is None else {EXPERT: pair.expert, CALIBRATED: pair.student}
+            yield DriftProbe(job, measurement, task, job.merged.place(batch), same)
         for batch in measurement.switched.get(task, ()):
             yield BlockContribution(job, measurement, task, job.merged.place(batch))
 
@@ -223,7 +229,8 @@ class BlockVisit:
                     (tokens[task] / here, sum(tokens.values()) / here),
                 )
                 del x_cal, captured  # which are large, while the next pair is run
-            self.job.offloader.put_aside(x for of in pair for kept in of.outputs.values() for x in kept.tensors)
+            kept = [x for of in pair for output in of.outputs.values() for x in output.tensors]
+            self.job.offloader.put_aside(kept, needed_again=True)
 
     def _observe_call(self, task: str, pair: PairedPass, *, again: bool) -> Iterator[Observed]:
         """Observe one call of the block. The expert runs as far as its modules' outputs are needed, or with the last
@@ -341,13 +348,16 @@ class BlockVisit:
 
     def _go_through(self, task: str, paused: PausedForward) -> None:
         """Run a pass that is paused before the block through it. After the task's last block only the head is left,
-        so that block runs only if the head's inputs are collected."""
-        while paused.is_at(self.block) and (self.job.head is not None or not self._is_last(task)):
+        so that block runs only if the head's inputs are collected or drift is measured on its output."""
+        is_needed = self.job.head is not None or paused.is_measured or not self._is_last(task)
+        while paused.is_at(self.block) and is_needed:
             with self._reusing(paused):
                 output = paused.run_block(self.block)
             self._go_on(task, paused, output)
 
     def _go_on(self, task: str, paused: PausedForward, output: Any) -> None:
+        if paused.is_measured:
+            paused.block_output = with_own_hidden(output)
         head, is_last = self.job.head, self._is_last(task) and self.block.calls == 1
         if head is not None and is_last:
             head.end(paused, output)

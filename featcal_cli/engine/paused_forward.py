@@ -85,6 +85,10 @@ class PausedForward(greenlet):
         """The call of the block before which the pass is paused; None once the pass has ended."""
         self.outputs: dict[str, KeptOutput] = {}
         """Outputs that the paused block's submodules keep for its next runs, by path inside the block."""
+        self.is_measured = False
+        """Whether drift is measured on these examples too, so that outputs of blocks are kept for that."""
+        self.block_output: Any = None
+        """The output of the block that the pass went through last, if it is kept."""
         self.runner = runner
 
     @property
