@@ -46,9 +46,13 @@ HEAD_COPIES, HEAD_COPIES_SCALED = 9, 4
 directions."""
 LOGIT_COPIES = 6
 """Copies of a batch's logits while they are differentiated, including probabilities and the gradients of both."""
-SQUARES, SQUARES_SOLVED = 2.0, 3
+SQUARES, SQUARES_SOLVED, SQUARES_KEPT = 2.0, 3, 0.55
 """Matrices of d_in² elements. SQUARES: in the sums for one input, products of the student's features with themselves
-and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory."""
+and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory.
+SQUARES_KEPT: in the sums that are kept of each task, of symmetric matrices in panels."""
+OUTPUTS_KEPT = 0.6
+"""Share of the outputs of a block's Linear modules that is kept at once: none of those of its last part, nor of those
+inside of its attention once the output of that is kept."""
 VALUE_COPIES = 4
 """Copies of the largest updated parameter while a batch runs: its update, its new value, and the gradients of both."""
 UPDATE_COPIES = 5
@@ -92,18 +96,20 @@ def estimate(work: Workload) -> Estimate:
     room, further_room = rooms_for_features(work.device)
     here = min(features.paused, room if on_device else further_room)
     elsewhere = min(features.paused - here, further_room) if on_device else 0.0
+    outputs = min(OUTPUT_BYTES, (room if on_device else further_room) - here, features.outputs)
     gradients, kept_gradients = _count_gradients(work, weights)
     solving, head_inputs, new_head = _count_head(work)
     student, lessons = _count_refining(work)
     stem, block = (weights.stem_in_use, weights.block_in_use) if on_device else (weights.stem, weights.block)
-    at_work = max(weights.at_work + _count_sums(work), gradients, solving, STEMS * stem, BLOCKS_WRITTEN * block)
+    calibrating = here + outputs + max(weights.at_work + _count_sums(work), solving, STEMS * stem)
+    # examples lie in memory while gradients are measured
+    peak = max(calibrating, features.filed + gradients, BLOCKS_WRITTEN * block)
     # the machine's memory, with what a CPU's passes and sums take of it
     on_host = resident_bytes() + features.unread - features.filed + HEAP_GAPS + head_inputs
     if on_device:
         on_host += max(STEMS * weights.stem, BLOCKS_WRITTEN * weights.block) + elsewhere + DEVICE_LIBRARIES
     else:
-        outputs = min(OUTPUT_BYTES, further_room - here, features.outputs)
-        on_host += max(features.filed, here + outputs + at_work, student)
+        on_host += max(peak, student)
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
     whole = sum(x.nbytes for x in work.model.parameters())
     output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1) + weights.blocks + new_head + SMALL_FILES
@@ -111,7 +117,7 @@ def estimate(work: Workload) -> Estimate:
     in_files += fused * (2 + len(work.examples)) * read_launch().local_size
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
-        device_bytes=round(max(here + at_work + weights.stays, student)) if on_device else 0,
+        device_bytes=round(max(peak + weights.stays, student)) if on_device else 0,
         disk_bytes=round(output + in_files),
     )
 
@@ -129,7 +135,7 @@ class _Features:
     aside: float = 0.0
     """All that lies in files in any case."""
     outputs: float = 0.0
-    """Modules' outputs that a CPU keeps if there is room."""
+    """Modules' outputs that are kept if there is room."""
 
 
 def _count_features(work: Workload) -> _Features:
@@ -158,8 +164,8 @@ def _count_features(work: Workload) -> _Features:
                 begun = 0.0
         found.paused += (state + begun) * paused
         outputs += FITTED_PASSES * need.rows * (fitted + work.is_guarded * measured) * dtype.itemsize
-    if work.writes and not on_device and work.calibration.solving_order == "module":
-        found.outputs = outputs * _widest_block(work)
+    if work.writes and work.calibration.solving_order == "module":
+        found.outputs = OUTPUTS_KEPT * outputs * _widest_block(work)
     return found
 
 
@@ -223,7 +229,7 @@ def _count_sums(work: Workload) -> float:
         adding = SQUARES * square * (times + 1) + cross * times
         solving = SQUARES * square * times + cross * (times + 1) + SQUARES_SOLVED * largest
         # each task's, to weight its errors
-        kept = square * len(work.examples) * times if work.calibration.uses_output_metric else 0
+        kept = SQUARES_KEPT * square * len(work.examples) * times if work.calibration.uses_output_metric else 0
         most = max(most, item * (adding + kept) + BATCH_COPIES * work.largest_batch, item * (solving + kept))
     return most
 

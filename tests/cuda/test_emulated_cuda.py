@@ -133,6 +133,7 @@ CASES: dict[str, tuple[tuple[int, int, int], tuple[int, int] | None, dict[str, A
     "bfloat16": (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
     "narrow": (NARROW, None, {"ridge": 0.05}),
     "default": (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
+    "outputs": (NARROW, None, {"rho": None, "alpha": None, "method": "featcal"}),
     "host": (NARROW, (0, 1 << 30), {"ridge": 0.05}),
 }
 
