@@ -53,7 +53,7 @@ took away or more than there are rows; with less, conjugate gradients amplify th
 CURVATURE_ROWS = 1 << 14
 """Number of rows of all tasks from which the second derivative is taken; a quarter of it costs a thirtieth of the
 gain."""
-LOGIT_BYTES = 1 << 28
+LOGIT_BYTES = 1 << 27
 """Bytes of the logits that are computed at once."""
 ROWS_SOLVED = 1 << 13
 """Rows of W that are preconditioned at once, as each matrix of its size may take gigabytes."""
@@ -83,6 +83,7 @@ class Divergence:
         """The sample from which the second derivative is taken, likewise."""
         self._places: list[list[Tensor]] = []
         self._pull: Tensor | None = None
+        """Σ_i E[q_i xᵀ] [c, d], on the CPU once it is complete, as it is as large as the head."""
         self._constant = 0.0
         self.rows = 0
         """Number of rows of all tasks on all ranks."""
@@ -112,10 +113,12 @@ class Divergence:
         """Add up what all ranks have added, and choose the sample; call it once, after the last task."""
         assert self._pull is not None
         self._ranks.add_up(self._pull)
+        self._pull = self._pull.cpu()
         self._constant = sum(self._ranks.gather(self._constant))
         every = max(1, ceil(self.rows / CURVATURE_ROWS))
         for (parts, share), places in zip(self._tasks, self._places, strict=True):
-            sampled = [x[at % every == 0].to(self._pull) for x, at in zip(parts, places, strict=True)]
+            chosen = (x[at % every == 0] for x, at in zip(parts, places, strict=True))
+            sampled = [x.to(self._device, torch.float32) for x in chosen]
             counts = self._ranks.gather((sum(map(len, parts)), sum(map(len, sampled))))
             whole, kept = (sum(of_ranks) for of_ranks in zip(*counts, strict=True))
             self._sampled.append((sampled, share * whole / max(1, kept)))
@@ -133,7 +136,9 @@ class Divergence:
     def values(self, weight: Tensor, step: Tensor, sizes: Sequence[float]) -> list[float]:
         """Return the divergence at `weight` + size · `step` for each of the sizes."""
         assert self._pull is not None
-        at, along = (float((x * self._pull).sum()) for x in (weight, step))
+        pull = self._pull.to(self._device)
+        at, along = (float((x * pull).sum()) for x in (weight, step))
+        del pull
         totals = weight.new_zeros(len(sizes), dtype=torch.float64)
         for x, z, share in self._logits(weight):
             moved = x @ step.T
@@ -156,8 +161,9 @@ class Divergence:
         for each in (gradient, mean, gram):
             self._ranks.add_up(each)
         assert self._pull is not None
-        value = sum(self._ranks.gather(float(total))) - float((weight * self._pull).sum()) + self._constant
-        return Slope(value, gradient.sub_(self._pull), mean, gram)
+        pull = self._pull.to(self._device)
+        value = sum(self._ranks.gather(float(total))) - _dot(weight, pull) + self._constant
+        return Slope(value, gradient.sub_(pull), mean, gram)
 
     def curvature(self, weight: Tensor, direction: Tensor) -> Tensor:
         """Return the product [c, d] of the second derivative with a direction: Σ E[(diag p − p pᵀ) D x xᵀ]."""
@@ -180,6 +186,7 @@ class Weight:
     """The whole weight W [c, d] as what is found."""
 
     def __init__(self, merged: Tensor) -> None:
+        """merged: in the dtype of the files, as it takes gigabytes."""
         self.start = merged
 
     def weight(self, found: Tensor) -> Tensor:
@@ -213,7 +220,8 @@ class Scale(Weight):
     """One factor s [d] for each feature, as a norm's scale is, with W = W_merged diag(s)."""
 
     def __init__(self, merged: Tensor) -> None:
-        self._merged, self.start = merged, merged.new_ones(merged.shape[1])
+        self._merged = merged.float()
+        self.start = self._merged.new_ones(merged.shape[1])
 
     def weight(self, found: Tensor) -> Tensor:
         return self._merged * found
@@ -232,7 +240,7 @@ class Scale(Weight):
 def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
     """Return the change of what `unknown` describes, from the merged model's, that minimises L; None if L is not
     finite."""
-    found = unknown.start
+    found = unknown.start.float()
     weight = unknown.weight(found)
     slope = divergence.slope(weight)
     before, ridge = slope.value, unknown.ridge(slope.gram)
@@ -248,9 +256,11 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
         precondition = unknown.precondition(slope.mean, slope.gram, ridge)
         if _dot(descent, precondition(descent)) <= NEGLIGIBLE:
             break
-        step = approach_by_conjugate_gradients(system_of, descent, precondition, INNER_STEPS)
-        promised = _dot(descent, step)
-        del slope, descent
+        del slope
+        step, fallen = approach_by_conjugate_gradients(system_of, descent, precondition, INNER_STEPS)
+        # the slope along a step that ends where ½ stepᵀ system_of(step) − stepᵀ descent has no slope left
+        promised = 2 * float(fallen)
+        del descent
         for size in (0.5**halving for halving in range(HALVINGS)):
             further = found.add(step, alpha=size)
             weight = unknown.weight(further)
@@ -285,8 +295,6 @@ def calibrate_head(job: Job, head: Head) -> BlockReport:
             raise
         obstacle = "there is not enough memory to calibrate it"
     finally:
-        # of the heads, which nothing needs any more
-        drop_weights(job.merged.device)
         head.inputs.clear()
     obstacle = obstacle or ("" if modules else "the predictions of an expert are not finite")
     skipped = [{"name": head.changed, "reason": obstacle}] if obstacle else []
@@ -298,37 +306,35 @@ def _solve(job: Job, head: Head) -> tuple[list[ModuleReport], tuple[float, float
     """Find the new head, or norm, and load it. Returns the report on it, or none if it stays, and the divergence before
     and after."""
     student, merged = job.student, job.merged
-    with merged.on_device(), student.on_device():
-        for path in {head.name, head.changed}:
-            merged.bring(path)
-        # as in the files: passes may run in a coarser dtype
-        names = [name for name, _ in merged.module(head.name).named_parameters(recurse=False)]
-        own = {name: merged.copy(merged.parameter(f"{head.name}.{name}")).to(torch.float32) for name in names}
-        unknown = Scale(own["weight"]) if head.norm else Weight(own["weight"])
-        fitted = _measure(job, head, own.get("bias"), checked=False)
-        update, rows = minimise(fitted, unknown), fitted.rows
-        # what it holds is as large as the head
-        del fitted
-        if update is None:
-            return [], None
-        share, divergence = None, None
-        held_out = _measure(job, head, own.get("bias"), checked=True)
-        if held_out.rows:
-            along = held_out.values(own["weight"], unknown.weight(update), SHARES)
-            losses = dict(zip(SHARES, along, strict=True))
-            share = min(SHARES, key=losses.__getitem__)
-            update, divergence = update.mul_(share), (losses[0.0], losses[share])
-        size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start))
-        if not isfinite(size):
-            raise NumericsError(f"the solution of {head.changed} is not finite", fix="give head: false in the recipe")
-        found = update.add_(unknown.start)
-        for name, parameter in student.module(head.changed).named_parameters(recurse=False):
-            if head.norm and size:
-                old = merged.copy(merged.parameter(f"{head.norm}.{name}")).to(found)
-                student.replace(parameter, _scale(merged.module(head.norm), name, old, found))
-            elif name == "weight" and size:
-                student.replace(parameter, found)
-        kind = kind_of(merged.module(head.changed)) or "linear"
+    # as in the files: passes may run in a coarser dtype
+    names = [name for name, _ in merged.module(head.name).named_parameters(recurse=False)]
+    own = {name: merged.copy(merged.parameter(f"{head.name}.{name}")) for name in names}
+    bias = own["bias"].float() if "bias" in own else None
+    unknown = Scale(own["weight"]) if head.norm else Weight(own["weight"])
+    fitted = _measure(job, head, bias, checked=False)
+    update, rows = minimise(fitted, unknown), fitted.rows
+    # what it holds is as large as the head
+    del fitted
+    if update is None:
+        return [], None
+    share, divergence = None, None
+    held_out = _measure(job, head, bias, checked=True)
+    if held_out.rows:
+        along = held_out.values(own["weight"].float(), unknown.weight(update), SHARES)
+        losses = dict(zip(SHARES, along, strict=True))
+        share = min(SHARES, key=losses.__getitem__)
+        update, divergence = update.mul_(share), (losses[0.0], losses[share])
+    size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start, dtype=update.dtype))
+    if not isfinite(size):
+        raise NumericsError(f"the solution of {head.changed} is not finite", fix="give head: false in the recipe")
+    found = update.add_(unknown.start)
+    for name, parameter in student.module(head.changed).named_parameters(recurse=False):
+        if head.norm and size:
+            old = merged.copy(merged.parameter(f"{head.norm}.{name}")).to(found)
+            student.replace(parameter, _scale(merged.module(head.norm), name, old, found))
+        elif name == "weight" and size:
+            student.replace(parameter, found)
+    kind = kind_of(merged.module(head.changed)) or "linear"
     return [ModuleReport("", kind, rows, size, share)], divergence
 
 
@@ -343,6 +349,8 @@ def _measure(job: Job, head: Head, bias: Tensor | None, *, checked: bool) -> Div
             divergence.add_task(inputs.pop(task, []), own, len(job.experts))
             expert.give_back(head.name)
     divergence.finish()
+    # blocks and the experts' heads give their room to matrices as large as the head
+    drop_weights(job.merged.device)
     return divergence
 
 

@@ -183,8 +183,8 @@ class MetricEquations(LinearEquations):
         right = divide(lower.mT, right, upper=True)
         # outside of the axes V is the right-hand side itself, so only its part inside is solved for and exchanged
         inside = axes.T @ right
-        solved = approach_by_conjugate_gradients(
-            system_of, inside, lambda residual: residual * shares, MOST_STEPS, start=inside * least
+        solved, _ = approach_by_conjugate_gradients(
+            system_of, inside.clone(), lambda residual: residual * shares, MOST_STEPS, start=inside * least
         )
         update: Tensor = divide(lower, right.addmm_(axes, solved - inside), upper=False)
         return update
@@ -227,20 +227,21 @@ def approach_by_conjugate_gradients(
     precondition: Callable[[Tensor], Tensor],
     steps: int,
     start: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Solve system_of(x) = right by conjugate gradients, until the residual is within TOLERANCE or for at most `steps`
-    steps. They begin at 0, or at `start`, which is overwritten and counts as a step. The operator must be symmetric and
-    positive; `precondition` applies an approximate inverse of it and returns a new tensor. Raises NumericsError if
+    steps. They begin at 0, or at `start`, which is overwritten and counts as a step; `right` becomes the residual. The
+    operator must be symmetric and positive; `precondition` applies an approximate inverse of it and returns a new
+    tensor. Returns x and what ½ xᵀ system_of(x) − xᵀ right has fallen by since the start []. Raises NumericsError if
     `right` is too large or not finite."""
-    if start is None:
-        x, residual = torch.zeros_like(right), right.clone()
-    else:
-        x, residual, steps = start, right - system_of(start), steps - 1
     enough = TOLERANCE * torch.linalg.vector_norm(right)
     if not enough.isfinite():
         raise NumericsError(NOT_FINITE, fix="use --method paper")
+    x, residual = torch.zeros_like(right) if start is None else start, right
+    if start is not None:
+        residual.sub_(system_of(start))
+        steps -= 1
     direction: Tensor | None = None
-    product = right.new_ones(())
+    product, fallen = right.new_ones(()), right.new_zeros(())
     for _ in range(steps):
         goes_on = torch.linalg.vector_norm(residual) > enough
         # a device would have to be waited for
@@ -251,11 +252,14 @@ def approach_by_conjugate_gradients(
         direction = step if direction is None else step.addcmul_(direction, torch.where(goes_on, product / previous, 0))
         image = system_of(direction)
         length = torch.where(goes_on, product / _inner_product(direction, image), 0)
+        fallen += length * product / 2
         x.addcmul_(direction, length)
         residual.addcmul_(image, -length)
+        # each may take gigabytes
+        del step, image
     if not residual.sum().isfinite():
         raise NumericsError(NOT_FINITE, fix="use --method paper")
-    return x
+    return x, fallen
 
 
 def _inner_product(one: Tensor, other: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "could n
 """Parts of messages that mark a RuntimeError of a CPU allocator or oneDNN as a lack of memory."""
 GROUPS = Path("/sys/fs/cgroup")
 """The folder in which Linux lists control groups."""
-FEATURES_SHARE, DEVICE_SHARE = 4, 8
+FEATURES_SHARE, DEVICE_SHARE = 4, 10
 """Divisors of total memory that limit features of paused passes, and weights that stay on a device."""
 
 

@@ -41,12 +41,12 @@ MODELS_CONVERTED = 4
 BATCH_COPIES = 4
 """Copies of a batch's features at one block: the student's, the expert's, the expert's outputs, and the terms of the
 sums."""
-HEAD_COPIES, HEAD_COPIES_SCALED = 9, 4
+HEAD_COPIES, HEAD_COPIES_SCALED, HEAD_LOGITS = 5, 3, 6
 """Matrices of the head's size while it is calibrated, or while the norm before it is: with its weights, gradients and
-directions."""
+directions, beside merged's own. HEAD_LOGITS: copies of the logits that are computed at once."""
 LOGIT_COPIES = 6
 """Copies of a batch's logits while they are differentiated, including probabilities and the gradients of both."""
-SQUARES, SQUARES_SOLVED, SQUARES_KEPT = 2.0, 3, 0.55
+SQUARES, SQUARES_SOLVED, SQUARES_KEPT = 1.55, 3, 0.55
 """Matrices of d_in² elements. SQUARES: in the sums for one input, products of the student's features with themselves
 and with the expert's. SQUARES_SOLVED: for the largest system that is solved, with its factor and temporary memory.
 SQUARES_KEPT: in the sums that are kept of each task, of symmetric matrices in panels."""
@@ -101,15 +101,15 @@ def estimate(work: Workload) -> Estimate:
     solving, head_inputs, new_head = _count_head(work)
     student, lessons = _count_refining(work)
     stem, block = (weights.stem_in_use, weights.block_in_use) if on_device else (weights.stem, weights.block)
-    calibrating = here + outputs + max(weights.at_work + _count_sums(work), solving, STEMS * stem)
-    # examples lie in memory while gradients are measured
-    peak = max(calibrating, features.filed + gradients, BLOCKS_WRITTEN * block)
+    calibrating = here + outputs + max(weights.at_work + _count_sums(work), STEMS * stem) + weights.stays
+    # examples lie in memory while gradients are measured; the head has the memory for itself
+    peak = max(calibrating, features.filed + gradients + weights.stays, solving, BLOCKS_WRITTEN * block, student)
     # the machine's memory, with what a CPU's passes and sums take of it
     on_host = resident_bytes() + features.unread - features.filed + HEAP_GAPS + head_inputs
     if on_device:
         on_host += max(STEMS * weights.stem, BLOCKS_WRITTEN * weights.block) + elsewhere + DEVICE_LIBRARIES
     else:
-        on_host += max(peak, student)
+        on_host += peak
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
     whole = sum(x.nbytes for x in work.model.parameters())
     output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1) + weights.blocks + new_head + SMALL_FILES
@@ -117,7 +117,7 @@ def estimate(work: Workload) -> Estimate:
     in_files += fused * (2 + len(work.examples)) * read_launch().local_size
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
-        device_bytes=round(max(peak + weights.stays, student)) if on_device else 0,
+        device_bytes=round(peak) if on_device else 0,
         disk_bytes=round(output + in_files),
     )
 
@@ -272,7 +272,7 @@ def _count_head(work: Workload) -> tuple[float, float, float]:
         rows += min(2 * MOST_TOKENS, tokens * work.count_for_blocks(task) / read.fitted_count)
     weight = work.model.get_submodule(found[0]).get_parameter("weight")
     copies = HEAD_COPIES_SCALED if found[1] else HEAD_COPIES
-    solving = copies * weight.numel() * COMPUTE + 3 * min(work.largest_logits, LOGIT_BYTES)
+    solving = copies * weight.numel() * COMPUTE + weight.nbytes + HEAD_LOGITS * min(work.largest_logits, LOGIT_BYTES)
     return solving, FITTED_PASSES * weight.shape[1] * rows * work.dtype.itemsize, 0.0 if found[1] else weight.nbytes
 
 
