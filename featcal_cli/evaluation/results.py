@@ -1,23 +1,16 @@
-"""Scores with their bootstrap intervals, the content of an evaluation's JSON, and the cache of scores."""
+"""Scores with their bootstrap intervals, and the content of an evaluation's JSON."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from math import isfinite, log, sqrt
-from pathlib import Path
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from featcal_cli.recipe.metrics import METRICS, Metric
-from featcal_cli.runtime.files import cache_folder, write_file
-from featcal_cli.runtime.structured_text import write_json
 
 RESAMPLES = 1000
 SEED = 0
@@ -147,44 +140,3 @@ def regained_share(tasks: Mapping[str, TaskScores]) -> float:
         for role in (EXPERT, MERGED, CALIBRATED)
     )
     return (calibrated - merged) / (expert - merged) if expert > merged else 0.0
-
-
-VERSION = 2
-"""Version of the measuring code; cached scores of another version are not used."""
-
-
-class ScoreCache:
-    """A cache with one small file per score. A score that cannot be written is measured again next time."""
-
-    def __init__(self) -> None:
-        self._folder = cache_folder() / "evaluations"
-        self.reused = 0
-        """Number of scores that were taken from the cache."""
-
-    def read(self, about: Mapping[str, Any]) -> Score | None:
-        """Return the cached score for exactly this description, or None."""
-        try:
-            score = Score(**json.loads(self._file(about).read_text(encoding="utf-8"))["score"])
-        except (OSError, ValueError, LookupError, TypeError):  # none, or broken
-            return None
-        if None in (score.value, score.low, score.high):  # it was no number
-            return None
-        self.reused += 1
-        return score
-
-    def write(self, about: Mapping[str, Any], score: Score) -> None:
-        """Write a score to the cache, whole or not at all."""
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._file(about), write_json({"of": about, "score": asdict(score)}))
-
-    def _file(self, about: Mapping[str, Any]) -> Path:
-        text = json.dumps([VERSION, about], sort_keys=True)
-        return self._folder / f"{sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def stamp(path: Path, skip: Collection[str] = ()) -> list[Any]:
-    """Return the names, modification times and sizes of a local file or of the files in a folder, to notice changes.
-    Files named in `skip` are left out."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    return [[os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files if file.name not in skip]

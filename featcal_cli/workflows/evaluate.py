@@ -4,14 +4,14 @@ model is loaded when it is first needed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featcal_cli import __version__
-from featcal_cli.evaluation.results import BASE, EXPERT, MERGED, Evaluation, Score, ScoreCache, TaskScores, stamp
+from featcal_cli.evaluation.results import BASE, EXPERT, MERGED, Evaluation, Score, TaskScores
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.recipe.schema import Evaluate, Merge, Recipe
@@ -19,7 +19,7 @@ from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.inputs import Inputs, check_evaluable, find_inputs, identify
+from featcal_cli.workflows.inputs import Inputs, check_evaluable, find_inputs
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
@@ -52,7 +52,6 @@ def evaluate(
     with another seed than a calibration's: some may be the same, unless the source is much larger.
     limit: examples per task, drawn at random and the same for all models; None for all examples, or TEXTS texts.
     allow_code: let lm-eval tasks run code that a model wrote.
-    Results of an earlier run with these models, data and limit are reused, except perplexities without a key.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
     """
     options = RunOptions(device, batch_size, allow_pickle, trust_remote_code, allow_code=allow_code)
@@ -123,9 +122,6 @@ def evaluate_models(
         for task, spec in recipe.tasks.items():
             if spec.evaluate is not None:
                 scores[task] = models.measure(task, spec.evaluate)
-    if reused := models.cache.reused:
-        figures = len(scores) * len(models.roles)
-        session.note(f"{reused} of {figures} figures were taken over from an earlier evaluation")
     names = {role: models.name(role) for role in (MERGED, *others)}
     return _describe(session, recipe, names, scores, limit, started)
 
@@ -178,8 +174,8 @@ def name_roles(models: Sequence[str]) -> list[str]:
 
 
 class _Models:
-    """Base, experts, merged and further models, downloaded and loaded only when needed to measure them. Models whose
-    scores are all cached are never downloaded. Each is called by its role in the job, an expert by `expert TASK`."""
+    """Base, experts, merged and further models, downloaded and loaded only when needed to measure them. Each is called
+    by its role in the job, an expert by `expert TASK`."""
 
     def __init__(
         self, session: Session, inputs: Inputs, others: Mapping[str, str], scratch: Path, limit: int | None
@@ -188,42 +184,35 @@ class _Models:
         model does not exist."""
         self._session, self._recipe, self._scratch, self._limit = session, inputs.recipe, scratch, limit
         self._origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
-        self.cache = ScoreCache()
-        self.roles = [EXPERT, MERGED, *others]
+        self._roles = [EXPERT, MERGED, *others]
         """The columns of the table; EXPERT stands for the expert of each task."""
         self._snapshots: dict[str, Snapshot] = {}
         self._models: dict[str, Model] = {}
 
     def measure(self, task: str, how: Evaluate) -> TaskScores:
-        """Return the scores of all models; scores in the cache are not measured again. Raises FeatCalError."""
-        names = {role: f"expert {task}" if role == EXPERT else role for role in self.roles}
-        common = self._describe(task, how)
-        abouts = {role: {**common, "model": self._identify(name)} for role, name in names.items()}
-        known = {role: score for role, about in abouts.items() if (score := self.cache.read(about)) is not None}
-        for role, score in self._measure_models(task, how, {role: names[role] for role in names if role not in known}):
-            self.cache.write(abouts[role], score)
-            known[role] = score
-        scores = {role: known[role] for role in self.roles}
+        """Return the scores of all models. Raises FeatCalError."""
+        names = {role: f"expert {task}" if role == EXPERT else role for role in self._roles}
+        scores = self._measure_models(task, how, names)
         if how.lm_eval:
             metric = ", ".join(f"{name} {kind}" for name, kind in how.lm_eval.items())
             return TaskScores(how.protocol, metric, "", "", scores)
         data = str(self._recipe.tasks[task].data.model_copy(update={"split": None}))
         return TaskScores(how.protocol, how.metric, data, how.split, scores)
 
-    def _measure_models(self, task: str, how: Evaluate, names: Mapping[str, str]) -> Iterator[tuple[str, Score]]:
-        """Yield the scores of these models, given their names by role, on one task."""
+    def _measure_models(self, task: str, how: Evaluate, names: Mapping[str, str]) -> dict[str, Score]:
+        """Return the scores, by role, of these models, given their names by role, on one task."""
         import torch
 
         from featcal_cli.evaluation import protocols
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
 
-        stage = self._session.stage
+        stage, scores = self._session.stage, dict[str, Score]()
         if how.protocol == "lm-eval":
             for role, name in names.items():
                 stage(f"evaluating {task}: {role}")
                 opened, model = self._open_task(task, how, {role: name}), self._load(name)
-                yield role, measure_tasks(opened, role, model, allow_code=self._session.options.allow_code)
-        elif names:
+                scores[role] = measure_tasks(opened, role, model, allow_code=self._session.options.allow_code)
+        else:
             opened = self._open_task(task, how, names)
             stage(f"evaluating {task}")
 
@@ -240,9 +229,9 @@ class _Models:
             else:
                 compare = protocols.compare_texts if how.protocol == "texts" else protocols.compare_generation
                 scores = compare(opened, {role: self._load(name) for role, name in names.items()}, tell)
-            yield from scores.items()
         if self._session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()
+        return scores
 
     def _open_task(self, task: str, how: Evaluate, names: Mapping[str, str]) -> LabelledTask:
         """Open the task with the preprocessors of its expert; if that has none, with those of the first model (for
@@ -259,32 +248,9 @@ class _Models:
         size = self._session.options.batch_size or BATCH[device.type]
         return LabelledTask(task, data, how, folders, device, size, self._limit, text_models)
 
-    def _describe(self, task: str, how: Evaluate) -> dict[str, Any]:
-        """Return everything besides the model that a task's scores depend on."""
-        from featcal_cli.data.files import local_path
-        from featcal_cli.evaluation.lm_eval_tasks import read_version
-
-        data = self._recipe.tasks[task].data
-        about = {"how": how.model_dump(mode="json"), "limit": self._limit}
-        if how.lm_eval:
-            return {**about, "lm-eval": read_version()}
-        return {
-            **about,
-            "beside": self._identify(f"expert {task}" if how.protocol in ("heads", "texts") else BASE),
-            "data": data.model_dump(mode="json", exclude_none=True),
-            "files": stamp(local_path(data)) if data.path else [],
-        }
-
     def name(self, model: str) -> str:
         """Return what a model is: a repo with its commit, a folder, or the merge that builds it."""
         return self._origins[model].pinned if model in self._origins else str(self._recipe.merged)
-
-    def _identify(self, model: str) -> list[Any]:
-        """Return a value that changes when the model does: repos with commits, and folders with their files' stamps."""
-        if model in self._origins:
-            return identify(self._origins[model])
-        parts = [self._origins[BASE], *(self._origins[f"expert {task}"] for task in self._recipe.tasks)]
-        return [self.name(MERGED), *map(identify, parts)]
 
     def _fetch(self, model: str) -> Snapshot:
         """Return the model's files on this machine, downloaded or built if needed. Raises HubError, and CheckpointError

@@ -12,7 +12,6 @@ from typing import Any
 
 from featcal_cli import __version__
 from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
-from featcal_cli.evaluation.results import stamp
 from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import divide_files, find_second_copies, weight_files
@@ -136,7 +135,10 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
 def identify(origin: Origin) -> list[Any]:
     """Return a value that changes when the model does: its repo with the commit, and the stamps of local files."""
     descriptions = (CARD, REPORT, RECIPE, PICTURE)  # they say something of a model and are no part of it
-    return [origin.pinned, *(stamp(repo.folder, skip=descriptions) for repo in origin.repos() if repo.folder)]
+    folders = [repo.folder for repo in origin.repos() if repo.folder]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    stamps = [(file, file.stat()) for file in files if file.name not in descriptions]
+    return [origin.pinned, *([os.fspath(file), found.st_mtime_ns, found.st_size] for file, found in stamps)]
 
 
 def check_evaluable(session: Session, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""`evaluate` finds what a slow computation, one example at a time, finds; and goes on where it was cut short."""
+"""`evaluate` finds what a slow computation, one example at a time, finds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from featcal_cli.evaluation.protocols import _predict_tokens
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
-from featcal_cli.recipe.schema import Data, Draft, Evaluate
+from featcal_cli.recipe.schema import Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
 from featcal_cli.runtime.progress import tell_change
 from featcal_cli.workflows.evaluate import evaluate, name_roles
@@ -361,26 +361,7 @@ def test_the_mean_of_tasks_is_surer_than_each_and_spearman_is_scipys_with_ties()
     assert score(METRICS["spearman"], [1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]).value == 0
 
 
-# --- going on, and choosing rows ---
-
-
-def test_figures_that_are_known_are_not_measured_again(bert: Path, tmp_path: Path) -> None:
-    """A task that is through stays known although a later one fails."""
-    data = tmp_path / "test.jsonl"
-    lines = (bert / "data" / "test.jsonl").read_text()
-    data.write_text(lines)
-    draft = draft_of(bert, {"split": "train"}, {"path": str(data)})
-    later = draft.tasks["it"].model_copy(update={"data": Data(path=str(tmp_path / "later.jsonl"))})
-    with pytest.raises(DataError):
-        evaluate(draft.model_copy(update={"tasks": {**draft.tasks, "later": later}}))
-    again = evaluate(draft, [str(bert / "body")])
-    assert "2 of 3 figures were taken over from an earlier evaluation" in again.notes
-    data.write_text("".join(lines.splitlines(keepends=True)[:9]))
-    changed = evaluate(draft)
-    assert changed.tasks["it"].scores["expert"].examples == 9
-    assert not [note for note in changed.notes if "taken over" in note]
-    data.write_text(lines)
-    assert {role: again.tasks["it"].scores[role] for role in ("expert", "merged")} == evaluate(draft).tasks["it"].scores
+# --- choosing rows ---
 
 
 def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path) -> None:
@@ -520,7 +501,7 @@ def perplexity_slowly(folder: Path, name: str) -> float:
 def test_perplexity_is_that_of_tokens_foreseen_one_after_another(llama: Path) -> None:
     slow = {name: perplexity_slowly(llama, name) for name in ("expert", "merged")}
     data = {"path": str(llama / "data"), "columns": {"text": "text"}}
-    for limit, batch_size in ((None, 7), (30, 1)):  # a limit, or what is known already would be taken over
+    for limit, batch_size in ((None, 7), (30, 1)):
         found = evaluate(draft_of(llama, {"metric": "perplexity"}, data), batch_size=batch_size, limit=limit)
         assert values(found) == pytest.approx(slow, 1e-5)
         low, value, high = (getattr(found.tasks["it"].scores["merged"], name) for name in ("low", "value", "high"))
