@@ -15,6 +15,11 @@ from featcal_cli.engine.paused_forward import PausedForward, start_forward
 from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.architecture import Architecture
 
+SAMPLE: Batch = {
+    "input_ids": torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]]),
+    "attention_mask": torch.ones(2, 4, dtype=torch.int64),
+}
+"""Two texts that differ in the last token."""
 Loss = tuple[float, int]
 """Negative log-likelihood of one text in nats, and the number of its tokens that have others before them."""
 
@@ -35,9 +40,7 @@ def measure_losses(
 
 def looks_ahead(runner: BlockRunner, architecture: Architecture) -> bool:
     """Tell whether a model's logits at a token depend on the tokens after it."""
-    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    passes = _run_through(runner, architecture, {"": [batch]}, lambda _: None)
+    passes = _run_through(runner, architecture, {"": [SAMPLE]}, lambda _: None)
     pairs = [read_output(paused.output)[:, :-1].float().unbind() for _, paused in passes]
     return not all(torch.allclose(first, second, rtol=1e-2, atol=1e-2) for first, second in pairs)
 

@@ -1,5 +1,5 @@
-"""Compare the predictions of several models on the same examples: by an expert's head, by the names of the classes, by
-generated text, or by how well they predict a text."""
+"""Compare the predictions of several models on the same examples: by an expert's head, by the names of the classes, or
+by generated text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch, forward_names
+from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.hub_dataset import naming_task
@@ -302,23 +302,15 @@ def compare_generation(
                 where=model.snapshot.name,
                 fix="measure language models with lm_eval: or metric: perplexity under evaluate",
             )
-    rows, predictors = _open_texts(task, models, partial(_generate, task.how.max_new_tokens))
+    rows = task.open(next(iter(models.values())).module)
+    cutting, most = task.open_tokens(), task.how.max_new_tokens
+    predictors = {role: _generate(model, cutting, task.find_vocabulary(role), most) for role, model in models.items()}
     return _compare(task, rows, partial(_read_answer, task.how.answers or (), rows), predictors, tell)
 
 
-def _open_texts(
-    task: LabelledTask, models: Mapping[str, Model], make: Callable[[Model, Vocabulary, Vocabulary | None], Predictor]
-) -> tuple[LabelledRows, dict[str, Predictor]]:
-    """Open the rows of a task of texts, and make the predictor of each role's model. make: function from a model, the
-    vocabulary of the batches and the model's own vocabulary (None if equal or unknown)."""
-    rows = task.open(next(iter(models.values())).module)
-    cutting = task.open_tokens()
-    return rows, {role: make(model, cutting, task.find_vocabulary(role)) for role, model in models.items()}
-
-
-def _generate(max_new_tokens: int, model: Model, cutting: Vocabulary, own: Vocabulary | None) -> Predictor:
-    """Make the predictor that generates text with the likeliest token at each step, and leaves out special tokens. The
-    other arguments are those of `make` in `_open_texts`."""
+def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, max_new_tokens: int) -> Predictor:
+    """Make the predictor that generates text with the likeliest token at each step, and leaves out special tokens.
+    cutting: the vocabulary of the batches; own: the model's own, or None if it is not known."""
     module: Any = model.module
     table = None if own is None else map_ids(cutting, own)
     tokenizer = cutting.tokenizer if own is None or table is None else own.tokenizer
@@ -345,50 +337,3 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
             what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
             raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None
     return answers[_read_number({}, len(answers), rows, label)]
-
-
-# Perplexity: how well a model predicts each token of a text from those before
-
-
-def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callable[[int], None]) -> dict[str, Score]:
-    """Compare several language models on texts, by role. Raises CheckpointError for models that do not predict the next
-    token, and DataError."""
-    for model in models.values():
-        if model.module.config.is_encoder_decoder or not model.module.can_generate() or _looks_ahead(model.module):
-            raise CheckpointError(
-                f"{model.role} does not predict the next token of a text ({type(model.module).__name__})",
-                where=model.snapshot.name,
-                fix="leave metric: perplexity out; `featcal recipes recipe.schema.json` describes the other metrics",
-            )
-    rows, predictors = _open_texts(task, models, _predict_tokens)
-    return _compare(task, rows, lambda _: None, predictors, tell)
-
-
-@torch.inference_mode()
-def _looks_ahead(module: Any) -> bool:
-    """Tell whether a model's logits at a token depend on the tokens after it."""
-    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
-    first, second = module(input_ids=ids).logits[:, :-1].float()
-    return not torch.allclose(first, second, rtol=1e-2, atol=1e-2)
-
-
-def _predict_tokens(model: Model, cutting: Vocabulary, own: Vocabulary | None) -> Predictor:
-    """Make the predictor of each text's negative log-likelihood in nats, with the number of its tokens that have others
-    before them. The arguments are those of `make` in `_open_texts`."""
-    module: Any = model.module
-    table = None if own is None else map_ids(cutting, own)
-    options = {"use_cache": False} if "use_cache" in forward_names(module) else {}
-
-    def predict(batch: Batch) -> list[tuple[float, int]]:
-        given = renumber(batch, table)
-        masks = given.get("attention_mask", torch.ones_like(given["input_ids"])) > 0
-        found = []
-        # one text at a time and without its padding: logits are large, and positions may count padding
-        for number, mask in enumerate(masks):
-            rows = {name: value[number : number + 1] for name, value in given.items()}
-            alone = {name: row[:, mask] if row.shape[1:2] == mask.shape else row for name, row in rows.items()}
-            logits, following = module(**alone, **options).logits[0, :-1], alone["input_ids"][0, 1:]
-            found.append((float(cross_entropy(logits.float(), following, reduction="sum")), len(following)))
-        return found
-
-    return Predictor(module, predict)

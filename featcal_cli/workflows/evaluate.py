@@ -205,6 +205,7 @@ class _Models:
 
         from featcal_cli.evaluation import protocols
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
+        from featcal_cli.workflows.perplexity import compare_texts
 
         stage, scores = self._session.stage, dict[str, Score]()
         if how.protocol == "lm-eval":
@@ -227,7 +228,7 @@ class _Models:
                 bodies = {role: None if role == EXPERT else self._load(name) for role, name in names.items()}
                 scores = protocols.compare_heads(opened, self._load(f"expert {task}"), bodies, tell)
             else:
-                compare = protocols.compare_texts if how.protocol == "texts" else protocols.compare_generation
+                compare = compare_texts if how.protocol == "texts" else protocols.compare_generation
                 scores = compare(opened, {role: self._load(name) for role, name in names.items()}, tell)
         if self._session.device.type == "cuda":  # of models that are let go
             torch.cuda.empty_cache()

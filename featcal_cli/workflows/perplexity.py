@@ -1,20 +1,24 @@
-"""Measure the perplexity of a job's language models on its own texts: no labels are needed."""
+"""Measure the perplexity of language models on a job's own texts: no labels are needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import islice
 
 from featcal_cli.calibration.backtracking import read_updates
 from featcal_cli.calibration.journal import Journal
+from featcal_cli.data.preprocessing import Vocabulary, map_ids
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
-from featcal_cli.engine.likelihood import Loss, looks_ahead, measure_losses
-from featcal_cli.evaluation.results import BASE, EXPERT, TaskScores, score
+from featcal_cli.engine.likelihood import SAMPLE, Loss, looks_ahead, measure_losses
+from featcal_cli.evaluation.protocols import LabelledTask
+from featcal_cli.evaluation.results import BASE, EXPERT, Score, TaskScores, score
+from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
-from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError
 from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
@@ -25,6 +29,8 @@ from featcal_cli.workflows.session import Session
 TEXT = {"input_ids", "attention_mask"}
 """Names of the inputs that a plain text has."""
 PERPLEXITY = "perplexity"
+TEXTS_AT_ONCE = 256
+"""Number of texts for which the weights of all models are read once, if a whole split is measured."""
 HELD_OUT, FITTED = "held-out rows", "calibration examples"
 """Names of the texts on which it is measured."""
 
@@ -127,6 +133,37 @@ def measure_perplexity(
         )
         for task, of_task in of_all.items()
     }
+
+
+def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callable[[int], None]) -> dict[str, Score]:
+    """Return the scores, by role, of language models on the texts of a task's split. tell: called with the number of
+    finished texts. Raises CheckpointError for a model that does not predict the next token, and DataError."""
+    cutting = task.open_tokens()
+    opened = {role: _open(task, role, model, cutting) for role, model in models.items()}
+    rows = task.open(next(iter(models.values())).module)
+    losses: dict[str, list[Loss]] = {role: [] for role in models}
+    # one by one: logits are large, and some models would count padding
+    texts = (batch for batch, _ in rows.batches(1))
+    while group := list(islice(texts, TEXTS_AT_ONCE)):
+        for role, (runner, architecture) in opened.items():
+            losses[role] += measure_losses(runner, architecture, {"": group})[""]
+            runner.give_back()
+        tell(len(losses[EXPERT]))
+    return {role: score(METRICS[PERPLEXITY], found, found) for role, found in losses.items()}
+
+
+def _open(task: LabelledTask, role: str, model: Model, cutting: Vocabulary) -> tuple[BlockRunner, Architecture]:
+    """Return a runner of a language model with its blocks. Raises CheckpointError if it is none."""
+    if _has_head(model):
+        own = task.find_vocabulary(role)
+        architecture = find_architecture(model.module, {"": SAMPLE}, norms="none")
+        parts = share_model(model), architecture, task.device, model.module.dtype
+        runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
+        if not looks_ahead(runner, architecture):
+            return runner, architecture
+    what = f"{model.role} does not predict the next token of a text ({type(model.module).__name__})"
+    fix = "leave metric: perplexity out; `featcal recipes recipe.schema.json` describes the other metrics"
+    raise CheckpointError(what, where=model.snapshot.name, fix=fix)
 
 
 def _has_head(model: Model) -> bool:

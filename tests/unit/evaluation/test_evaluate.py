@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy
 import pyarrow.parquet
@@ -23,6 +21,7 @@ from command_line import featcal_inside
 from hub_server import HubServer
 from PIL import Image
 from recipe_world import TINY, build, draw, save_tokenizer, shake, write_table, write_text
+from safetensors.torch import save_file
 from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -31,7 +30,6 @@ from featcal_cli.cli.results import _describe_scores
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import LabelledRows
 from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
-from featcal_cli.evaluation.protocols import _predict_tokens
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
@@ -508,17 +506,23 @@ def test_perplexity_is_that_of_tokens_foreseen_one_after_another(llama: Path) ->
         assert low < value < high
 
 
-def test_padding_before_a_text_changes_no_loss() -> None:
-    """Positions that a model has learned would count it."""
-    torch.manual_seed(0)
-    config = library.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=30, initializer_range=0.5)
-    model: Any = SimpleNamespace(module=library.GPT2LMHeadModel(config).eval())
-    predict, ids = _predict_tokens(model, Mock(), None).predict, torch.randint(3, 30, (2, 6))
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-    with torch.no_grad():
-        (alone,) = predict({"input_ids": ids[:1, 2:]})
-        padded, whole = predict({"input_ids": ids, "attention_mask": mask})
-    assert padded == pytest.approx(alone) and (alone[1], whole[1]) == (3, 5)
+def test_padding_before_a_text_changes_no_loss(tmp_path: Path) -> None:
+    """Positions that a model has learned would count it. The loss of each text alone is transformers' own."""
+    config = library.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=100, initializer_range=0.5)
+    for number, name in enumerate(("base", "expert", "merged")):
+        torch.manual_seed(0)
+        save(library.GPT2LMHeadModel(config), tmp_path / name, number)
+        save_tokenizer(tmp_path / name, chat=False)
+    ids, mask = torch.randint(3, 30, (2, 6)), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "ids.safetensors")
+    data = {"path": str(tmp_path / "ids.safetensors")}
+    found = values(evaluate(draft_of(tmp_path, {"metric": "perplexity", "split": "train"}, data)))
+    for name in ("expert", "merged"):
+        model = library.GPT2LMHeadModel.from_pretrained(tmp_path / name)
+        texts = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
+        with torch.no_grad():
+            nats = sum(float(model(input_ids=text, labels=text).loss) * (text.shape[1] - 1) for text in texts)
+        assert found[name] == pytest.approx(numpy.exp(nats / (3 + 5)), 1e-5)
 
 
 def test_perplexity_is_shown_as_it_is_and_less_is_better(
