@@ -302,7 +302,9 @@ def _find_infinity(visit: BlockVisit, task: str, *, checked: bool) -> NumericsEr
     """Return the error for features that are not finite; it names model, module and example. All features are read
     again to find them."""
     kind = "held-out " if checked else ""
-    fix = "look at this example, and take it out if need be; if it is fine, give --dtype float32"
+    fix = "look at this example, and take it out if need be"
+    if visit.job.merged.dtype == torch.bfloat16:
+        fix += "; if it is fine, give --dtype float32"
     for seen in visit.features(task, checked=checked, again=True):
         sides = ((f"the expert of {task}", seen.x_exp), ("the calibrated model", seen.x_cal))
         for module, (who, features) in product(visit.part.modules, sides):

@@ -54,8 +54,6 @@ class BlockRunner:
         self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
         self.bytes_read = 0
         """Bytes of this model's parameters that have been read so far; each parameter is counted once."""
-        self.overflowed_blocks: set[str] = set()
-        """Paths in merged of the blocks that ran in float32 because bfloat16 overflowed."""
         self.offloader: Offloader | None = None
         """The offloader that may move the tensors of paused passes; None if there is none."""
         self._stems = [stem for stem in architecture.stems if model.own_path(stem) is not None]
@@ -151,19 +149,6 @@ class BlockRunner:
         """Move the module at `path` to the device. Its parameters are checked and counted the first time. Raises
         NumericsError if one of them is not finite."""
         self._bring(self.model.own_path(path) or "", recurse=True)
-
-    @contextmanager
-    def precise(self, path: str, *, until_released: bool = False) -> Iterator[None]:
-        """Keep the module at `path` on the device in float32, and convert it back at the end; or, because a graph still
-        needs its weights, keep them `until_released`."""
-        dtype, self.dtype = self.dtype, torch.float32
-        try:
-            self.bring(path)
-            yield
-        finally:
-            self.dtype = dtype
-            if not until_released:
-                self.bring(path)
 
     def keeps_weights(self) -> bool:
         """Tell whether the weights of all blocks can be on the device until `on_device` ends: because the model runs on

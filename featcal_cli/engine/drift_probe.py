@@ -166,7 +166,7 @@ class DriftProbe:
                 kept = outputs.setdefault(module.name, [])
                 hook = self._runners[role].module(f"{block.name}.{module.name}").register_forward_hook
                 hooks.callback(hook(lambda _, __, output, kept=kept: kept.append(first_tensor(output))).remove)
-            return _Run(self._passes[role].run_block(block, given, list(outputs.values())), outputs)
+            return _Run(self._passes[role].run_block(block, given), outputs)
 
     def _measure_stem(self) -> None:
         """Measure the drift of the hidden states before the task's first block, which comes from differing stems."""

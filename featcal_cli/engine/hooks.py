@@ -90,8 +90,7 @@ def run_captured(
                 hooks.callback(hook.remove)
             if not to_end:
                 hooks.callback(child.register_forward_hook(stop).remove)
-        kept_lists: list[list[Any]] = [calls, *inputs.values(), *outputs.values(), *routes.values(), *routing.kept]
-        output = paused.run_block(block, kept=kept_lists)
+        output = paused.run_block(block)
     # an output that the block has changed in place since is not the module's any more
     unchanged = {name: [y for y, version in kept if y._version == version] for name, kept in outputs.items()}
     y = {name: kept for name, kept in unchanged.items() if len(kept) == len(inputs[name])}
@@ -103,7 +102,7 @@ def run_to_last_input(runner: BlockRunner, paused: PausedForward, block: Block, 
     """Run the block before which the pass is paused, stop at the start of `last_call`, and return the module inputs."""
     with ExitStack() as hooks:
         recorder = _InputRecorder(hooks, runner, block, last_call=last_call)
-        paused.run_block(block, kept=[recorder.calls, *recorder.inputs.values()])
+        paused.run_block(block)
     return recorder.inputs
 
 

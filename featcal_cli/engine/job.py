@@ -17,7 +17,6 @@ from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.models.architecture import Architecture, Block
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.sanitise import list_some
 
 CALIBRATED, MERGED = "calibrated", "merged"
 """Role of the model that is calibrated, and role of the merged model that it starts as."""
@@ -119,10 +118,3 @@ class Job:
         """Add up what all ranks have measured, once all is measured."""
         for measurement in self.measurements:
             measurement.share(self.ranks)
-
-    def describe_precision(self) -> str:
-        """Describe in a sentence which blocks ran in float32 because their features overflow bfloat16; empty if none
-        did."""
-        runners = (*self.runners, *self.experts.values())
-        blocks = sorted({f"{block} of {runner.model.role}" for runner in runners for block in runner.overflowed_blocks})
-        return f"features explode in bfloat16, so these ran in float32: {list_some(blocks)}" if blocks else ""

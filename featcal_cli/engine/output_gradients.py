@@ -130,10 +130,8 @@ class GradientPass:
             lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
             run = partial(self._run, block, call, masks, lengths)
             with torch.enable_grad():
-                # a graph refers to weights, which must be neither moved before it is through nor converted, as those
-                # of a block whose features overflow bfloat16 are
-                lasts = self._group.keeps_weights and self._expert.dtype == torch.float32
-                if self._group.graph_room > 0 and lasts:
+                # a graph refers to weights, which must not be moved before it is through
+                if self._group.graph_room > 0 and self._group.keeps_weights:
                     output = run()
                 else:
                     output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)

@@ -15,7 +15,7 @@ from featcal_cli.engine.hooks import PLAIN_FORWARDS
 from featcal_cli.engine.paused_forward import KeptOutput, PausedForward
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.module_kinds import read_parameters
-from featcal_cli.models.tracing import first_tensor, tensors_in
+from featcal_cli.models.tracing import first_tensor
 
 
 class OutputRoom:
@@ -83,13 +83,11 @@ def _reuse(
     """Return the kept output of a module; or compute it, and keep it if there is room. What was kept inside of the
     module is not needed any more then."""
     kept = outputs.get(name)
-    # a block whose features overflow bfloat16 runs again in float32
-    dtypes = [x.dtype for x in tensors_in((*given, *named.values())) if x.is_floating_point()]
-    if kept is not None and kept.is_unchanged and kept.dtypes == dtypes:
+    if kept is not None and kept.is_unchanged:
         return kept.value
     # without the base that a view has, which would hold the memory when it is moved to a file
     value = tree_map_only(Tensor, lambda y: y.data, forward(*given, **named))
-    output = KeptOutput(value, dtypes)
+    output = KeptOutput(value)
     if kept is not None or room.take(output.bytes):
         outputs[name] = output
         room.give_back([outputs.pop(inner) for inner in [*outputs] if inner.startswith(f"{name}.")])

@@ -17,7 +17,7 @@ from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.loading import Model
-from featcal_cli.models.tracing import BlockCall, StopBlock, all_finite, cast_floats, copy_caches, tensors_in
+from featcal_cli.models.tracing import BlockCall, StopBlock, copy_caches, tensors_in
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 
@@ -50,10 +50,8 @@ def _is_of_model(error: Exception) -> bool:
 class KeptOutput:
     """The output of a module, kept to be returned again."""
 
-    def __init__(self, value: Any, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
-        self.dtypes = dtypes
-        """The dtypes of the floating-point inputs that it was computed from."""
         self.tensors = [*tensors_in(value)]
         self.bytes = sum(tensor.nbytes for tensor in self.tensors)
         self._versions = [tensor._version for tensor in self.tensors]
@@ -126,7 +124,6 @@ class PausedForward(greenlet):
         self,
         block: Block,
         given: PausedForward | None = None,
-        kept: Sequence[list[Any]] = (),
         *,
         call: BlockCall | None = None,
         gradients: bool = False,
@@ -135,37 +132,19 @@ class PausedForward(greenlet):
         pass stays paused.
 
         The block runs on its own arguments, on those of `given` (another model's pass, paused before this block), or on
-        those of `call`. `gradients` turns autograd on. `kept` holds the lists that hooks fill: if bfloat16 overflows,
-        they are emptied and the block runs again in float32.
+        those of `call`. `gradients` turns autograd on.
         """
         runner, given = self.runner, given or self
         call = call or given.call
         assert call is not None
         runner.bring(block.name)
         given.runner.reach(tensors_in(call))
-        output = self._run(block, call, gradients=gradients)
-        if runner.dtype == torch.bfloat16 and all_finite(next(tensors_in(call))) & ~all_finite((output, *kept)):
-            for values in kept:
-                values.clear()
-            with runner.precise(block.name, until_released=gradients):
-                output = self._run(block, call, torch.float32, gradients=gradients)
-            # as the next block takes it
-            output = cast_floats(output, runner.dtype)
-            if all_finite((output, *kept)):
-                runner.overflowed_blocks.add(block.name)
-        return output
-
-    def _run(self, block: Block, call: BlockCall, dtype: torch.dtype | None = None, *, gradients: bool = False) -> Any:
-        """Run the block once on the arguments of `call`, converted to `dtype` if it is given. Returns its output, or
-        None if a hook raised StopBlock."""
         args, kwargs = copy_caches(call.args, call.kwargs)
-        with torch.set_grad_enabled(gradients), self.runner.drawing(), _explaining_failure(self.runner.model):
+        with torch.set_grad_enabled(gradients), runner.drawing(), _explaining_failure(runner.model):
             if block.overwritten:
                 args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-            if dtype is not None:
-                args, kwargs = cast_floats((args, kwargs), dtype)
             try:
-                return self.runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
+                return runner.module(block.name).forward(*args, **kwargs)  # none of a pass: it does not pause
             except StopBlock:
                 return None
 

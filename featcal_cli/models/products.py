@@ -77,15 +77,10 @@ class Routing:
         self._routes: list[Route] = []
         self._parts: list[tuple[Tensor, Route]] = []
 
-    @property
-    def kept(self) -> list[list[Any]]:
-        """All lists of records. They must be emptied before the next run."""
-        return [self.decisions, self._routes, self._parts]
-
     def clear(self) -> None:
         """Delete all records."""
-        for values in self.kept:
-            values.clear()
+        for records in (self.decisions, self._routes, self._parts):
+            records.clear()
 
     def enter(self) -> None:
         """Record that a module that chooses experts starts; it may lie inside another one."""

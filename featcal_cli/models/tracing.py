@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
@@ -298,11 +298,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in a forward's arguments or output to a dtype."""
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
-
-
 def copy_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a forward's arguments with every key-value cache copied. Some models create a cache whatever their config
     says, and a run adds its keys to the cache that it is given; the next run must find it unchanged."""
@@ -320,10 +315,3 @@ def _copy_cache(value: Any) -> Any:
             setattr(other, key, dict(part) if isinstance(part, dict) else _copy_cache(part))
         return other
     return value
-
-
-def all_finite(value: Any) -> Tensor:
-    """Tell whether all floating-point tensors in a forward's arguments or output are finite, as a boolean tensor [] on
-    their device."""
-    flags = [torch.isfinite(x).all() for x in tensors_in(value) if x.is_floating_point()]
-    return torch.stack(flags).all() if flags else torch.tensor(True)

@@ -259,7 +259,6 @@ def _note_outcome(session: Session, outcome: Outcome, journal: Journal | None) -
     # it was measured with whole updates
     texts += [describe_head(outcome.blocks)] * (outcome.step == 1)
     texts.append(str(outcome.refined or ""))
-    texts.append(outcome.job.describe_precision())
     if journal and journal.restored:
         count = len(outcome.blocks)
         texts.append(f"{journal.restored} of {count} blocks were taken over from an earlier run of this job")

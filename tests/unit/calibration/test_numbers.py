@@ -102,24 +102,28 @@ def test_what_took_more_ridge_is_told() -> None:
     assert describe_ridges([BlockReport("layers.0", 0.0, modules[:1], [])]) == ""
 
 
-def test_a_block_whose_features_are_too_large_for_bfloat16_runs_in_float32(tmp_path: Path) -> None:
-    """Little lies between the largest numbers of the two: one unit of a feed-forward is put there, below zero, where
-    its activation makes 0 of any finite number."""
-    saved = save_family(tmp_path, BY_NAME["bert"], dtype=torch.bfloat16)
-    for name in ("merged", "base", *saved.inputs):
-        tensors = load_file(tmp_path / name / "model.safetensors")
-        layer = "encoder.layer.0."
-        tensors[f"{layer}attention.output.LayerNorm.weight"].zero_()
-        tensors[f"{layer}attention.output.LayerNorm.bias"].fill_(1.0)
-        weight = tensors[f"{layer}intermediate.dense.weight"]
-        weight[0] = -1e36 / weight.shape[1]
-        tensors[f"{layer}intermediate.dense.bias"][0] = torch.finfo(torch.bfloat16).min
-        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    result = calibrate(saved.recipe(dtype="bfloat16"), output=tmp_path / "out")
-    (told,) = [note for note in result.report.notes if "bfloat16" in note]
-    assert "encoder.layer.0 of merged" in told and "encoder.layer.1" not in told
-    assert all(torch.isfinite(x).all() for x in load_file(tmp_path / "out" / "model.safetensors").values())
-    assert all(drift.after < 10 for drift in result.report.drift.values())
+@pytest.mark.parametrize(
+    ("method", "dtype", "what"),
+    [
+        ("paper", "bfloat16", r"features of .* are not finite at .*layers\.0\.mlp\.down_proj"),
+        ("featcal", "bfloat16", "features of held-out examples are not finite in mlp.gate_proj"),
+        ("paper", "float32", r"features of .* are not finite at .*layers\.0\.mlp\.down_proj"),
+    ],
+)
+def test_where_features_overflow_a_run_in_bfloat16_is_told_to_take_float32(
+    tmp_path: Path, method: str, dtype: str, what: str
+) -> None:
+    """No weight is too large itself; the product of a feed-forward's two is."""
+    saved = save_family(tmp_path, BY_NAME["llama"], dtype=torch.bfloat16).only(2)
+    file = tmp_path / "green" / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"):
+        tensors[f"model.layers.0.{name}.weight"] *= 1e10
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NumericsError, match=what) as raised:
+        calibrate(saved.recipe(method=method, dtype=dtype), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert ("--dtype float32" in raised.value.fix) is (dtype == "bfloat16")
 
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
