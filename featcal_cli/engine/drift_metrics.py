@@ -128,13 +128,11 @@ class Meter(ABC, Generic[T]):
 
 
 class DriftMeter(Meter[Drift]):
-    """Sums up drift by place (a block, a module in it, or STEM), task, and role of the model."""
+    """Sums up drift by place (a block, or STEM), task, and role of the model."""
 
-    def __init__(self, *, modules: bool = False, refuse_vanishing: bool = False) -> None:
-        """Configure the meter. With `modules`, drift is also measured at the outputs of modules inside blocks. With
-        `refuse_vanishing`, an expert whose features are all zero raises an error."""
+    def __init__(self, *, refuse_vanishing: bool = False) -> None:
+        """Configure the meter. With `refuse_vanishing`, an expert whose features are all zero raises an error."""
         super().__init__()
-        self.modules = modules
         self._refuse_vanishing = refuse_vanishing
 
     def add(
@@ -204,11 +202,6 @@ class Share:
     """Sum of scalar products of the part with the drift, Σ ⟨t, e⟩."""
     square: float = 0.0
     """Sum of squared drift norms, Σ ‖e‖₂²."""
-    length: float = 0.0
-    """Sum of norms of the part, Σ ‖t‖₂."""
-    size: float = 0.0
-    """Sum of norms of the expert's features, Σ ‖h_exp‖₂."""
-    tokens: int = 0
     examples: int = 0
 
     @property
@@ -217,21 +210,15 @@ class Share:
         add up to 1."""
         return self.projection / self.square if self.square else None
 
-    @property
-    def carried(self) -> float:
-        """Relative size of the part, mean ‖t‖₂ / mean ‖h_exp‖₂."""
-        return relate(self.length, self.size, self.tokens)
-
 
 class ShareMeter(Meter[Share]):
     """Sums up the parts of the final drift by block (or OUTSIDE), task and role."""
 
-    def add(self, place: str, task: str, role: str, part: Tensor, drift: Tensor, expert: Tensor, examples: int) -> None:
-        """Add a block's part of the drift, the whole drift and the expert's features, each [T, d] in float64, for the
-        same tokens of `examples` examples."""
-        sums = [(part * drift).sum(), drift.square().sum(), add_up(_norms(part)), add_up(_norms(expert))]
-        self._add((place, task, role), sums, len(part), examples)
+    def add(self, place: str, task: str, role: str, part: Tensor, drift: Tensor, examples: int) -> None:
+        """Add a block's part of the drift and the whole drift, each [T, d] in float64, for the same tokens of
+        `examples` examples."""
+        self._add((place, task, role), [(part * drift).sum(), drift.square().sum()], examples)
 
     def _read(self, _: tuple[str, ...], numbers: list[float]) -> Share:
-        projection, square, length, size, tokens, examples = numbers
-        return Share(projection, square, length, size, int(tokens), int(examples))
+        projection, square, examples = numbers
+        return Share(projection, square, int(examples))

@@ -4,13 +4,11 @@ blocks to a model's."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from featcal_cli.data.batches import Batch, count_examples
-from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.outputs import gives_logits
@@ -20,28 +18,17 @@ from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.models.tracing import first_tensor, tensors_in
 
-MODULE_ROWS = 256
-"""Number of evenly spread tokens of a batch on which drift inside blocks is measured; using all tokens would cost as
-much as a forward pass."""
 EXPERT = "expert"
 """Role of the expert, with which all other roles are compared."""
-
-
-class _Run(NamedTuple):
-    """The output of one run of a block, and of its modules."""
-
-    output: Any
-    modules: dict[str, list[Tensor]]
-    """Outputs [.., d_out] of each module, one per call, by the module's path inside the block."""
 
 
 class _ExpertRun(NamedTuple):
     """The expert's latest run of a block, with what the other passes need to be compared with it later. The expert's
     own pass may have continued meanwhile."""
 
-    run: _Run
-    on_expert: dict[str, _Run]
-    """Runs of the other models' blocks on the expert's input, by role."""
+    output: Any
+    on_expert: dict[str, Any]
+    """Outputs of the other models' blocks on the expert's input, by role."""
     masks: PerToken
     calls: int
     """Number of successive calls of the block so far; other blocks may run before its next call."""
@@ -65,14 +52,13 @@ class DriftProbe:
         """
         self._job, self._measurement, self._task = job, measurement, task
         has_one_call = all(block.calls == 1 for block in job.architecture.blocks)
-        self._same = same if has_one_call and not measurement.meter.modules else {}
+        self._same = same if has_one_call else {}
         for paused in self._same.values():
             paused.is_measured = True
         # what an expert's files do not hold is random in it, a head for example: its outputs say nothing
         self._outputs = None if job.experts[task].model.missing else measurement.outputs
-        self._runners: dict[str, BlockRunner] = {EXPERT: job.experts[task], **measurement.runners}
-        entry = job.architecture.entries[task]
-        self._passes = {role: start_forward(runner, batch, entry) for role, runner in self._runners.items()}
+        runners, entry = {EXPERT: job.experts[task], **measurement.runners}, job.architecture.entries[task]
+        self._passes = {role: start_forward(runner, batch, entry) for role, runner in runners.items()}
         roles = list(self._passes) if self._outputs is not None else []
         self._followers = {role: start_forward(job.experts[task], batch, entry) for role in roles}
         """Passes of the expert that continue after the last block from another role's features instead of its own, by
@@ -92,7 +78,7 @@ class DriftProbe:
         for paused in self:
             yield from paused.tensors
         if self._shown is not None:
-            yield from tensors_in(self._shown.run.output)
+            yield from tensors_in(self._shown.output)
 
     def run_expert(self, block: Block, done: Sequence[Block]) -> None:
         """Run the expert through all calls of the block if all passes are paused before it; the other passes follow in
@@ -110,63 +96,55 @@ class DriftProbe:
         if shown is None:
             return
         others = [role for role in self._passes if role != EXPERT]
-        runs: dict[str, _Run] = {}
+        outputs: dict[str, Any] = {}
         for call in range(shown.calls):
             if call:
-                self._go_on(runs, done)
-            runs = {role: self._run(role, block) for role in others} | {EXPERT: shown.run}
+                self._go_on(outputs, done)
+            outputs = {role: self._run(role, block) for role in others} | {EXPERT: shown.output}
         if self._is_end(block) or not self._measurement.last_block_only:
             # before models go on, which may change their features in place
-            self._measure(block, runs, shown)
-        outputs = {role: run.output for role, run in runs.items()}
+            self._measure(block, outputs, shown)
         is_last_call = shown.calls == block.calls
         if is_last_call and self._is_end(block):
             self._finish(outputs)
             return
-        self._go_on(runs, done)
+        self._go_on(outputs, done)
 
     def is_at(self, block: Block) -> bool:
         """Tell whether all passes are paused before this block. The expert may also have run through it already."""
         return self._shown is not None or all(paused.is_at(block) for paused in self._passes.values())
 
-    def _go_on(self, runs: Mapping[str, _Run], done: Sequence[Block]) -> None:
+    def _go_on(self, outputs: Mapping[str, Any], done: Sequence[Block]) -> None:
         """Continue all passes except the expert's with their outputs of the block."""
         for role, paused in self._passes.items():
             if role != EXPERT:
-                paused.go_on(runs[role].output, done, last=False)
+                paused.go_on(outputs[role], done, last=False)
 
-    def _show(self, block: Block, run: _Run, call: int, done: Sequence[Block]) -> None:
-        """Record the expert's run of the block, and continue its passes unless this was the last call of the last
+    def _show(self, block: Block, output: Any, call: int, done: Sequence[Block]) -> None:
+        """Record the expert's output of the block, and continue its passes unless this was the last call of the last
         block. `call` counts the calls of the block from 1."""
         expert = self._passes[EXPERT]
         on_expert = {role: self._run(role, block, expert) for role in self._measurement.split & self._passes.keys()}
-        self._shown = _ExpertRun(run, on_expert, padding_masks(expert, block), call)
+        self._shown = _ExpertRun(output, on_expert, padding_masks(expert, block), call)
         is_last_call = call == block.calls
         if is_last_call and self._is_end(block):
             return
         for follower in self._followers.values():
             if follower.is_at(block):
-                follower.advance(with_own_hidden(run.output))
+                follower.advance(with_own_hidden(output))
                 follower.run_through(done)
-        expert.go_on(with_own_hidden(run.output), done, last=False)
+        expert.go_on(with_own_hidden(output), done, last=False)
 
     def _is_end(self, block: Block) -> bool:
         return block.name == self._job.architecture.last_blocks[self._task]
 
-    def _run(self, role: str, block: Block, given: PausedForward | None = None) -> _Run:
-        """Run a role's block on its own arguments, or on those of the pass `given`. Outputs of modules are kept if they
-        are measured."""
+    def _run(self, role: str, block: Block, given: PausedForward | None = None) -> Any:
+        """Run a role's block on its own arguments, or on those of the pass `given`, and return its output."""
         if given is None and role in self._same:
             output, self._same[role].block_output = self._same[role].block_output, None
             assert output is not None
-            return _Run(output, {})
-        outputs: dict[str, list[Tensor]] = {}
-        with ExitStack() as hooks:
-            for module in block.modules if self._measurement.meter.modules else ():
-                kept = outputs.setdefault(module.name, [])
-                hook = self._runners[role].module(f"{block.name}.{module.name}").register_forward_hook
-                hooks.callback(hook(lambda _, __, output, kept=kept: kept.append(first_tensor(output))).remove)
-            return _Run(self._passes[role].run_block(block, given), outputs)
+            return output
+        return self._passes[role].run_block(block, given)
 
     def _measure_stem(self) -> None:
         """Measure the drift of the hidden states before the task's first block, which comes from differing stems."""
@@ -178,21 +156,13 @@ class DriftProbe:
             rows = self._choose_rows(pair, block.rows, masks)
             self._measurement.meter.add(STEM, self._task, role, *rows)
 
-    def _measure(self, block: Block, runs: Mapping[str, _Run], shown: _ExpertRun) -> None:
-        """Add the drift of the block's output to the meter, and of its modules' outputs if they were kept."""
-        on_expert, masks = shown.on_expert, shown.masks
-        add = self._measurement.meter.add
+    def _measure(self, block: Block, outputs: Mapping[str, Any], shown: _ExpertRun) -> None:
+        """Add the drift of the block's output to the meter."""
         for role in self._measurement.runners:
-            trio = [runs[role], runs[EXPERT], *([on_expert[role]] if role in on_expert else [])]
-            outputs = [hidden for run in trio if (hidden := first_tensor(run.output)) is not None]
-            add(block.name, self._task, role, *self._choose_rows(outputs, block.rows, masks))
-            for module in (module for module in block.modules if not module.is_routed):
-                calls = [run.modules.get(module.name, []) for run in trio]
-                for rows, *inner in zip(module.rows, *calls, strict=False):
-                    if len({x.shape for x in inner}) == 1 and not rows.is_table and rows.distances is None:
-                        chosen = self._choose_rows(inner, rows, masks)
-                        step = -(-len(chosen[0]) // MODULE_ROWS)
-                        add(f"{block.name}.{module.name}", self._task, role, *(x[::step] for x in chosen))
+            trio = [outputs[role], outputs[EXPERT], *([shown.on_expert[role]] if role in shown.on_expert else [])]
+            features = [hidden for output in trio if (hidden := first_tensor(output)) is not None]
+            rows = self._choose_rows(features, block.rows, shown.masks)
+            self._measurement.meter.add(block.name, self._task, role, *rows)
 
     def _choose_rows(self, features: Sequence[Tensor], rows: Rows, masks: PerToken) -> list[Tensor]:
         return choose_rows(features, rows, masks, first_only=bool(self._job.cls_blocks))
@@ -326,9 +296,9 @@ class BlockContribution:
             drift, place = before - expert, OUTSIDE
             for start, switched in self._switched[role].items():
                 after = rows_of(self._run(switched, block, done, role, start))
-                add(place, self._task, role, before - after, drift, expert, count)
+                add(place, self._task, role, before - after, drift, count)
                 before, place = after, start
-            add(place, self._task, role, before - expert, drift, expert, count)
+            add(place, self._task, role, before - expert, drift, count)
 
 
 def with_own_hidden(output: Any) -> Any:

@@ -81,9 +81,6 @@ class OutputShift:
     """Sum of the divergences KL(expert ‖ model) of the predicted distributions, in nats."""
     agreed: int = 0
     """Number of predictions whose most likely class is the expert's."""
-    certain: int = 0
-    """Number of predictions whose margin exceeds 2 ‖z − z_exp‖∞ (paper, equation 44), so that no shift of this size can
-    change them."""
     rows: int = 0
 
     @property
@@ -111,14 +108,13 @@ class OutputMeter(Meter[OutputShift]):
 
     def _read(self, _: tuple[str, ...], numbers: list[float]) -> OutputShift:
         rows, distance, size, *of_logits, has_logits = numbers
-        divergence_sum, agreed, certain = of_logits or (0.0, 0.0, 0.0)
-        sums = distance, size, divergence_sum
-        return OutputShift(bool(has_logits), *sums, agreed=int(agreed), certain=int(certain), rows=int(rows))
+        divergence_sum, agreed = of_logits or (0.0, 0.0)
+        return OutputShift(bool(has_logits), distance, size, divergence_sum, int(agreed), int(rows))
 
 
 def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Tensor]:
     """Yield the distances of rows of outputs [rows], then the amounts to add to the sums of an OutputShift, in the
-    order of its fields from `size` to `certain`."""
+    order of its fields from `size` to `agreed`."""
     if not are_logits:
         yield (z - z_exp).norm(dim=-1)
         yield add_up(z_exp.norm(dim=-1))
@@ -131,8 +127,6 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
     # 0 · log 0 = 0: what the expert rules out adds nothing to the divergence
     yield add_up(torch.where(log_p_exp.exp() > 0, log_p_exp.exp() * (log_p_exp - log_p), 0.0))
     yield (z.argmax(-1) == z_exp.argmax(-1)).sum()
-    best = z_exp.topk(2, dim=-1).values
-    yield (best[:, 0] - best[:, 1] > 2 * (z - z_exp).abs().amax(-1)).sum()
 
 
 def read_output(output: Any) -> Tensor:

@@ -43,8 +43,6 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     blocks, roles = order_blocks(inspection), list_roles(inspection)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
     names = {role: "base model" if role == "base" else _show(inspection.short_names[role]) for role in roles}
-    models = [model for task in inspection.tasks.values() for model in task.models.values()]
-    modules = list(dict.fromkeys(name for model in models for block in model.blocks for name in block.modules))
     # marks around a name that keep its direction of writing from that of the sentence
     isolated = {role: _isolate(name) for role, name in names.items()}
     nothing = f"How far {isolated.get('other', isolated['model'])} is from its experts"  # where nothing is compared
@@ -63,12 +61,8 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         "schema": inspection.schema,
         "roles": [[role, tags.get(role, role), names[role]] for role in roles],
         "blocks": [one_line(name) for name in blocks],
-        "modules": [one_line(name) for name in modules],
         "tasks": [
-            {
-                "name": one_line(name),
-                "models": {role: _pack(model, blocks, modules) for role, model in task.models.items()},
-            }
+            {"name": one_line(name), "models": {role: _pack(model, blocks) for role, model in task.models.items()}}
             for name, task in inspection.tasks.items()
         ],
         "headline": headline.removesuffix("."),
@@ -79,20 +73,18 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _pack(model: ModelDrift, blocks: list[str], modules: list[str]) -> dict[str, Any]:
+def _pack(model: ModelDrift, blocks: list[str]) -> dict[str, Any]:
     measured = {block.name: block for block in model.blocks}
     reached = [measured.get(name) for name in blocks]
-    numbers = {name: number for number, name in enumerate(modules)}
     output = model.output or OutputDrift("", math.nan)
     drifts = [block.drift if block else None for block in reached]
     return {
         "stem": _round(model.stem.relative),
-        "blocks": [[*_figures(d), _round(d.distance), _round(d.amplification)] if d else None for d in drifts],
+        "blocks": [[*_figures(drift), _round(drift.distance)] if drift else None for drift in drifts],
         "shares": list(map(_round, (model.outside, *(block.share if block else None for block in reached)))),
-        "modules": [[[numbers[n], *_figures(drift)] for n, drift in b.modules.items()] if b else [] for b in reached],
         "last": _figures(model.last),
         "kind": output.kind or None,
-        "output": list(map(_round, (output.relative, output.divergence, output.agreement, output.certain))),
+        "output": list(map(_round, (output.relative, output.divergence, output.agreement))),
     }
 
 

@@ -19,7 +19,7 @@ from featcal_cli.runtime.progress import tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_folders, without_tokens
 from featcal_cli.runtime.structured_text import write_json
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON format, increased when a key is removed or changes its meaning."""
 VISIBLE = 5e-4
 """Smallest difference between two relative drifts that counts; smaller ones do not show in three digits."""
@@ -40,8 +40,6 @@ class PlaceDrift:
     """Local part, mean ‖m‖₂ / mean ‖h_expert‖₂; None before the first block."""
     upstream: float | None = None
     """Inherited part, mean ‖p‖₂ / mean ‖h_expert‖₂; None before the first block."""
-    amplification: float | None = None
-    """Mean ‖e‖ after this block over mean ‖e‖ after the one before; None where there is none before, or it is 0."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,10 @@ class BlockDrift:
     name: str
     drift: PlaceDrift
     """Drift of the block's output."""
-    modules: dict[str, PlaceDrift] = field(default_factory=dict)
-    """Drift of the modules' outputs, by their path inside the block."""
     share: float | None = None
     """Share of the drift e after the last block that begins in this block, Σ ⟨t, e⟩ / Σ ‖e‖², where t is this block's
     local mismatch as the model's later blocks propagate it (paper, P m of Proposition 2). All shares and `outside` add
     up to 1."""
-    carried: float | None = None
-    """Mean ‖t‖₂ / mean ‖h_expert‖₂ after the last block, with t as for `share`."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,6 @@ class OutputDrift:
     """Mean KL(expert ‖ model), in nats; None without logits."""
     agreement: float | None = None
     """Share of predictions, 0 to 1, whose first choice is the same as the expert's; None without logits."""
-    certain: float | None = None
-    """Share of predictions that the drift cannot change (paper, equation 44); None without logits."""
 
 
 @dataclass(frozen=True)

@@ -137,24 +137,14 @@ def read_drift(job: Job, task: str, held_out: bool) -> TaskDrift:
 
 
 def _describe_model(job: Job, task: str, role: str) -> ModelDrift:
-    before = job.drift.meter.read(STEM, task, role)
-    stem, shares = _describe(before, None), job.drift.shares
-    blocks = []
-    for block in job.architecture.blocks:
-        after = job.drift.meter.read(block.name, task, role)
-        if not after.tokens:
-            continue
-        modules = {
-            module.name: _describe(inside, None)
-            for module in block.modules
-            if (inside := job.drift.meter.read(f"{block.name}.{module.name}", task, role)).tokens
-        }
-        part = shares.find(block.name, task, role) if shares else None
-        traced = (part.share, part.carried) if part else ()
-        blocks.append(BlockDrift(block.name, _describe(after, before), modules, *traced))
-        before = after
-    outside = shares.find(OUTSIDE, task, role) if shares else None
-    return ModelDrift(stem, blocks, _describe_output(job, task, role), outside.share if outside else None)
+    def share_of(place: str) -> float | None:
+        part = job.drift.shares.find(place, task, role) if job.drift.shares else None
+        return part.share if part else None
+
+    drifts = {block.name: job.drift.meter.read(block.name, task, role) for block in job.architecture.blocks}
+    blocks = [BlockDrift(name, _describe(drift), share_of(name)) for name, drift in drifts.items() if drift.tokens]
+    stem = _describe(job.drift.meter.read(STEM, task, role))
+    return ModelDrift(stem, blocks, _describe_output(job, task, role), share_of(OUTSIDE))
 
 
 def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:
@@ -163,10 +153,8 @@ def _describe_output(job: Job, task: str, role: str) -> OutputDrift | None:
         return None
     if not shift.has_logits:
         return OutputDrift("features", shift.relative)
-    shares = (count / shift.rows for count in (shift.divergence_sum, shift.agreed, shift.certain))
-    return OutputDrift("logits", shift.relative, *shares)
+    return OutputDrift("logits", shift.relative, shift.divergence_sum / shift.rows, shift.agreed / shift.rows)
 
 
-def _describe(drift: Drift, before: Drift | None) -> PlaceDrift:
-    amplification = drift.mean / before.mean if before and before.mean else None
-    return PlaceDrift(drift.mean, drift.relative, drift.cosine, drift.local, drift.upstream, amplification)
+def _describe(drift: Drift) -> PlaceDrift:
+    return PlaceDrift(drift.mean, drift.relative, drift.cosine, drift.local, drift.upstream)

@@ -221,7 +221,7 @@ class Setup:
         drift = Measurement(
             runners,
             _batches(self._share(limit_batches(measured, answering))),
-            DriftMeter(modules=is_inspected, refuse_vanishing=not is_inspected),
+            DriftMeter(refuse_vanishing=not is_inspected),
             outputs=OutputMeter() if self.gradients or is_inspected else None,  # else no head is read
         )
         if is_inspected:

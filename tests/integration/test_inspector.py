@@ -113,7 +113,6 @@ def test_every_figure_is_that_of_whole_models(tmp_path: Path, name: str) -> None
         assert block.drift.upstream == pytest.approx(norm(p) / size, rel=1e-4, abs=1e-6)
         cosine = float(torch.cosine_similarity(h, h_exp, dim=-1).mean())
         assert block.drift.cosine == pytest.approx(cosine, abs=1e-5)
-        assert block.modules
 
 
 def check_shares(
@@ -142,8 +141,6 @@ def check_shares(
     shares = [drift.outside, *(block.share for block in drift.blocks)]
     for share, (before, after) in zip(shares, pairwise(ends), strict=True):
         assert share == pytest.approx(float(((before - after) * e).sum() / e.square().sum()), rel=1e-3, abs=1e-5)
-    for block, (before, after) in zip(drift.blocks, pairwise(ends[1:]), strict=True):
-        assert block.carried == pytest.approx(norm(before - after) / norm(ends[-1]), rel=1e-3, abs=1e-5)
     assert sum(share or 0.0 for share in shares) == pytest.approx(1, abs=1e-12)
 
 
@@ -220,10 +217,6 @@ def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path:
         p, q = z_exp.softmax(-1), z.softmax(-1)
         assert output.divergence == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3, abs=1e-6)
         assert output.agreement == pytest.approx(float((z.argmax(-1) == z_exp.argmax(-1)).float().mean()))
-        best = z_exp.topk(2).values
-        certain = (best[:, 0] - best[:, 1]) > 2 * (z - z_exp).abs().amax(-1)
-        assert output.certain == pytest.approx(float(certain.float().mean()))
-        assert output.certain is not None and output.agreement is not None and output.certain <= output.agreement
 
 
 def bert_of(blocks: int) -> Family:

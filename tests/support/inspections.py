@@ -15,14 +15,10 @@ LEVELS = {"model": 1.0, "other": 0.6, "base": 1.5}
 def make_model(level: float, blocks: Sequence[str]) -> ModelDrift:
     """One whose drift grows evenly up to `level`, a third of it local."""
     drifts: list[BlockDrift] = []
-    before: float | None = None
     for number, name in enumerate(blocks, 1):
         e = level * number / len(blocks)
-        growth = e / before if before else None
-        place = PlaceDrift(10 * e, e, 1 - e / 4, e / 3, e * 2 / 3, growth)
-        drifts.append(BlockDrift(name, place, {}, 0.9 / len(blocks), e / 2))
-        before = e
-    output = OutputDrift("logits", level / 2, level, 0.9, 0.5)
+        drifts.append(BlockDrift(name, PlaceDrift(10 * e, e, 1 - e / 4, e / 3, e * 2 / 3), 0.9 / len(blocks)))
+    output = OutputDrift("logits", level / 2, level, 0.9)
     return ModelDrift(PlaceDrift(0.1, 0.01, 1.0), drifts, output, 0.1)
 
 

@@ -32,7 +32,7 @@ def cells(text: str) -> list[list[str]]:
 
 def with_answers(inspection: Inspection, agreement: float | None) -> Inspection:
     """The same with this agreement everywhere; None for models that answer nothing."""
-    output = None if agreement is None else OutputDrift("logits", 0.1, 0.2, agreement, 0.3)
+    output = None if agreement is None else OutputDrift("logits", 0.1, 0.2, agreement)
     tasks = {
         name: replace(task, models={role: replace(model, output=output) for role, model in task.models.items()})
         for name, task in inspection.tasks.items()
