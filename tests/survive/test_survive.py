@@ -149,7 +149,7 @@ def cached_contents() -> dict[str, tuple[int, int]]:
 
 def cut(hub: HubServer, calibrate: Command) -> None:
     hub.fail("large file", "truncated", after=4, times=None)
-    run = calibrate("out")
+    run = calibrate("out", HURRIED="1")
     said = check(run, 2)
     assert "no complete copy" in said and "Trying to resume" in " ".join(said.split()), said
     log = (run.stderr.parent / "log.jsonl").read_text()
@@ -165,13 +165,9 @@ def kill_while_downloading(hub: HubServer, calibrate: Command) -> None:
     assert run.wait() == -signal.SIGKILL
 
 
-def real_client(_: HubServer, _calibrate: Command) -> None:
+def real_client_cut(_: HubServer, _calibrate: Command) -> None:
     code = f"from huggingface_hub import snapshot_download as s; [s('{ORG}/' + name) for name in {MODELS}]"
     subprocess.run([sys.executable, "-c", code], env=os.environ, check=True)
-
-
-def real_client_cut(hub: HubServer, calibrate: Command) -> None:
-    real_client(hub, calibrate)
     (weights,) = Path(constants.HF_HUB_CACHE).glob("models--*red/snapshots/*/model.safetensors")
     weights.resolve().with_suffix(".12345678.incomplete").write_bytes(weights.read_bytes()[:100])
     weights.resolve().unlink()
