@@ -22,7 +22,7 @@ from featcal_cli.calibration.results import BlockReport, ModuleReport, describe_
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.cli.drift import show_inspection
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.engine.drift_metrics import Drift
+from featcal_cli.engine.drift_metrics import Drift, DriftMeter
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.reporting.verdict import find_excess, write_verdict
 from featcal_cli.runtime.distributed import Ranks
@@ -204,6 +204,13 @@ def test_nothing_is_as_far_from_nothing_as_it_can_be_near() -> None:
     assert drift.relative == 0.0
     assert Drift(distance=1e-40, size=1e-40, tokens=3).relative == 0.0
     assert Drift(distance=3.0, size=1e-40, tokens=3, is_split=True, local_sum=2.0).local == inf
+
+
+def test_features_whose_number_depends_on_weights_cannot_be_paired() -> None:
+    """As where a model of speech foresees how long each sound lasts."""
+    with pytest.raises(NumericsError, match="merged and of its expert have 3 and 5 tokens after decoder") as raised:
+        DriftMeter().add("decoder", "red", "merged", torch.ones(3, 4), torch.ones(5, 4))
+    assert raised.value.where == "expert red" and "lengths depend on their inputs alone" in raised.value.fix
 
 
 def test_a_broken_head_of_an_expert_is_said_and_measures_nothing(tmp_path: Path) -> None:
