@@ -162,6 +162,8 @@ WIDE = sorted({*SPREAD, "lfm2", "llama4", "recurrent-gemma", "wavlm"})
 
 
 FEW = ("bert", "lfm2")
+SIZED = {"bert", "vit", "t5", "llama", "gpt2", "lfm2", "wav2vec2"}
+"""Families whose sizes of gradients are compared too, at every token."""
 
 
 @pytest.mark.parametrize("name", few_of(WIDE, FEW))
@@ -169,29 +171,26 @@ def test_they_are_those_of_a_whole_backward_pass(name: str, tmp_path: Path, monk
     """Whatever lies between blocks, however often they run; also where batches go in several groups, and where the
     graphs of all blocks are kept, of none, or (for some families) of the first one alone."""
     case = Case(tmp_path, name)
-    expected, _ = measure_plainly(case)
+    expected, sizes = measure_plainly(case)
     rooms = [(output_gradients.KEPT_BYTES, output_gradients.GRAPH_BYTES), (1, 0), *([(1, 1)] if name in FEW else [])]
     for kept_bytes, graph_bytes in rooms:
         monkeypatch.setattr(output_gradients, "KEPT_BYTES", kept_bytes)
         monkeypatch.setattr(output_gradients, "GRAPH_BYTES", graph_bytes)
-        measured = case.measure().factors
-        assert measured.keys() == expected.keys()
-        for path, factor in measured.items():
+        measured = case.measure()
+        assert measured.factors.keys() == expected.keys()
+        for path, factor in measured.factors.items():
             sums = expected[path] / expected[path].diagonal().mean()
             assert (factor.T @ factor - sums).norm() <= 1e-4 * sums.norm(), path
+        if name in SIZED:
+            assert measured.sizes.keys() == measured.factors.keys()
+            check_sizes(case, name, measured.sizes, sizes)
 
 
-@pytest.mark.parametrize("name", few_of(["bert", "vit", "t5", "llama", "gpt2", "lfm2", "wav2vec2"], ("t5",)))
-def test_their_sizes_are_known_at_every_token(name: str, tmp_path: Path) -> None:
-    """Over their mean at the tokens that count, whatever the batches."""
-    case = Case(tmp_path, name)
-    _, expected = measure_plainly(case)
-    factors, found = case.measure()
-    batches = case.batches
-    assert found.keys() == factors.keys()
+def check_sizes(case: Case, name: str, found: dict[str, Tensor], expected: list[dict[str, Tensor]]) -> None:
+    """They are known at every token, over their mean at the tokens that count, whatever the batches."""
     for path, relative in found.items():
-        sizes = [lay_out(of[path], batch) for of, batch in zip(expected, batches, strict=True)]
-        masks = [BY_NAME[name].mask(path, 0, dict(batch)) for batch in batches]
+        sizes = [lay_out(of[path], batch) for of, batch in zip(expected, case.batches, strict=True)]
+        masks = [BY_NAME[name].mask(path, 0, dict(batch)) for batch in case.batches]
         counted = [torch.ones_like(of) if mask is None else mask for of, mask in zip(sizes, masks, strict=True)]
         sizes = [of * mask for of, mask in zip(sizes, counted, strict=True)]
         mean = sum(of.sum() for of in sizes) / sum(mask.sum() for mask in counted)
