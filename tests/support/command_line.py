@@ -65,6 +65,13 @@ def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: 
     return Run(int(stopped.value.code or 0), written.out, unfold(written.err), written.err)
 
 
+def succeed(capsys: pytest.CaptureFixture[str], command: str, arguments: Mapping[str, object]) -> Run:
+    """The same, of a command that ends well."""
+    run = featcal_inside(capsys, command, arguments)
+    assert run.code == 0, run.stderr
+    return run
+
+
 def check_refusal(run: Run, reason: str = "") -> None:
     """One message at the end, which says what (with the reason in it), where, and what to do."""
     assert run.code == 2, run.stderr

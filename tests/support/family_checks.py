@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from featcal_cli.hub.snapshot import resolve_config
+from featcal_cli.models.inventory import take_inventory
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
@@ -36,6 +38,10 @@ IN_HALF_PRECISION = SPREAD | {
     "dbrx", "qwen3-next", "whisper",
 }  # fmt: skip
 """Families calibrated in bfloat16 too: one of each way in which weights are multiplied and tokens are mixed."""
+LISTED = {"clip-vision", "bert", "llama", "t5", "mixtral", "xlnet", "jamba"}
+"""Families whose modules `featcal modules` lists as calibrations report them."""
+LISTED_AS_ONE = {"mixtral", "xlnet", "jamba"}
+"""Families all of whose matrices of a parameter are listed as one module."""
 NO_HALF = {"fnet"}
 """torch has no Fourier transform of bfloat16 on the CPU."""
 PADDABLE = {
@@ -55,6 +61,8 @@ def check_family(folder: Path, family: Family) -> None:
     plain = calibrate(saved.recipe(), output=folder / "plain", batch_size=7)
     expected = check_oracle(saved, plain, models=models)
     check_row(family.name, plain)
+    if family.name in LISTED:
+        check_inventory(saved, plain)
     if family.name in WITH_ALL_NORMS:
         all_norms = calibrate(saved.recipe(norms="all"), output=folder / "all", batch_size=7)
         check_oracle(saved, all_norms, all_norms=True, models=models)
@@ -123,6 +131,16 @@ def check_oracle(
         assert (updates[name] - update).norm() <= 1e-3 * update.norm() + rounding, name
     assert not any(update.any() for name, update in updates.items() if name not in expected)
     return expected
+
+
+def check_inventory(saved: Saved, result: Result) -> None:
+    """`featcal modules` lists what the calibration reported, from the config alone."""
+    inventory = take_inventory(resolve_config(str(saved.folder / "merged")), "auto")
+    calibrated = {(block.name, module.name) for block in result.report.blocks for module in block.modules}
+    listed = {(block.name, module.name) for block in inventory.blocks for module in block.modules}
+    are_merged = saved.family.name in LISTED_AS_ONE
+    assert calibrated == listed or are_merged
+    assert inventory.share == pytest.approx(calibrated_share(result), abs=0.04 if are_merged else 1e-6)
 
 
 def pad_files(saved: Saved) -> None:
