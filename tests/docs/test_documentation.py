@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import jsonschema
 import pytest
 import yaml
-from command_line import featcal_inside
+from command_line import featcal_inside, succeed
 from hub_server import HubServer
 from published import write_card
 from recipe_world import World, save_model
@@ -145,8 +145,7 @@ def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixtur
     if "./my-merge" in text:
         shutil.copytree(files / "merged", "my-merge")
     if "./my-merge-featcal" in text:
-        run = featcal_inside(capsys, "calibrate", {"-r": "mine.yaml", "-o": "my-merge-featcal", "-q": ""})
-        assert run.code == 0, run.stderr
+        succeed(capsys, "calibrate", {"-r": "mine.yaml", "-o": "my-merge-featcal", "-q": ""})
     if "./clip-vit-b32-8-featcal" in text and "calibrate -r clip-vit-b32-8" not in text:
         shutil.copytree(files / "merged", "clip-vit-b32-8-featcal")
     if "user/merged-featcal" in text and "--push-to user/merged-featcal" not in text:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import featcal_inside
+from command_line import succeed
 from families import BY_NAME, FAMILIES, Family, few_of, save_family
 from family_checks import check_family, check_nothing_to_learn, check_oracle, read_rows
 from safetensors import safe_open
@@ -74,8 +74,7 @@ def test_official_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str], re
         data.append(f"t{task}={tmp_path / f't{task}'}.safetensors")
     settings = {"--ridge": told["lambda"], "--rho": told["rho"], "--alpha": told["alpha"]}
     models = {"merged": DATA / "merged", "--base": DATA / "base", "--expert": experts, "--data": data}
-    run = featcal_inside(capsys, "calibrate", {**models, "--method": "paper", **settings, "-o": tmp_path / "out"})
-    assert run.code == 0, run.stderr
+    succeed(capsys, "calibrate", {**models, "--method": "paper", **settings, "-o": tmp_path / "out"})
     ours = load_file(tmp_path / "out" / "model.safetensors")
     expected = {name.removeprefix("calibrated."): t for name, t in official.items() if name.startswith("calibrated.")}
     assert len(expected) == 48

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 from bad_data import POSTSCRIPT
 from bad_input import Stage, files_under, good_arguments
-from command_line import Run, featcal_inside
+from command_line import Run, featcal_inside, succeed
 from hub_faults import Fault
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -37,9 +37,7 @@ LONG = 100_000_000
 def calibrate(stage: Stage, capsys: pytest.CaptureFixture[str], output: str = "out", **changed: object) -> Run:
     """The good job, with other arguments: `expert` is --expert."""
     named = {name if name == "merged" else f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    run = featcal_inside(capsys, "calibrate", good_arguments(stage.folder) | {"-o": stage.folder / output} | named)
-    assert run.code == 0, run.stderr
-    return run
+    return succeed(capsys, "calibrate", good_arguments(stage.folder) | {"-o": stage.folder / output} | named)
 
 
 def check_same(stage: Stage, place: str) -> None:

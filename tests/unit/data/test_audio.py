@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 import transformers
-from command_line import featcal_inside
+from command_line import succeed
 from example_folder import WORDS, Folder, words_of
 from scipy.signal import resample_poly
 from transformers import PreTrainedModel
@@ -185,8 +185,7 @@ def test_a_merge_that_hears_is_calibrated(
     at.file("rows.parquet", [{"audio": {"bytes": x, "path": ""}, "text": f"w{n % 3}"} for n, x in enumerate(waves)])
     monkeypatch.chdir(at.path)
     named = {"--base": "base", "--expert": "speech=expert", "--data": "speech=rows.parquet", "-n": 8, "-o": "out"}
-    done = featcal_inside(capsys, "calibrate", {"": "merged", **named, "--json": ""})
-    assert done.code == 0, done.stderr
+    done = succeed(capsys, "calibrate", {"": "merged", **named, "--json": ""})
     report = json.loads(done.stdout)
     assert sum(not block["is_head"] for block in report["blocks"]) == (3 if kind == "whisper" else 2)
     assert all(block["modules"] for block in report["blocks"])

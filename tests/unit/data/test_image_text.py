@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from command_line import featcal_inside
+from command_line import succeed
 from example_folder import Folder
 from PIL import Image
 from tokenizers import Tokenizer
@@ -168,8 +168,7 @@ def test_a_merge_that_sees_and_reads_is_calibrated(
     monkeypatch.chdir(at.path)
     named: dict[str, object] = {"--base": "base", "--expert": ["seen=expert", "read=expert"]}
     named |= {"--data": ["seen=rows.parquet", "read=text.jsonl"], "-n": 8, "-o": "out", "--json": ""}
-    done = featcal_inside(capsys, "calibrate", {"": "merged", **named})
-    assert done.code == 0, done.stderr
+    done = succeed(capsys, "calibrate", {"": "merged", **named})
     report = json.loads(done.stdout)
     assert sum(not block["is_head"] for block in report["blocks"]) == 4
     assert all(block["modules"] for block in report["blocks"])
