@@ -15,6 +15,7 @@ import transformers
 from families import BY_NAME, TASKS, Saved, save_family, save_tokenizer
 from hub_server import HubServer
 from jobs import Watcher
+from outcome import distance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -132,12 +133,6 @@ def write_texts(file: Path, seed: int, rows: int, least: int, most: int) -> list
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     file.write_text("".join(lines))
     return lines
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """‖one − other‖, of all tensors together."""
-    squares = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
-    return float(squares**0.5)
 
 
 def test_texts_do_not_depend_on_batches_padding_and_order(tmp_path: Path) -> None:

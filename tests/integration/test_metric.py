@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from command_line import complete_draft
-from families import BY_NAME, few_of, save_family
+from families import BY_NAME, changed_tensors, few_of, save_family
 from jobs import prepare
 from oracle import record
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_equations
@@ -91,9 +91,9 @@ def test_who_says_how_tokens_count_is_obeyed(tmp_path: Path) -> None:
 def test_where_answers_say_nothing_features_count_and_it_is_said(tmp_path: Path) -> None:
     """An expert's files hold no pooler, which is random then; asked for by name, the metric is an error."""
     saved = save_family(tmp_path, BY_NAME["bert"]).only(2)
-    file = saved.folder / "red" / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("pooler")}
-    save_file(tensors, file, metadata={"format": "pt"})
+    with changed_tensors(saved.folder / "red") as tensors:
+        for name in [name for name in tensors if name.startswith("pooler")]:
+            del tensors[name]
     settings: dict[str, Any] = {"method": "featcal", "examples": 8, "ridge": None, "rho": None, "alpha": None}
     report = calibrate(saved.recipe(**settings), output=tmp_path / "auto").report
     assert report.settings["metric"] == "features" and not report.output_distances

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, Family, build_lively, shake
+from outcome import distance
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -134,8 +135,3 @@ def arrange(inputs: Batch) -> Batch:
             rows = zip(inputs[other], shifts, strict=True)
             inputs = {**inputs, other: torch.stack([row.roll(shift, 0) for row, shift in rows])}
     return {name: value.contiguous() for name, value in inputs.items()}
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """‖one − other‖, of all tensors together."""
-    return float(sum((one[name].double() - other[name].double()).square().sum() for name in one) ** 0.5)

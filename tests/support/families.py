@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from families_language import VISION_LANGUAGE
 from families_text import CAUSAL, ENCODER_DECODERS, ENCODERS, MIXTURES, SOUND
 from families_vision import PAIRS, VISION
 from family import VOCABULARY, WIDTH, Family, images, text
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 __all__ = [
-    "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "few_of", "images",
-    "save_family", "save_tokenizer", "shake", "text",
+    "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "changed_tensors",
+    "few_of", "images", "save_family", "save_tokenizer", "shake", "text",
 ]  # fmt: skip
 
 TASKS = ("red", "green", "blue")
@@ -38,6 +39,14 @@ SPREAD = {
 def few_of(names: Iterable[str], default: Collection[str]) -> list[Any]:
     """Parameters of a test: by default these few alone, the others with -m matrix."""
     return [pytest.param(name, marks=[] if name in default else pytest.mark.matrix) for name in names]
+
+
+@contextmanager
+def changed_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of the model in a folder, which are written back as they are at the end."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from featcal_cli.runtime.errors import FeatCalError
 
@@ -32,6 +33,16 @@ def result(folder: Path) -> dict[str, object]:
     card = (folder / "README.md").read_text().splitlines()
     files["README.md"] = [TIME.sub("", line) for line in card if not OF_THE_RUN.search(line)]
     return files
+
+
+def weights(output: Path) -> bytes:
+    """The file of an output's weights."""
+    return (output / "model.safetensors").read_bytes()
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """‖one − other‖, of all tensors together."""
+    return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one) ** 0.5
 
 
 def refusal_of(act: Callable[[], object]) -> str:

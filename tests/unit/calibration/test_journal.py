@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import Saved
 from jobs import Watcher
+from outcome import weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -24,8 +25,7 @@ TAKEN_OVER = "blocks were taken over from an earlier run"
 @pytest.fixture(scope="module")
 def whole(bert: Saved, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The weights of a job that nothing happened to."""
-    output = calibrate(bert.recipe(), output=tmp_path_factory.mktemp("whole") / "out").output
-    return (output / "model.safetensors").read_bytes()
+    return weights(calibrate(bert.recipe(), output=tmp_path_factory.mktemp("whole") / "out").output)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def go_on(bert: Saved, journal: Path) -> tuple[bytes, str]:
     watcher = Watcher()
     calibrate(bert.recipe(), output=journal.parent.parent / "out", listener=watcher)
     assert not journal.parent.exists()
-    return (journal.parent.parent / "out" / "model.safetensors").read_bytes(), watcher.notes
+    return weights(journal.parent.parent / "out"), watcher.notes
 
 
 def zero_the_end(file: Path) -> None:

@@ -17,6 +17,7 @@ import yaml
 from command_line import Run, featcal_inside
 from families import BY_NAME, TASKS, Saved, save_family, save_tokenizer
 from hub_server import HubServer
+from outcome import weights
 
 from featcal_cli.calibration.hyperparameters import FEATCAL, PAPER, Hyperparameters, choose_hyperparameters, kind_of
 from featcal_cli.recipe.schema import Calibration
@@ -41,10 +42,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def read_report(output: Path) -> Report:
     return Report.from_json((output / "featcal_report.json").read_text())
-
-
-def weights(output: Path) -> bytes:
-    return (output / "model.safetensors").read_bytes()
 
 
 HALF: dict[str, Any] = {"ridge": 0.123, "alpha": 0.7}

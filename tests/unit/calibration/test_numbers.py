@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BY_NAME, Saved, save_family
+from families import BY_NAME, Saved, changed_tensors, save_family
 from jobs import CPU, Watcher
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -133,9 +133,8 @@ def in_float16(folder: Path, **first: float) -> Saved:
     """A job in float16, in which the first number of a weight is given by model."""
     saved = save_family(folder, BY_NAME["bert"], dtype=torch.float16)
     for name, value in first.items():
-        tensors = load_file(folder / name / "model.safetensors")
-        tensors[QUERY][0, 0] = value
-        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+        with changed_tensors(folder / name) as tensors:
+            tensors[QUERY][0, 0] = value
     return saved
 
 
@@ -182,9 +181,8 @@ def test_a_disk_that_changes_what_is_written(vit: Saved, tmp_path: Path, monkeyp
 
 def test_drift_from_an_expert_whose_features_vanish_is_infinite_and_said(vit: Saved, tmp_path: Path) -> None:
     """Not 0, which would be the expert itself; and JSON has null for it."""
-    file = tmp_path / "red" / "model.safetensors"
-    zeros = {name: torch.zeros_like(value) for name, value in load_file(file).items()}
-    save_file(zeros, file, metadata={"format": "pt"})
+    with changed_tensors(tmp_path / "red") as tensors:
+        tensors.update({name: torch.zeros_like(value) for name, value in tensors.items()})
     found = inspect_drift(vit.recipe())
     last = found.tasks["red"].models["model"].last
     assert last.relative == inf and isfinite(last.distance) and last.distance > 0
@@ -215,10 +213,8 @@ def test_features_whose_number_depends_on_weights_cannot_be_paired() -> None:
 
 def test_a_broken_head_of_an_expert_is_said_and_measures_nothing(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["bert"])
-    file = tmp_path / "red" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["pooler.dense.weight"][0, 0] = float("nan")
-    save_file(tensors, file, metadata={"format": "pt"})
+    with changed_tensors(tmp_path / "red") as tensors:
+        tensors["pooler.dense.weight"][0, 0] = float("nan")
     report = calibrate(saved.recipe(), output=tmp_path / "out").report
     assert any("expert red has NaN or infinity in pooler.dense.weight" in note for note in report.notes)
     assert report.measures["red"].models["merged"].output is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BY_NAME, few_of, save_family
+from families import BY_NAME, changed_tensors, few_of, save_family
 from jobs import Prepared, prepare
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,13 +40,11 @@ def test_nothing_outside_of_stems_and_blocks_is_read_or_decides_the_weights(tmp_
     assert 0 < plain.report.cost["expert_bytes_read"] <= 1.05 * needed  # heads are small
     spared = 0
     for task, expert in prepared.models.experts.items():
-        file = saved.folder / task / "model.safetensors"
-        tensors = load_file(file)
-        for key in tensors.keys() - keys_of(tensors, needed_of(prepared, expert)):
-            spared += 1
-            tensors[key] = torch.full_like(tensors[key], float("nan"))
-        tensors["optimizer.exp_avg"] = torch.full((1000,), float("nan"))
-        save_file(tensors, file, {"format": "pt"})
+        with changed_tensors(saved.folder / task) as tensors:
+            for key in tensors.keys() - keys_of(tensors, needed_of(prepared, expert)):
+                spared += 1
+                tensors[key] = torch.full_like(tensors[key], float("nan"))
+            tensors["optimizer.exp_avg"] = torch.full((1000,), float("nan"))
     assert spared
     spoilt = calibrate(saved.recipe(), output=tmp_path / "spoilt")
     one, other = (load_file(found.output / "model.safetensors") for found in (plain, spoilt))
@@ -147,11 +145,9 @@ def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: p
 
 def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["convnext"])
-    file = saved.folder / "red" / "model.safetensors"
-    tensors = load_file(file)
-    (name,) = (name for name in tensors if name.endswith("stages.1.downsampling_layer.1.weight"))
-    tensors[name][0, 0] = float("nan")
-    save_file(tensors, file, {"format": "pt"})
+    with changed_tensors(saved.folder / "red") as tensors:
+        (name,) = (name for name in tensors if name.endswith("stages.1.downsampling_layer.1.weight"))
+        tensors[name][0, 0] = float("nan")
     with pytest.raises(NumericsError, match=r"expert red has NaN or infinity in .*stages\.1\.downsampling_layer\.1"):
         calibrate(saved.recipe(), output=tmp_path / "out", device="cpu")
 
