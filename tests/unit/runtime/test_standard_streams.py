@@ -30,9 +30,11 @@ COMMANDS = {
     "help": "calibrate --help",
     "modules as JSON": "modules JOB/merged --json",
     "calibrate": "calibrate -r JOB/job.yaml -o out --overwrite",
-    "inspect-drift": "inspect-drift JOB/merged -r JOB/job.yaml -n 4",
     "an error": "modules JOB/nothing",
 }
+PLAIN = {"LC_ALL": "POSIX"}
+NOWHERE = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "FEATCAL_CACHE"), "/proc/nowhere")
+"""Places that cannot be written are not missed if unused."""
 NARROW = {"PYTHONIOENCODING": "latin-1", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "20"}
 
 
@@ -89,7 +91,10 @@ def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, name: str) -> None
 @pytest.mark.survive
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [*product(["modules as JSON", "calibrate"], [{"LC_ALL": "POSIX"}]), *product(["recipes", "calibrate"], [NARROW])],
+    [
+        *(("modules as JSON", PLAIN), ("calibrate", PLAIN | NOWHERE)),
+        *product(["recipes", "calibrate"], [NARROW]),
+    ],
 )
 def test_an_encoding_without_letters(job: Path, tmp_path: Path, name: str, environment: dict[str, str]) -> None:
     done = run(COMMANDS[name], job, tmp_path, **environment)
@@ -97,14 +102,6 @@ def test_an_encoding_without_letters(job: Path, tmp_path: Path, name: str, envir
     assert "\x1b" not in done.stdout + done.stderr
     if "JSON" in name:
         json.loads(done.stdout)
-
-
-@pytest.mark.survive
-@pytest.mark.parametrize("name", ["calibrate", "inspect-drift"])
-def test_places_that_cannot_be_written_are_not_missed_if_unused(job: Path, tmp_path: Path, name: str) -> None:
-    nowhere = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "FEATCAL_CACHE"), "/proc/nowhere")
-    done = run(COMMANDS[name], job, tmp_path, **nowhere)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.survive
@@ -194,6 +191,8 @@ STARTS = {
     "an evaluation": (["evaluate", "-r", "demo"], "given: merged "),
 }
 """What is typed, and what must be there when torch is asked for."""
+ENDS = {"--help": "demo", "--version": "featcal ", "calibrate silent/model": "", "modules silent/model": ""}
+"""What is typed that is answered, or refused, without torch."""
 TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
 BASE = "openai/clip-vit-base-patch32"
 STANDS_IN = """
@@ -217,15 +216,32 @@ def world(hub: HubServer, tmp_path: Path) -> None:
         hub.add_repo(dataset, tmp_path / "rows", kind="dataset")
     write_card(tmp_path / "clip", base_model=[f"user/clip-{task}" for task in TASKS], tags=["merge"])
     hub.add_repo("user/merged", tmp_path / "clip")
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "README.md").write_text("A model")
+    hub.add_repo("silent/model", tmp_path / "silent")
+
+
+def start_with(torch: str, folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
+    """A command for which this code is torch."""
+    (folder / "modules").mkdir()
+    (folder / "modules" / "torch.py").write_text(torch)
+    return featcal(*line, folder=None, PYTHONPATH=str(folder / "modules"))
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("start", STARTS)
 def test_what_was_found_is_said_before_torch_or_anything_heavy_is_imported(start: str, tmp_path: Path) -> None:
-    (place := tmp_path / "modules").mkdir()
-    (place / "torch.py").write_text(STANDS_IN)
     line, said = STARTS[start]
-    run = featcal(*line, folder=None, PYTHONPATH=str(place))
+    run = start_with(STANDS_IN, tmp_path, *line)
     told = f"{run.stdout[-2000:]}\n{run.stderr}"
     assert run.returncode == 2 and "torch cannot be imported: ImportError: heavy modules before torch: []" in told, told
     assert said in told, told
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("line", ENDS)
+def test_help_and_errors_in_lineage_do_not_import_torch(line: str, tmp_path: Path) -> None:
+    run = start_with("import os\nos._exit(9)", tmp_path, *line.split())
+    is_refused = "silent/model" in line
+    assert run.returncode == (2 if is_refused else 0) and run.stderr.count("error:") == is_refused, run.stderr
+    assert ("silent/model" in run.stderr) == is_refused and ENDS[line] in run.stdout
