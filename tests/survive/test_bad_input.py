@@ -38,9 +38,3 @@ def test_bad_input_is_one_clear_message(
     for word in words:
         assert word in run.stderr, run.stderr
     assert files_under(tmp_path) == before
-
-
-def test_the_good_arguments_are_good(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = good_arguments(stage.folder) | {"-o": tmp_path / "out"}
-    assert featcal_inside(capsys, "calibrate", arguments).code == 0
-    assert (tmp_path / "out" / "model.safetensors").is_file()
