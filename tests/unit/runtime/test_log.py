@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import featcal, featcal_inside
+from command_line import featcal_inside
 from families import BY_NAME, save_family
 
 from featcal_cli.runtime.errors import BugError
@@ -109,19 +109,15 @@ def test_a_bug_is_one_message_and_its_traceback_is_in_the_log(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == [tmp_path / "log"]
 
 
-@pytest.mark.survive
-def test_a_bug_of_the_command_is_exit_code_1_and_one_message(tmp_path: Path) -> None:
-    """A package that breaks in the middle of a run, once it is imported, is as good a fault as any."""
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
-    (tmp_path / "matplotlib").mkdir()
-    (tmp_path / "matplotlib" / "__init__.py").write_text(
-        "def rc_context():\n    raise LookupError('no figures here')\n"
-    )
-    for name in ("figure", "lines"):
-        (tmp_path / "matplotlib" / f"{name}.py").write_text("Figure = Line2D = object\n")
-    run = featcal("calibrate", "-q", "-r", "job.yaml", "-o", "out", folder=tmp_path)
-    assert run.returncode == 1 and "Traceback" not in run.stderr and not (tmp_path / "out").exists()
+def test_a_bug_of_the_command_is_exit_code_1_and_one_message(
+    bert_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(_: object) -> bytes:
+        raise LookupError("no figures here")
+
+    monkeypatch.setattr("featcal_cli.workflows.calibrate.plot_drift", break_down)
+    run = featcal_inside(capsys, "calibrate", {"-q": "", "-r": bert_job / "job.yaml", "-o": tmp_path / "out"})
+    assert run.code == 1 and "Traceback" not in run.stderr and not (tmp_path / "out").exists()
     shown = re.fullmatch(r"bug: (.+)\n  in: (.+)\n  fix: (.+)\n", run.stderr)
     assert shown and shown[1].endswith("LookupError: no figures here"), run.stderr
     assert re.fullmatch(r"featcal_cli/\S+\.py, line \d+", shown[2])
