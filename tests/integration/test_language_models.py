@@ -18,9 +18,10 @@ import torch
 import transformers
 from command_line import Run, featcal_inside
 from distant import GENTLE
-from families import BY_NAME, Family, Saved, few_of, save_family, text
+from families import BY_NAME, Family, Saved, changed_tensors, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, text_to_text
-from safetensors.torch import load_file, save_file
+from jobs import Watcher
+from safetensors.torch import load_file
 
 from featcal_cli.calibration.distillation import SHARES, Lesson, Schedule
 from featcal_cli.calibration.journal import Journal, describe_differences
@@ -304,19 +305,18 @@ def test_language_models_are_refined_for_a_short_while(
         assert divergence(saved, tmp_path / "out") < divergence(saved, tmp_path / "merged")
 
 
-@pytest.mark.parametrize("asked", [None, True], ids=["by default", "--refine"])
 def test_blocks_take_fewer_texts_than_refining(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, asked: bool | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Blocks that are refined later are calibrated on the first of the texts; all of them are learnt from."""
     monkeypatch.setattr("featcal_cli.workflows.workload.FEWEST_TEXTS", 8)
     monkeypatch.setattr("featcal_cli.workflows.workload.TOKENS_PER_WIDTH", 0)
     monkeypatch.setattr("featcal_cli.workflows.plan.LONG", Schedule(4, 6, 0.05, 1))
-    learnt = set[int]()
+    learnt: dict[bool | None, set[int]] = {False: set(), None: set(), True: set()}
     divergences = Lesson.divergences
 
     def watched(lesson: Lesson, chosen: Sequence[int]) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        learnt.update(chosen)
+        learnt[choice].update(chosen)
         yield from divergences(lesson, chosen)
 
     monkeypatch.setattr(Lesson, "divergences", watched)
@@ -331,42 +331,33 @@ def test_blocks_take_fewer_texts_than_refining(
             jobs[choice] = fingerprint
 
     monkeypatch.setattr("featcal_cli.workflows.calibrate.Journal", Watched)
-    for choice in (asked, False):
+    for choice in learnt:
         recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24, refine=choice)
         report = calibrate(recipe, output=tmp_path / str(choice)).report
         rows[choice] = report.blocks[0].modules[0].rows
         told = "blocks are calibrated on 8 examples of each task at most; refining learns from all"
         assert (told in report.notes) == (choice is not False)
         assert set(report.settings["examples"].values()) == {24}
-    assert 0 < rows[asked] < rows[False] / 2
-    assert learnt == set(range(24 + 4))
-    assert set(describe_differences(jobs[False], jobs[asked])) == {
-        f"blocks were calibrated on 24 examples of {task}, and are on 8" for task in saved.inputs
-    }
-    show_plan(dry_run(saved.recipe(examples=24, method="featcal", refine=asked), output=tmp_path / "plan"))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "24 to fit and 8 to hold out per task" in shown
-    assert "after blocks are calibrated on 8 of each task's" in shown
-
-
-class Notes(Listener):
-    """Keeps what a run notes."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
+    for asked in (None, True):
+        assert 0 < rows[asked] < rows[False] / 2
+        assert learnt[asked] == set(range(24 + 4))
+        assert set(describe_differences(jobs[False], jobs[asked])) == {
+            f"blocks were calibrated on 24 examples of {task}, and are on 8" for task in saved.inputs
+        }
+        show_plan(dry_run(saved.recipe(examples=24, method="featcal", refine=asked), output=tmp_path / "plan"))
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "24 to fit and 8 to hold out per task" in shown
+        assert "after blocks are calibrated on 8 of each task's" in shown
 
 
 def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = save(tmp_path, *CASES["llama"][:2])
     recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24)
-    needed, notes = dry_run(recipe, output=tmp_path / "out").estimate, Notes()
+    needed, notes = dry_run(recipe, output=tmp_path / "out").estimate, Watcher()
     monkeypatch.setattr(plan_checks, "free_bytes", lambda _: needed.disk_bytes - 1)
     without = dry_run(recipe, output=tmp_path / "out", listener=notes)
     assert without.refining is None and without.estimate.disk_bytes < needed.disk_bytes
-    assert any(note.startswith("the result is not refined: ") for note in notes.texts)
+    assert "\nthe result is not refined: " in f"\n{notes.notes}"
 
 
 def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,10 +394,9 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_an_expert_with_a_broken_head_teaches_nothing(tmp_path: Path) -> None:
     saved = save(tmp_path, *CASES["llama"][:2])
-    task, file = next(iter(saved.inputs)), tmp_path / next(iter(saved.inputs)) / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"][5] = math.nan
-    save_file(tensors, file, metadata={"format": "pt"})
+    task = next(iter(saved.inputs))
+    with changed_tensors(tmp_path / task) as tensors:
+        tensors["lm_head.weight"][5] = math.nan
     _, report = run(saved, "out", refine=None)
     why = f"the result is not refined: the probabilities of expert {task} are not finite"
     assert report["refined"] is None and why in report["notes"]
