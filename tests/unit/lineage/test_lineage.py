@@ -32,13 +32,6 @@ ROWS: dict[str, Files] = {
 ANSWERS = {"REPO": "ORG/mine", "SOURCE": "ORG/rows", "CONFIG": "one", "TASK": "mine"}
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run where no folder could be taken for a repo."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-
-
 def read_command(command: str) -> Draft:
     """What a command line of `featcal calibrate` says, as the command itself reads it."""
     featcal, calibrate, merged, *options = shlex.split(command)
@@ -162,13 +155,14 @@ def test_a_card_on_the_hub_leads_to_no_folder_here() -> None:
 
 def test_a_card_in_a_folder_may_name_paths(tmp_path: Path) -> None:
     """From the folder, absolute, or (where it can be nothing else) from where the command runs."""
+    law = Path("law").resolve()
     for name, files in {
         "merged": listed("ties", "../math", str(tmp_path / "code"), "./law", base_model="base"),
         "merged/base": {},
         "math": card(datasets=["rows"]),
         "math/rows": {},
         "code": lora("../merged/base", "../math/rows"),
-        "here/law": card(datasets=str(tmp_path / "math/rows")),
+        str(law): card(datasets=str(tmp_path / "math/rows")),
     }.items():
         (tmp_path / name).mkdir(exist_ok=True)
         for path, text in files.items():
@@ -178,7 +172,7 @@ def test_a_card_in_a_folder_may_name_paths(tmp_path: Path) -> None:
     assert {task: spec.expert for task, spec in recipe.tasks.items()} == {
         "math": str(tmp_path / "math"),
         "code": str(tmp_path / "code"),
-        "law": str(tmp_path / "here/law"),
+        "law": str(law),
     }
     assert {spec.data.path for spec in recipe.tasks.values()} == {str(tmp_path / "math/rows")}
 

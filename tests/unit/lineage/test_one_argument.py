@@ -227,10 +227,13 @@ def test_a_token_is_checked_before_the_work(user: User) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(user: User) -> None:
-    user.begin("again")
+def test_an_output_is_pushed_later_without_computing_again_unless_the_merged_repo_has_moved_on(user: User) -> None:
+    """As a pipeline does it: calibrate, look, and give the same command with --push-to; or where a push failed."""
+    published = user.begin("gate")
+    assert user.calibrate("gate/merged").code == 0
+    assert user.calibrate("gate/merged", ridge=0.3, push_to="gate/out").code == 2  # another job
     user.hub.fail("commit", "500", times=None)
-    run = user.calibrate("again/merged", push_to="again/out")
+    run = user.calibrate("gate/merged", push_to="gate/out")
     assert run.code == 2
     assert "the same command again pushes it" in one_line(run.stderr)
     user.hub.faults.clear()
@@ -239,35 +242,25 @@ def test_a_push_that_failed_is_done_by_the_same_command_without_computing_again(
     whole = report.read_bytes()
     for length in (0, len(whole) // 2, len(whole) - 3):
         report.write_bytes(whole[:length])
-        run = user.calibrate("again/merged", push_to="again/out")
+        run = user.calibrate("gate/merged", push_to="gate/out")
         assert run.code == 2 and "exists" in run.stderr and "Traceback" not in run.stderr
     report.write_bytes(whole)
     written = {path.name: path.stat().st_mtime_ns for path in (user.here / "merged-featcal").iterdir()}
     user.hub.requests.clear()
-    user.finish_push("again/merged", "again/out")
+    user.finish_push("gate/merged", "gate/out")
     assert user.hub.file_bytes() == 0
     now = {path.name: path.stat().st_mtime_ns for path in (user.here / "merged-featcal").iterdir()}
     assert now == written
-    run = user.calibrate("again/merged", push_to="again/out")
-    assert run.code == 0, run.stderr
-    assert len(user.hub.repos["model", "again/out"].log) == 1
-    # the time of this command is not that of the calibration
-    assert re.search(r"(?<! s); the calibrated model is in merged-featcal and at ", one_line(run.stdout)), run.stdout
-    run = user.calibrate("again/merged")
-    assert run.code == 0 and "already done" in run.stderr
-
-
-def test_an_output_that_is_good_enough_is_pushed_later_unless_the_merged_repo_has_moved_on(user: User) -> None:
-    """As a pipeline does it: calibrate, look, and give the same command with --push-to."""
-    published = user.begin("gate")
-    assert user.calibrate("gate/merged").code == 0
-    assert user.calibrate("gate/merged", ridge=0.3, push_to="gate/out").code == 2  # another job
-    user.hub.requests.clear()
-    user.finish_push("gate/merged", "gate/out")
-    assert user.hub.file_bytes() == 0
     card = (user.here / "merged-featcal" / "README.md").read_text()
     assert "gate/out" in card
     assert files_of(user.hub, "gate/out")["README.md"] == card.encode()
+    run = user.calibrate("gate/merged", push_to="gate/out")
+    assert run.code == 0, run.stderr
+    assert len(user.hub.repos["model", "gate/out"].log) == 1
+    # the time of this command is not that of the calibration
+    assert re.search(r"(?<! s); the calibrated model is in merged-featcal and at ", one_line(run.stdout)), run.stdout
+    run = user.calibrate("gate/merged")
+    assert run.code == 0 and "already done" in run.stderr
     (published.folder / "merged" / "notes.txt").write_text("a new version")
     user.hub.add_repo("gate/merged", published.folder / "merged")
     run = user.calibrate("gate/merged", push_to="gate/later")
