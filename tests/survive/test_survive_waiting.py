@@ -12,19 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 import pytest
+from command_line import featcal_inside
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
 from published import publish
 
+from featcal_cli.hub.client import TIMEOUT
 from featcal_cli.runtime.process import CALIBRATING
 
 ORG = "waits"
@@ -65,32 +65,45 @@ ENDLESS = {
 """By the owner of what is asked for: a command, what never works, and what the command says of it."""
 
 
-def note(times: list[float]) -> None:
-    times.append(time.monotonic())
-
-
 def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up(hub: HubServer, merge: Path, tmp_path: Path) -> None:
-    """Of three commands that wait side by side."""
-    failed: dict[str, list[float]] = {org: [] for org in ENDLESS}
-    for org, (_, kind, fault, _) in ENDLESS.items():
-        publish(hub, merge, org)
-        noted = replace(fault, action=partial(note, failed[org]))
-        hub.fail(kind, noted, path=f"/{org}/", times=None)
-    with ThreadPoolExecutor() as pool:
-        runs = {org: pool.submit(Spoken, tmp_path, *command) for org, (command, *_) in ENDLESS.items()}
-    for org, (command, _, fault, told) in ENDLESS.items():
-        spoken, times = runs[org].result(), failed[org]
-        text = "\n".join(line for _, line in spoken.lines)
-        assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
-        assert told in text and "http:" not in text, text
-        if fault is STALL:  # which does not note when it was asked
-            began, first = spoken.lines[0][0], spoken.first(told)
-        else:
-            began = first = times[0]
-            assert spoken.first(told) - first < SHORTLY, text
-        assert spoken.longest_silence(began) < SILENCE and spoken.ended - first < LONGEST, text
-        if command[-1] == "out":  # a dry run says all that it found at its end
-            assert spoken.first("expert ") < spoken.first(told), text
+    """In a process of its own, by the clock."""
+    command, kind, fault, told = ENDLESS["two"]
+    publish(hub, merge, "two")
+    failed: list[float] = []
+    noted = replace(fault, action=lambda: failed.append(time.monotonic()))
+    hub.fail(kind, noted, path="/two/", times=None)
+    spoken = Spoken(tmp_path, *command)
+    text = "\n".join(line for _, line in spoken.lines)
+    assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
+    assert told in text and "http:" not in text, text
+    assert spoken.first(told) - failed[0] < SHORTLY, text
+    assert spoken.longest_silence(failed[0]) < SILENCE and spoken.ended - failed[0] < LONGEST, text
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("org", ["one", "three"])
+def test_a_failure_is_told_before_the_first_pause_and_pauses_end(
+    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, org: str
+) -> None:
+    """Pauses are noted, and not waited for; a Hub that does not answer keeps each request waiting for its limit."""
+    command, kind, fault, told = ENDLESS[org]
+    publish(hub, merge, org)
+    hub.fail(kind, fault, path=f"/{org}/", times=None)
+    pauses, said, before = list[float](), list[str](), hub.faults.hits
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        said.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(time, "sleep", pause)
+    run = featcal_inside(capsys, command[0], {str(number): part for number, part in enumerate(command[1:])})
+    text, first = " ".join(f"{''.join(said)}{run.stderr}".split()), " ".join(said[0].split())
+    assert run.code == 2 and "error: " in text and "Traceback" not in text, text
+    assert told in first and "http:" not in text, text
+    waits = TIMEOUT if fault is STALL else 0.0
+    assert max(pauses) + waits < SILENCE and sum(pauses) + waits * (hub.faults.hits - before) < LONGEST, pauses
+    if command[-1] == "out":  # a dry run says all that it found at its end
+        assert first.index("expert ") < first.index(told), text
 
 
 def show(written: bytes, width: int = 80) -> tuple[list[str], bool]:
@@ -157,29 +170,19 @@ def is_clean(lines: list[str]) -> bool:
     return not any("━" in line or re.search(r"\d:\d\d:\d\d", line) for line in lines)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("calibrating", signal.SIGINT), ("uploading", signal.SIGTERM)])
-def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(
-    hub: HubServer, merge: Path, tmp_path: Path, moment: str, number: signal.Signals
-) -> None:
+def test_an_interrupt_leaves_one_line_on_a_terminal_and_no_bar(hub: HubServer, merge: Path, tmp_path: Path) -> None:
     publish(hub, merge, ORG)
-    token = hub.add_token(ORG)
-    before = hub.faults.hits
-    hub.fail("upload", STALL, times=None)
     log = tmp_path / "log.jsonl"
     terminal = Terminal(
-        tmp_path, "calibrate", f"{ORG}/merged", "-n", "16", "-o", "out", "--push-to", f"{ORG}/out",
-        "--log-file", str(log), HF_TOKEN=token, HF_HOME=str(tmp_path / "home"),
+        tmp_path, "calibrate", f"{ORG}/merged", "-n", "16", "-o", "out", "--log-file", str(log),
+        HF_HOME=str(tmp_path / "home"),
     )  # fmt: skip
-    if moment == "uploading":
-        terminal.wait_until(lambda: hub.faults.hits > before)
-        time.sleep(0.3)
-    else:
-        terminal.wait_until(lambda: log.exists() and f'"{moment}"' in log.read_text())
-    terminal.process.send_signal(number)
+    terminal.wait_until(lambda: log.exists() and '"calibrating"' in log.read_text())
+    terminal.process.send_signal(signal.SIGINT)
     code = terminal.wait()
     lines, visible = show(terminal.written)
     shown = [line for line in lines if line]
-    assert code == 128 + number, shown
+    assert code == 128 + signal.SIGINT, shown
     assert shown[-1] == CALIBRATING and shown.count(CALIBRATING) == 1, shown
     assert is_clean(shown) and visible, shown
 
