@@ -12,16 +12,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import transformers
 from PIL import Image
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from vocabularies import word_tokenizer
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
@@ -30,7 +27,6 @@ from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
 arrow: Any = pyarrow  # has no types
-library: Any = transformers
 Row = Mapping[str, Any]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"] + [f"w{number}" for number in range(50)]
 WORDS += ["user", "assistant", "system", "tool"]
@@ -51,12 +47,10 @@ class Folder:
         settings = {"pad_token": "[PAD]", "eos_token": "</s>", "unk_token": "[UNK]", **settings}
         saved = self.shelf / str(zlib.crc32(repr((chat, words, settings)).encode()))
         if not saved.exists():
-            tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-            tokenizer.pre_tokenizer = Whitespace()
-            tokenizer.post_processor = TemplateProcessing(
+            ends = TemplateProcessing(
                 single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
             )
-            fast = library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+            fast = word_tokenizer(words, "[UNK]", {"post_processor": ends}, **settings)
             if chat:
                 fast.chat_template = CHAT_TEMPLATE
             fast.save_pretrained(saved)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-import transformers as tf
 from families_language import VISION_LANGUAGE
 from families_text import CAUSAL, ENCODER_DECODERS, ENCODERS, MIXTURES, SOUND
 from families_vision import PAIRS, VISION
@@ -21,6 +19,7 @@ from family import VOCABULARY, WIDTH, Family, images, text
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from vocabularies import word_tokenizer
 
 __all__ = [
     "BY_NAME", "FAMILIES", "SPREAD", "VOCABULARY", "WIDTH", "Family", "Saved", "build_lively", "changed_tensors",
@@ -153,10 +152,8 @@ def build_lively(family: Family) -> PreTrainedModel:
 
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of whole words w0, w1, … whose ids fit the families' vocabulary."""
-    words = {"[PAD]": 0, "[UNK]": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tf.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(2, VOCABULARY))]
+    word_tokenizer(words, "[UNK]", pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
 
 
 def _load(model: PreTrainedModel, values: list[Tensor]) -> None:

@@ -17,12 +17,12 @@ import transformers
 import yaml
 from hub_server import HubServer
 from PIL import Image
-from tokenizers import Regex, Tokenizer
+from tokenizers import Regex
 from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from torch import nn
+from vocabularies import word_tokenizer
 
 from featcal_cli.recipe.schema import Draft, TaskDraft
 
@@ -162,19 +162,12 @@ def shake(model: nn.Module, seed: int) -> None:
 
 def save_tokenizer(folder: Path, *, chat: bool) -> None:
     """A token a character, so that no two texts are the same to a model."""
-    words = {word: number for number, word in enumerate([*SPECIAL, *CHARACTERS])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = Fuse()
+    parts = {"pre_tokenizer": Split(Regex(r"[\s\S]"), "isolated"), "decoder": Fuse()}
     if not chat:  # language models put no end behind what they are to go on with
-        tokenizer.post_processor = TemplateProcessing(
-            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-        )
-    library: Any = transformers
-    fast = library.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>",
-        model_max_length=77,
-    )  # fmt: skip
+        ends = {"single": "$A </s>", "pair": "$A </s> $B </s>"}
+        parts["post_processor"] = TemplateProcessing(**ends, special_tokens=[("</s>", 1)])
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    fast = word_tokenizer([*SPECIAL, *CHARACTERS], "<unk>", parts, **names, model_max_length=77)
     if chat:
         fast.chat_template, fast.model_max_length = CHAT, 4096
     fast.save_pretrained(folder)

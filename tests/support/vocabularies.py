@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +27,14 @@ def spell(kind: str) -> list[str]:
     if kind == "words":
         return [*SPECIAL, *WORDS]
     return [*SPECIAL, space, *PIECES, f"{space}w", *(f"{space}{word}" for word in WORDS)]
+
+
+def word_tokenizer(words: Iterable[str], unknown: str, parts: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+    """A tokenizer of whole words, whose ids are their places. parts: of the tokenizer, such as its decoder."""
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=unknown))
+    for name, part in {"pre_tokenizer": pre_tokenizers.Whitespace(), **(parts or {})}.items():
+        setattr(made, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **settings)
 
 
 def make_tokenizer(kind: str, tokens: Sequence[str], *, begins: bool = False, merges: bool = True) -> Any:

@@ -15,12 +15,10 @@ import transformers
 from command_line import succeed
 from example_folder import Folder
 from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from vocabularies import word_tokenizer
 
 from featcal_cli.recipe.schema import Data
 
@@ -53,12 +51,8 @@ def make_model(kind: str) -> PreTrainedModel:
 
 def prepare(folder: Path, kind: str, template: str | None = TURNS) -> PreTrainedModel:
     """A model, with what reads images and texts in a folder."""
-    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = library.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]",
-        additional_special_tokens=["<image>"],
-    )  # fmt: skip
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[END]"}
+    tokenizer = word_tokenizer(WORDS, "[UNK]", **names, additional_special_tokens=["<image>"])
     images: Any = CLIPImageProcessorPil
     images = images(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     if kind == "clip":

@@ -10,10 +10,8 @@ import pytest
 import torch
 from hub_texts import card, open_texts
 from outcome import weights
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from vocabularies import word_tokenizer
 
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.lineage.search import OpenQuestionsError
@@ -38,10 +36,7 @@ LLAMA = '{"architectures": ["LlamaForCausalLM"]}'
 
 
 def save_tokenizer(folder: Path, chat: str | None = None) -> None:
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast = word_tokenizer(WORDS, "<pad>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     fast.add_special_tokens({"additional_special_tokens": ["<turn>", "<end>"]})
     fast.chat_template = chat
     fast.save_pretrained(folder)
