@@ -42,7 +42,7 @@ def weights(output: Path) -> bytes:
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """‖one − other‖, of all tensors together."""
-    return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one) ** 0.5
+    return float(sum((one[name].double() - other[name].double()).square().sum() for name in one) ** 0.5)
 
 
 def refusal_of(act: Callable[[], object]) -> str:

@@ -51,7 +51,7 @@ def make_model(kind: str) -> PreTrainedModel:
 
 def prepare(folder: Path, kind: str, template: str | None = TURNS) -> PreTrainedModel:
     """A model, with what reads images and texts in a folder."""
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[END]"}
+    names: dict[str, Any] = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[END]"}
     tokenizer = word_tokenizer(WORDS, "[UNK]", **names, additional_special_tokens=["<image>"])
     images: Any = CLIPImageProcessorPil
     images = images(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
