@@ -99,16 +99,16 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "t5": ("T5ForConditionalGeneration", "T5Config", {"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
 }  # fmt: skip
-WIDE, NARROW = (256, 12, 16), (64, 64, 48)
-"""Width, examples and tokens: one whose weights count, one whose features do."""
+WIDE, NARROW, HEADED = (256, 12, 16), (64, 64, 48), (256, 12, 8, 20_000)
+"""Width, examples, tokens and words: one whose weights count, one whose features do, and one whose head does."""
 
 
-def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dict[str, Any]:
+def save(folder: Path, name: str, width: int, examples: int, tokens: int, vocabulary: int = 300) -> dict[str, Any]:
     """A family and its recipe."""
     model_class, config_class, shape = SHAPES[name]
     sizes = {"d_model": width, "d_ff": 3 * width, "d_kv": width // 4} if name == "t5" else {}
     sizes = sizes or {"hidden_size": width, "intermediate_size": 3 * width}
-    words = {} if name == "vit" else {"vocab_size": 300}
+    words = {} if name == "vit" else {"vocab_size": vocabulary}
     config = getattr(LIBRARY, config_class)(**shape, **sizes, **words)
     for number, role in enumerate(("base", "merged", *TASKS)):
         torch.manual_seed(number)
@@ -128,11 +128,12 @@ def save(folder: Path, name: str, width: int, examples: int, tokens: int) -> dic
     }
 
 
-CASES: dict[str, tuple[tuple[int, int, int], tuple[int, int] | None, dict[str, Any]]] = {
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, int] | None, dict[str, Any]]] = {
     "wide": (WIDE, None, {"ridge": 0.05}),
     "bfloat16": (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
     "narrow": (NARROW, None, {"ridge": 0.05}),
     "default": (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
+    "head": (HEADED, (0, 1 << 30), {"rho": None, "alpha": None, "method": "featcal", "refine": False}),
     "outputs": (NARROW, None, {"rho": None, "alpha": None, "method": "featcal"}),
     "host": (NARROW, (0, 1 << 30), {"ridge": 0.05}),
 }
@@ -149,9 +150,12 @@ def test_the_estimate_is_near_the_peak(
     recipe = save(tmp_path, name, *size)
     recipe["calibration"] = {k: v for k, v in {**recipe["calibration"], **settings}.items() if v is not None}
     if rooms is not None:
-        monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
-        monkeypatch.setattr(resource_estimate, "rooms_for_features", lambda _: rooms)
+        for module in (setup, resource_estimate):
+            monkeypatch.setattr(module, "rooms_for_features", lambda _: rooms)
+        for module in (weight_uploads, resource_estimate):
+            monkeypatch.setattr(module, "room_for_weights", lambda _: rooms[0])
         monkeypatch.setattr(offload, "SMALLEST_MOVED", 1)
+    weight_uploads.drop_weights(torch.device("cuda", 0))  # the room is what it is now
     plans: list[plan.Plan] = []
 
     def remember(*args: Any, **options: Any) -> plan.Plan:
