@@ -205,7 +205,8 @@ def _weigh(work: Workload) -> _Weights:
         (sum(x.nbytes for x in part), sum(x.numel() for x in part) * itemsize) for part in (largest, stem_parameters)
     )
     of_model, experts = sum(x.nbytes for block in blocks for x in block), len(work.examples)
-    stays = min(room_for_weights(work.device), (2 + experts) * (of_model + stem) * itemsize // work.model.dtype.itemsize)
+    of_all = (2 + experts) * (of_model + stem) * itemsize // work.model.dtype.itemsize
+    stays = min(room_for_weights(work.device), of_all)
     if work.device.type != "cpu":
         at_work = max(BLOCKS_ON_DEVICE * block_in_use - stays, 0)
     else:
