@@ -258,7 +258,7 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
             break
         del slope
         step, fallen = approach_by_conjugate_gradients(system_of, descent, precondition, INNER_STEPS)
-        # the slope along a step that ends where ½ stepᵀ system_of(step) − stepᵀ descent has no slope left
+        # at its minimum along a step, a quadratic form has fallen by half of what the slope at its start promises
         promised = 2 * float(fallen)
         del descent
         for size in (0.5**halving for halving in range(HALVINGS)):

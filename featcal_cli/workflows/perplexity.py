@@ -29,8 +29,8 @@ from featcal_cli.workflows.session import Session
 TEXT = {"input_ids", "attention_mask"}
 """Names of the inputs that a plain text has."""
 PERPLEXITY = "perplexity"
-TEXTS_AT_ONCE = 256
-"""Number of texts for which the weights of all models are read once, if a whole split is measured."""
+TEXTS_AT_ONCE = 32
+"""Number of a split's texts whose hidden states are in memory at once, between two readings of each model's weights."""
 HELD_OUT, FITTED = "held-out rows", "calibration examples"
 """Names of the texts on which it is measured."""
 

@@ -41,7 +41,7 @@ MODELS_CONVERTED = 4
 BATCH_COPIES = 4
 """Copies of a batch's features at one block: the student's, the expert's, the expert's outputs, and the terms of the
 sums."""
-HEAD_COPIES, HEAD_COPIES_SCALED, HEAD_LOGITS = 5, 3, 6
+HEAD_COPIES, HEAD_COPIES_SCALED, HEAD_LOGITS = 5, 5, 6
 """Matrices of the head's size while it is calibrated, or while the norm before it is: with its weights, gradients and
 directions, beside merged's own. HEAD_LOGITS: copies of the logits that are computed at once."""
 LOGIT_COPIES = 6

@@ -165,8 +165,7 @@ class Setup:
 
         students, watchers: by role, the models that are calibrated, and the other models whose drift is measured. With
         students, drift is measured on held-out examples if there are any, otherwise on some of the fitted ones. Without
-        students, it is measured on all examples, also inside blocks, and split into local mismatch and upstream
-        propagation.
+        students, it is measured on all examples, and split into local mismatch and upstream propagation.
         guarded: whether updates are checked on the held-out examples reserved for that.
         judged: whether the final drift of the students and of merged is also measured on these examples.
         """
