@@ -137,7 +137,7 @@ class Divergence:
         """Return the divergence at `weight` + size · `step` for each of the sizes."""
         assert self._pull is not None
         pull = self._pull.to(self._device)
-        at, along = (float((x * pull).sum()) for x in (weight, step))
+        at, along = (_dot(x, pull) for x in (weight, step))
         del pull
         totals = weight.new_zeros(len(sizes), dtype=torch.float64)
         for x, z, share in self._logits(weight):
