@@ -89,7 +89,7 @@ def _calibrate_block(
         # 2. collect
         equations = collect_equations(visit, hyperparameters, here.at_task(watch))
         skipped |= equations.skipped
-        solutions = _solve_on_all_ranks(job, part, equations, bias, here.at_module(watch))
+        solutions = _solve_on_all_ranks(visit, part, equations, bias, here.at_module(watch))
         # equations are large: nothing may be left of them when the next ones are collected
         del equations
         # the next equations of a mixture, of other sizes, would not fit into the gaps
@@ -105,14 +105,16 @@ def _calibrate_block(
 
 
 def _solve_on_all_ranks(
-    job: Job, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None]
+    visit: BlockVisit, block: Block, equations: BlockEquations, bias: bool, on_module: Callable[[str], None]
 ) -> dict[str, Solution]:
-    """Solve and check every module of the block. Each rank solves its own equations, and all ranks get all
-    solutions."""
+    """Solve and check every module of the block. Each rank solves its own equations, and those of all ranks together;
+    each solution is checked by the module's owner, and all ranks get it."""
+    job, owners = visit.job, visit.owners
 
     def solve() -> dict[str, Solution]:
         # 3. solve
         solutions = solve_block(block, equations, job.base, bias, on_module)
+        solutions = {name: of for name, of in solutions.items() if owners.get(name, job.ranks.rank) == job.ranks.rank}
         # 4. check
         if equations.held_out is None:
             return solutions
@@ -135,7 +137,8 @@ def solve_block(
     with base.on_device():
         if equations.linear or equations.norms:
             base.bring(block.name)
-        for names, linear in equations.linear.items():
+        # what one rank alone finds wrong keeps no other waiting
+        for names, linear in sorted(equations.linear.items(), key=lambda item: not item[1].is_joint):
             if set(names) <= equations.skipped.keys():
                 continue
             on_module(", ".join(name.rpartition(".")[2] for name in names))

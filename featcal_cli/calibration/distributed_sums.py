@@ -1,5 +1,5 @@
-"""Sums over ranks: the moments of each task are summed on the rank that solves the module, and its solution is sent to
-all ranks."""
+"""Sums over ranks: the moments of each task are summed on the rank that solves the module, or on the one that the task
+belongs to where all ranks solve the module together; solutions are sent to all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from featcal_cli.calibration.moments import LinearMoments, NormMoments, TaskMoments
 from featcal_cli.calibration.solver import Names, Solution
@@ -34,26 +33,38 @@ class MakeMoments(Protocol):
 
 
 def sum_over_ranks(
-    sums: TaskMoments, ranks: Ranks, owners: dict[str, int], make: MakeMoments, device: torch.device
+    sums: TaskMoments,
+    ranks: Ranks,
+    owners: dict[str, int],
+    holder_of: Callable[[Names], int | None],
+    make: MakeMoments,
+    device: torch.device,
 ) -> TaskMoments:
-    """Add up one task's moments over all ranks. The owner of a module gets its sums, and the other ranks lose theirs;
-    `sums` is emptied. owners: the rank of each module, which is added for new ones.
+    """Add up one task's moments over all ranks. The owner of a module, or the holder of what all ranks solve together,
+    gets its sums, and the other ranks lose theirs; `sums` is emptied. owners: the rank of each module, which is added
+    for new ones. holder_of: returns the rank that holds the task's sums of modules that all ranks solve together, and
+    None for others.
     Raises FeatCalError if ranks treat the same modules differently."""
     if ranks.size == 1:
         return sums
     linear = {names: (moments.rows, bool(moments.pairs)) for names, moments in sums.linear.items()}
     norms = {name: (moments.rows, moments.width) for name, moments in sums.norms.items()}
     summaries = ranks.gather(_Summary(linear, norms, sums.skipped))
-    total = TaskMoments({}, {}, {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()})
+    skipped = {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()}
+    total = TaskMoments({}, {}, skipped, {})
     own = {_without(names, total.skipped): moments for names, moments in sums.linear.items()}
     sums.linear.clear()  # what another rank owns is large
     for names, of_ranks in _group_modules(summaries, total.skipped).items():
         owner = owners[names[0]] if names[0] in owners else _least_busy(owners, ranks)
         owners |= dict.fromkeys(names, owner)
         moments = own.pop(names, None) or make(names, paired=of_ranks[0][1])
-        moments.sum_over_ranks(names, sum(rows for rows, _ in of_ranks), partial(ranks.add_up, to=owner))
-        if owner == ranks.rank:
+        together, rows = holder_of(names), sum(rows for rows, _ in of_ranks)
+        holder = owner if together is None else together
+        moments.sum_over_ranks(names, rows, partial(ranks.add_up, to=holder))
+        if holder == ranks.rank:
             total.linear[names] = moments
+        elif together is not None:
+            total.elsewhere[names] = rows
         del moments
     for name in dict.fromkeys(name for summary in summaries for name in summary.norms if name not in total.skipped):
         widths = [summary.norms[name] for summary in summaries if name in summary.norms]
@@ -110,24 +121,13 @@ def share_solutions(
         own = solve()
     except NumericsError as error:
         problem = (error.what, error.where, error.fix)
-    shapes = {
-        name: [None if part is None else (part.shape, part.dtype) for part in of.parameters] for name, of in own.items()
-    }
-    everybody = ranks.gather((problem, shapes, {name: solution[1:] for name, solution in own.items()}))
-    for failure, *_ in everybody:
+    everybody = ranks.gather((problem, {name: solution[1:] for name, solution in own.items()}))
+    for failure, _ in everybody:
         if failure:
             raise NumericsError(failure[0], where=failure[1], fix=failure[2])
-    whole: dict[str, Solution] = {}
-    for source, (_, shapes, figures) in enumerate(everybody):
-        for name, forms in shapes.items():
-            parts: list[Tensor | None] = [None, None]
-            for number, form in enumerate(forms):
-                if form is not None:
-                    mine = own[name].parameters[number] if source == ranks.rank else None
-                    part = torch.empty(form[0], dtype=form[1], device=device) if mine is None else mine.contiguous()
-                    ranks.copy(part, source)
-                    parts[number] = part
-            weight, bias = parts
-            assert weight is not None
-            whole[name] = Solution(Affine(weight, bias), *figures[name])
-    return whole
+    figures = {name: of for _, of_rank in everybody for name, of in of_rank.items()}
+    weights = ranks.exchange({name: solution.parameters.weight for name, solution in own.items()}, device)
+    biases = ranks.exchange(
+        {name: bias for name, solution in own.items() if (bias := solution.parameters.bias) is not None}, device
+    )
+    return {name: Solution(Affine(weights[name], biases.get(name)), *of) for name, of in figures.items()}

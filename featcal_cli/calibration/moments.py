@@ -262,3 +262,5 @@ class TaskMoments(NamedTuple):
     norms: dict[str, NormMoments]
     skipped: dict[str, str]
     """Modules whose rows in student and expert cannot be matched, with the reasons."""
+    elsewhere: dict[tuple[str, ...], int]
+    """Modules that all ranks solve together and whose moments another rank has, with their number of rows."""

@@ -113,7 +113,7 @@ class _TaskCollector:
         self._visit, self._task, self._hyperparameters = visit, task, hyperparameters
         self._equations, self._checked = equations, checked
         self._modules = {module.name: module for module in visit.part.modules}
-        self._sums = TaskMoments({}, {}, dict(equations.skipped))
+        self._sums = TaskMoments({}, {}, dict(equations.skipped), {})
         by_output = hyperparameters.metric == "output" and not checked
         self._sizes = visit.job.read_gradients(task, visit.part, "sizes") if by_output else {}
         """Sizes of gradients at the task's tokens, by module."""
@@ -126,23 +126,31 @@ class _TaskCollector:
             self._add_batch(seen)
             del seen  # a batch's features are large, and the next one's are made before this name has them
         checksums = [moments.checksum for moments in self._sums.linear.values() if moments.rows]
-        checksum = sum(checksums, start=torch.zeros((), dtype=ACCUMULATE, device=visit.job.merged.device))
-        sums = sum_over_ranks(self._sums, visit.job.ranks, visit.owners, self._make_moments, visit.job.merged.device)
+        device, ranks = visit.job.merged.device, visit.job.ranks
+        checksum = sum(checksums, start=torch.zeros((), dtype=ACCUMULATE, device=device))
+        sums = sum_over_ranks(self._sums, ranks, visit.owners, self._holder_of, self._make_moments, device)
         equations.skipped |= sums.skipped
-        for names, moments in sums.linear.items():
-            if not moments.rows:
+        for names, rows in ({names: moments.rows for names, moments in sums.linear.items()} | sums.elsewhere).items():
+            if not rows:
                 if self._checked or visit.is_routed:
                     continue
                 what, fix = "no token of the examples counts: all is padding", "give examples with an attention_mask"
                 raise NumericsError(what, where=task, fix=fix)
-            group = self._find_group(names) or names
+            group, moments, holder = self._find_group(names) or names, sums.linear.get(names), self._holder_of(names)
             if group not in equations.linear:
-                form, of_merged = self._choose_equations(moments), self._parameters(visit.job.merged, group)
-                equations.linear[group] = form(of_merged, self._hyperparameters, with_bias=self._checked)
-            # held-out rows have the weight of the calibration examples
-            omega = equations.omegas.get((task, names[0]))
-            moments.gradients = factors
-            omega = equations.linear[group].add_task(moments, self._parameters(visit.job.experts[task], names), omega)
+                equations.linear[group] = self._make_equations(group, moments)
+            of_group = equations.linear[group]
+            if moments is not None:
+                # held-out rows have the weight of the calibration examples
+                omega = equations.omegas.get((task, names[0]))
+                moments.gradients = factors
+                omega = of_group.add_task(moments, self._parameters(visit.job.experts[task], names), omega)
+            else:
+                omega = torch.empty((), dtype=ACCUMULATE, device=device)
+            if holder is not None:
+                ranks.copy(omega, holder)
+            if moments is None and isinstance(of_group, MetricEquations):
+                of_group.add_elsewhere(factors, names, omega, rows)
             equations.omegas |= {(task, name): omega for name in names}
         for name, norm_moments in sums.norms.items():
             if name not in equations.norms:
@@ -161,7 +169,7 @@ class _TaskCollector:
 
     def _add_batch(self, seen: Observation) -> None:
         """Add the rows of one batch to the task's sums."""
-        linear, norms, skipped = self._sums
+        linear, norms, skipped, _ = self._sums
         skipped |= self._unpaired(seen)
         for names in self._shared_inputs(seen, skipped):
             first = self._modules[names[0]]
@@ -222,13 +230,27 @@ class _TaskCollector:
         pairs = {name: Pair(expert, of_merged[name].weight) for name, expert in of_expert.items() if paired}
         return LinearMoments(first.shape[1], first.device, used.alpha, pairs, dtype=precision, keep_rows=keep_rows)
 
-    def _choose_equations(self, moments: LinearMoments) -> type[LinearEquations]:
-        """Choose the class of equations for these moments: it decides how all tasks are summed, solved and checked."""
+    def _make_equations(self, names: Names, moments: LinearMoments | None) -> LinearEquations:
+        """Create empty equations for these moments, or for those that another rank has. Their class decides how all
+        tasks are summed, solved and checked."""
+        of_merged, used = self._parameters(self._visit.job.merged, names), self._hyperparameters
         if isinstance(moments, GroupedMoments):
-            return GroupedEquations
-        if self._hyperparameters.metric == "output":
-            return MetricEquations
-        return LinearEquations if moments.kept is None else DualEquations
+            return GroupedEquations(of_merged, used, with_bias=self._checked)
+        if used.metric == "output":
+            ranks = None if self._holder_of(names) is None else self._visit.job.ranks
+            return MetricEquations(of_merged, used, with_bias=self._checked, ranks=ranks)
+        form = DualEquations if moments is not None and moments.kept is not None else LinearEquations
+        return form(of_merged, used, with_bias=self._checked)
+
+    def _holder_of(self, names: Names) -> int | None:
+        """Return the rank that holds this task's sums of modules that all ranks solve together; None for modules that
+        one rank solves: those whose errors are measured on features, of which many are solved at once, and a mixture's
+        experts."""
+        visit, ranks = self._visit, self._visit.job.ranks
+        if ranks.size == 1 or self._checked or self._hyperparameters.metric != "output" or visit.is_routed:
+            return None
+        is_grouped = parameters_of(visit.job.merged, visit.block, names[0]).weight.ndim == 3
+        return None if is_grouped else ranks.owner_of(self._task, visit.tasks)
 
     def _unpaired(self, seen: Observation) -> dict[str, str]:
         """List the modules whose inputs in student and expert cannot be matched, with the reasons."""

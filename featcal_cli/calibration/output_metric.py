@@ -11,7 +11,7 @@ xᵀ] weight each token by how far a change at that token moves the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from featcal_cli.calibration.moments import LinearMoments
 from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.engine.gradient_sums import find_eigenvectors
 from featcal_cli.models.module_kinds import Affine
+from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError
 
 NOT_FINITE = "equations in the output metric are not finite"
@@ -83,6 +84,8 @@ class _Task(NamedTuple):
     """The mean E[x_cal] [d_in]."""
     metrics: Mapping[str, OutputMetric]
     """Metric of each module by name; S = I for a module that does not influence the outputs."""
+    is_here: bool = True
+    """Whether this rank has the task's sums. If another one has them, they are zero here."""
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Return the product rows · ω_i G_i [n, d_in]."""
@@ -93,14 +96,21 @@ class MetricEquations(LinearEquations):
     """Normal equations of Linear modules that share one input, in which every task has its own output metric."""
 
     def __init__(
-        self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
+        self,
+        merged: Mapping[str, Affine],
+        hyperparameters: Hyperparameters,
+        *,
+        with_bias: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: those that solve the equations together; without, this rank has the sums of all tasks."""
         super().__init__(merged, hyperparameters, with_bias=with_bias)
         self._tasks: list[_Task] = []
+        self._ranks = ranks or Ranks()
+        self.is_joint = self._ranks.size > 1
 
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
-        nothing = {name: expert.weight.new_zeros(0, len(expert.weight)) for name, expert in experts.items()}
-        metrics = {name: OutputMetric(moments.gradients.get(name, none), self._dtype) for name, none in nothing.items()}
+        metrics = self._measure(moments.gradients, experts)
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
         task = _Task(moments.sum, omega / moments.weight, omega, self._cast(moments.mean), metrics)
         self._tasks.append(task)
@@ -111,6 +121,21 @@ class MetricEquations(LinearEquations):
             self._pull[name].add(task.metrics[name](pull))
             self._bias_pull[name] += task.metrics[name](self._bias_pull_of_task(moments, name, expert, omega))
         return omega
+
+    def add_elsewhere(self, gradients: Mapping[str, Tensor], names: Iterable[str], omega: Tensor, rows: int) -> None:
+        """Add a task whose sums another rank has, given the gradients of all modules, the names of its own, its ω_i []
+        and its number of rows."""
+        empty = Symmetric(len(self._mean), self._mean.device, self._dtype)
+        nothing = torch.zeros_like(omega), omega, torch.zeros_like(self._mean)
+        self._tasks.append(_Task(empty, *nothing, self._measure(gradients, names), is_here=False))
+        self._omega += omega
+        self.rows += rows
+
+    def _measure(self, gradients: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, OutputMetric]:
+        """Return a task's metric of each module, given its factors R."""
+        weights = {name: self._merged[name].weight for name in names}
+        nothing = {name: weight.new_zeros(0, len(weight)) for name, weight in weights.items()}
+        return {name: OutputMetric(gradients.get(name, none), self._dtype) for name, none in nothing.items()}
 
     def _pull_of_task(self, moments: LinearMoments, name: str, expert: Affine, task: _Task) -> Tensor:
         """Compute the pull ω E[r xᵀ] of a module [d_out, d_in]."""
@@ -148,8 +173,12 @@ class MetricEquations(LinearEquations):
 
     def _make_solver(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         def update_of(name: str, towards: Tensor) -> tuple[Tensor, float]:
-            lower, ridge = factorise(self._multiples_of_identity(name).full(), self._hyperparameters.ridge)
-            return self._approach(name, lower, self.pull_of(name).add(towards, alpha=ridge)), ridge
+            # what is exchanged must lie in memory alike on all ranks
+            identities, pull = self._multiples_of_identity(name), self.pull_of(name).contiguous()
+            identities.sum_over_ranks(self._ranks.add_up)
+            self._ranks.add_up(pull)
+            lower, ridge = factorise(identities.full(), self._hyperparameters.ridge)
+            return self._approach(name, lower, pull.add(towards, alpha=ridge)), ridge
 
         return update_of
 
@@ -167,39 +196,62 @@ class MetricEquations(LinearEquations):
         """
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
         factors = [task.metrics[name].factor for task in self._tasks]
-        counts = [len(factor) for factor in factors]
         # all F_i together span few directions of the outputs: everything below happens in their axes
-        sizes, axes = _principal_axes(torch.cat(factors))
-        along = torch.cat(factors) @ axes
+        sizes, axes = self._share_axes(*_principal_axes(torch.cat(factors)))
+        here = [factor if task.is_here else factor[:0] for factor, task in zip(factors, self._tasks, strict=True)]
+        counts = [len(factor) for factor in here]
+        along = torch.cat(here) @ axes
         shares, least = ((1 + sizes / of).reciprocal()[:, None] for of in (identities.sum(), identities.min()))
 
         def system_of(update: Tensor) -> Tensor:
             # V ↦ V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ), each task's rows of F_i V against its own G_i
             moved = divide(lower, along @ update, upper=False).split(counts)
             bent = torch.cat([task.multiply(rows) for rows, task in zip(moved, self._tasks, strict=True)])
-            return torch.addmm(update, along.T, divide(lower.mT, bent, upper=True))
+            # each rank adds its tasks, and one of them V
+            first = 1 if self._ranks.is_first else 0
+            image = torch.addmm(update, along.T, divide(lower.mT, bent, upper=True), beta=first)
+            self._ranks.add_up(image)
+            return image
 
         divide = partial(torch.linalg.solve_triangular, left=False)
-        right = divide(lower.mT, right, upper=True)
+        # each rank has its rows of U
+        own = self._ranks.share_of(len(right))
+        right, across = divide(lower.mT, right[own], upper=True), axes[own]
         # outside of the axes V is the right-hand side itself, so only its part inside is solved for and exchanged
-        inside = axes.T @ right
+        inside = across.T @ right
+        self._ranks.add_up(inside)
         solved, _ = approach_by_conjugate_gradients(
-            system_of, inside.clone(), lambda residual: residual * shares, MOST_STEPS, start=inside * least
+            system_of,
+            inside.clone(),
+            lambda residual: residual * shares,
+            MOST_STEPS,
+            start=inside * least,
+            stops_early=not self.is_joint,
         )
-        update: Tensor = divide(lower, right.addmm_(axes, solved - inside), upper=False)
-        return update
+        rows: Tensor = divide(lower, right.addmm_(across, solved - inside), upper=False)
+        return self._ranks.join_rows(rows)
+
+    def _share_axes(self, sizes: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the first rank passes: eigenvectors may have another sign on another kind of processor."""
+        count = self._ranks.broadcast(len(sizes))
+        if not self._ranks.is_first:
+            sizes, axes = sizes.new_empty(count), axes.new_empty(len(axes), count)
+        for x in (sizes, axes):
+            self._ranks.copy(x)
+        return sizes, axes
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """Compute the change of the bias, (Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged))
         [d_out]."""
-        right = self._cast(self._bias_pull[name]) + ridge * towards
-        whole = self._omega.new_full((), ridge)
+        right, whole = self._cast(self._bias_pull[name]).clone(), self._omega.new_full((), ridge)
         factors = []
         for task in self._tasks:
             metric = task.metrics[name]
             right -= task.omega * metric(update @ task.mean)
             whole = whole + task.omega * metric.identity
             factors.append(task.omega.sqrt() * metric.factor)
+        self._ranks.add_up(right)
+        right += ridge * towards
         rows = torch.cat(factors) / whole.sqrt()
         lower, _ = factorise(rows @ rows.T, 1.0)  # (I + RᵀR)⁻¹ = I − Rᵀ (I + R Rᵀ)⁻¹ R
         return (right - rows.T @ torch.cholesky_solve((rows @ right)[:, None], lower)[:, 0]) / whole
@@ -227,12 +279,15 @@ def approach_by_conjugate_gradients(
     precondition: Callable[[Tensor], Tensor],
     steps: int,
     start: Tensor | None = None,
+    *,
+    stops_early: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Solve system_of(x) = right by conjugate gradients, until the residual is within TOLERANCE or for at most `steps`
     steps. They begin at 0, or at `start`, which is overwritten and counts as a step; `right` becomes the residual. The
     operator must be symmetric and positive; `precondition` applies an approximate inverse of it and returns a new
-    tensor. Returns x and what ½ xᵀ system_of(x) − xᵀ right has fallen by since the start []. Raises NumericsError if
-    `right` is too large or not finite."""
+    tensor. If `stops_early` is False, the operator is called for all steps, whatever the residual. Returns x and what
+    ½ xᵀ system_of(x) − xᵀ right has fallen by since the start []. Raises NumericsError if `right` is too large or not
+    finite."""
     enough = TOLERANCE * torch.linalg.vector_norm(right)
     if not enough.isfinite():
         raise NumericsError(NOT_FINITE, fix="use --method paper")
@@ -245,7 +300,7 @@ def approach_by_conjugate_gradients(
     for _ in range(steps):
         goes_on = torch.linalg.vector_norm(residual) > enough
         # a device would have to be waited for
-        if right.device.type == "cpu" and not goes_on:
+        if right.device.type == "cpu" and stops_early and not goes_on:
             break
         step = precondition(residual)
         previous, product = product, _inner_product(residual, step)

@@ -63,6 +63,9 @@ def check_solutions(block: str, solutions: Mapping[str, Solution]) -> dict[str, 
 class LinearEquations:
     """Normal equations of Linear modules that share one input, summed over tasks (paper: W*, b*)."""
 
+    is_joint = False
+    """Whether all ranks solve them together, each with the sums of its tasks."""
+
     def __init__(
         self, merged: Mapping[str, Affine], hyperparameters: Hyperparameters, *, with_bias: bool = False
     ) -> None:

@@ -75,19 +75,23 @@ class GradientSums:
             self._traces[name].add_(rows.square().sum())
 
     def sum_over_ranks(self, ranks: Ranks, device: torch.device) -> None:
-        """Replace all sums by those over all ranks. A rank may lack some of them, as those of a mixture's experts."""
+        """Replace sums by those over all ranks. Each rank keeps those of some modules. A rank may lack some of them at
+        first, as those of a mixture's experts."""
         shapes = {name: tuple(total.shape) for name, total in self.sums.items()}
-        for name, (rows, d) in sorted(ranks.unite(shapes).items()):
+        for number, (name, (rows, d)) in enumerate(sorted(ranks.unite(shapes).items())):
+            owner = number % ranks.size
             if name not in self.sums:
                 self.sums[name], self._traces[name] = (torch.zeros(size, device=device) for size in ((rows, d), ()))
-            ranks.add_up(self.sums[name])
+            ranks.add_up(self.sums[name], to=owner)
             if rows != d:
-                ranks.add_up(self._traces[name])
+                ranks.add_up(self._traces[name], to=owner)
+            if owner != ranks.rank:
+                del self.sums[name], self._traces[name]
 
-    def factors(self) -> dict[str, Tensor]:
-        """Compute, for each module, R [r, d_out], where RᵀR is M divided by its mean diagonal, restricted to the
-        directions of its r largest eigenvalues, at most as many as are kept. If M has values that are not finite, R is
-        NaN. If gradients are so much smaller than other modules' that they are only rounding, r is 0."""
+    def factors(self, ranks: Ranks) -> dict[str, Tensor]:
+        """Compute, for each of this rank's modules, R [r, d_out], where RᵀR is M divided by its mean diagonal, in the
+        directions of its r largest eigenvalues alone, at most as many as are kept. If M has values that are not finite,
+        R is NaN. If gradients are so much smaller than other modules' that they are only rounding, r is 0."""
         traces = [
             total.trace() if len(total) == total.shape[1] else self._traces[name] for name, total in self.sums.items()
         ]
@@ -96,7 +100,7 @@ class GradientSums:
         bases: dict[str, Tensor] = {}
         projected: dict[int, dict[str, Tensor]] = {}
         scales: dict[str, float] = {}
-        least = FLOAT32_ROUNDING**2 * max(filter(isfinite, sizes), default=0.0)
+        least = FLOAT32_ROUNDING**2 * max(ranks.gather(max(filter(isfinite, sizes), default=0.0)))
         for (name, total), size in zip(self.sums.items(), sizes, strict=True):
             rows, d = total.shape
             if size <= least:

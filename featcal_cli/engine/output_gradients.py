@@ -280,8 +280,9 @@ def measure_output_gradients(
     try:
         sizes = _measure_batches(expert, architecture, entry, batches, seed, ranks, sums)
         sums.sum_over_ranks(ranks, expert.device)
-        found = {name: factor for name, factor in sums.factors().items() if len(factor)}
-        factors = {name: x.clone() for name, x in zip(found, fetch_weights(list(found.values())), strict=True)}
+        found = {name: factor for name, factor in sums.factors(ranks).items() if len(factor)}
+        own = {name: x.clone() for name, x in zip(found, fetch_weights(list(found.values())), strict=True)}
+        factors = ranks.exchange(own, torch.device("cpu"))
     finally:
         hooks.close()
         expert.give_back()

@@ -15,6 +15,7 @@ from featcal_cli.runtime.errors import FeatCalError, LostRankError, NumericsErro
 from featcal_cli.runtime.process import RUN_ID, list_signals, read_launch
 
 if TYPE_CHECKING:  # one process alone does without, and need not wait for it
+    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -36,10 +37,14 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def owner_of(self, task: str, tasks: Sequence[str]) -> int:
+        """Return the rank that one of the tasks belongs to: contiguous ones, and about equally many, to every rank."""
+        return tasks.index(task) * self.size // len(tasks)
+
     def own(self, tasks: Iterable[str]) -> list[str]:
-        """Return the tasks that belong to this rank: contiguous, and about equally many for every rank."""
+        """Return the tasks that belong to this rank."""
         names = list(tasks)
-        return [name for number, name in enumerate(names) if number * self.size // len(names) == self.rank]
+        return [name for name in names if self.owner_of(name, names) == self.rank]
 
     def gather(self, value: T) -> list[T]:
         """Return the (small) values of all processes, ordered by rank; tensors in them must be on the CPU."""
@@ -71,6 +76,34 @@ class Ranks:
         with _in_touch() as dist:
             dist.broadcast_object_list(carried, src=0, group=self._group)
         return carried[0]  # type: ignore[no-any-return]
+
+    def exchange(self, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors of all processes, which have different names, on `device`; they are bit-identical on every
+        process."""
+        if self._group is None:
+            return dict(own)
+        from torch import empty
+
+        everything: dict[str, Tensor] = {}
+        for source, forms in enumerate(self.gather({name: (x.shape, x.dtype) for name, x in own.items()})):
+            for name, (shape, dtype) in forms.items():
+                is_own = source == self.rank
+                tensor = own[name].contiguous() if is_own else empty(shape, dtype=dtype, device=device)
+                self.copy(tensor, source)
+                everything[name] = tensor
+        return everything
+
+    def share_of(self, count: int) -> slice:
+        """Return which of `count` rows are this rank's."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def join_rows(self, own: Tensor) -> Tensor:
+        """Return the rows of all processes, ordered by rank."""
+        if self._group is None:
+            return own
+        from torch import cat
+
+        return cat([*self.exchange({str(self.rank): own}, own.device).values()])
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite a tensor with the one that the rank `source` passes."""

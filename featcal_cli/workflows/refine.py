@@ -32,7 +32,6 @@ from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output, take_classes
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware
-from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import ShortageError
 from featcal_cli.runtime.progress import Progress
 from featcal_cli.runtime.sanitise import exception_text
@@ -190,7 +189,8 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
         except (RuntimeError, MemoryError) as error:
             session.note(_explain(session, error))
             hardware.release_memory(session.device)
-    refined, parts = _share(session.ranks, learned)
+    found, parts = learned or (None, {})
+    refined, parts = session.ranks.broadcast(found), session.ranks.exchange(parts, torch.device("cpu"))
     if refined is None:
         return outcome
     outcome = replace(outcome, refined=refined, updates=parts)
@@ -209,17 +209,6 @@ def _explain(session: Session, error: RuntimeError | MemoryError) -> str:
     if session.draft.calibration.refine:
         raise ShortageError(f"the result cannot be refined: {why}", fix=fix) from error
     return f"the result is not refined: {why}"
-
-
-def _share(
-    ranks: Ranks, learned: tuple[Refinement, dict[str, Tensor]] | None
-) -> tuple[Refinement | None, dict[str, Tensor]]:
-    """Return what the first process has learned; None if it has learned nothing."""
-    refined, parts = learned or (None, {})
-    refined, shapes = ranks.broadcast((refined, {name: x.shape for name, x in parts.items()}))
-    for name, shape in shapes.items():
-        ranks.copy(parts.setdefault(name, torch.empty(shape)))
-    return refined, parts
 
 
 def _run_with_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -247,7 +247,7 @@ def test_the_directions_that_move_answers_most_are_kept(d: int) -> None:
     rows = torch.randn(600, d, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 1 + d) ** -0.8
     sums = GradientSums(0, DIRECTIONS)
     sums.add("m", rows)
-    factor = sums.factors()["m"]
+    factor = sums.factors(Ranks())["m"]
     exact = rows.T @ rows / rows.square().sum() * d
     values, vectors = torch.linalg.eigh(exact.double())
     kept = vectors[:, -len(factor) :] * values[-len(factor) :].sqrt()
@@ -263,7 +263,7 @@ def test_factors_are_as_precise_as_sums() -> None:
     rows = 1 + torch.randn(600, d, generator=torch.Generator().manual_seed(0))
     sums = GradientSums(0, DIRECTIONS)
     sums.add("m", rows)
-    total, factor = sums.sums["m"].double(), sums.factors()["m"].double()
+    total, factor = sums.sums["m"].double(), sums.factors(Ranks())["m"].double()
     exact = total.tril() + total.tril(-1).T
     exact *= d / exact.trace()
     assert (factor.T @ factor - exact).norm() <= 3e-7 * exact.norm()
@@ -273,7 +273,7 @@ def test_gradients_that_are_not_finite_stay_so() -> None:
     sums = GradientSums(0, DIRECTIONS)
     sums.add("m", torch.full((2, 8), torch.nan))
     sums.add("none", torch.zeros(2, 8))
-    assert sums.factors()["m"].isnan().all() and not sums.factors()["none"].any()
+    assert sums.factors(Ranks())["m"].isnan().all() and not sums.factors(Ranks())["none"].any()
 
 
 @pytest.mark.parametrize("of_experts", [False, True])
@@ -287,7 +287,7 @@ def test_a_sketch_of_wide_outputs_does_not_depend_on_how_gradients_are_grouped(r
     whole.add("m", gradients, of_experts=of_experts)
     for part in gradients[torch.randperm(rows, generator=generator)].split(7):
         parts.add("m", part, of_experts=of_experts)
-    sketch, factor, other = whole.sums["m"], whole.factors()["m"], parts.factors()["m"]
+    sketch, factor, other = whole.sums["m"], whole.factors(Ranks())["m"], parts.factors(Ranks())["m"]
     assert len(sketch) == gradient_sums.count_sum_rows(wide, DIRECTIONS, of_experts=of_experts) < wide
     assert (factor.T @ factor - other.T @ other).norm() <= 1e-5 * (factor.T @ factor).norm()
     if rows < len(sketch):
@@ -300,7 +300,7 @@ def test_gradients_too_small_to_be_divided_by_are_finite(size: float) -> None:
     """The sum of their squares is no normal number of float32, or zero."""
     sums = GradientSums(SEED, DIRECTIONS)
     sums.add("module", torch.full((2, 8), size))
-    assert sums.factors()["module"].isfinite().all()
+    assert sums.factors(Ranks())["module"].isfinite().all()
     traced: Any = SimpleNamespace(sizes={"module": torch.tensor([[size**2, 0.0]])}, counts={"module": torch.tensor(2)})
     batch = {"input_ids": torch.zeros(1, 2)}
     sizes = output_gradients._relative_sizes([(range(1), traced)], [batch], Ranks())["module"]
