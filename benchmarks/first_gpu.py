@@ -26,7 +26,8 @@ FAMILIES = (
 )  # fmt: skip
 CHOSEN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {"paper": (TASKS, {}), "featcal": (TASKS[:1], {"rho": 1.0})}
 """Tasks and settings of each method: several random experts have nothing in common, and all updates would be undone."""
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+"""What the processor waits for the card in; events are those of the thread that copies weights."""
 
 
 def distance(one: Path, other: Path) -> float:
