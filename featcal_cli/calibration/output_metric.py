@@ -197,7 +197,7 @@ class MetricEquations(LinearEquations):
         identities = torch.stack([task.metrics[name].identity for task in self._tasks])
         factors = [task.metrics[name].factor for task in self._tasks]
         # all F_i together span few directions of the outputs: everything below happens in their axes
-        sizes, axes = self._share_axes(*_principal_axes(torch.cat(factors)))
+        sizes, axes = self._find_axes(torch.cat(factors))
         here = [factor if task.is_here else factor[:0] for factor, task in zip(factors, self._tasks, strict=True)]
         counts = [len(factor) for factor in here]
         along = torch.cat(here) @ axes
@@ -231,14 +231,13 @@ class MetricEquations(LinearEquations):
         rows: Tensor = divide(lower, right.addmm_(across, solved - inside), upper=False)
         return self._ranks.join_rows(rows)
 
-    def _share_axes(self, sizes: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the first rank passes: eigenvectors may have another sign on another kind of processor."""
-        count = self._ranks.broadcast(len(sizes))
-        if not self._ranks.is_first:
-            sizes, axes = sizes.new_empty(count), axes.new_empty(len(axes), count)
-        for x in (sizes, axes):
-            self._ranks.copy(x)
-        return sizes, axes
+    def _find_axes(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `_principal_axes` returns on the first rank, to all ranks: eigenvectors may have another sign on
+        another kind of processor."""
+        # all compute them, so that all raise an error
+        found = dict(enumerate(_principal_axes(factor)))
+        shared = self._ranks.exchange(found if self._ranks.is_first else {}, factor.device)
+        return shared[0], shared[1]
 
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """Compute the change of the bias, (Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged))

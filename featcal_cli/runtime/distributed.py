@@ -77,20 +77,20 @@ class Ranks:
             dist.broadcast_object_list(carried, src=0, group=self._group)
         return carried[0]  # type: ignore[no-any-return]
 
-    def exchange(self, own: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of all processes, which have different names, on `device`; they are bit-identical on every
+    def exchange(self, own: Mapping[Key, Tensor], device: torch.device) -> dict[Key, Tensor]:
+        """Return the tensors of all processes, which have different keys, on `device`; they are bit-identical on every
         process."""
         if self._group is None:
             return dict(own)
         from torch import empty
 
-        everything: dict[str, Tensor] = {}
-        for source, forms in enumerate(self.gather({name: (x.shape, x.dtype) for name, x in own.items()})):
-            for name, (shape, dtype) in forms.items():
+        everything: dict[Key, Tensor] = {}
+        for source, forms in enumerate(self.gather({key: (x.shape, x.dtype) for key, x in own.items()})):
+            for key, (shape, dtype) in forms.items():
                 is_own = source == self.rank
-                tensor = own[name].contiguous() if is_own else empty(shape, dtype=dtype, device=device)
+                tensor = own[key].contiguous() if is_own else empty(shape, dtype=dtype, device=device)
                 self.copy(tensor, source)
-                everything[name] = tensor
+                everything[key] = tensor
         return everything
 
     def share_of(self, count: int) -> slice:
@@ -103,7 +103,7 @@ class Ranks:
             return own
         from torch import cat
 
-        return cat([*self.exchange({str(self.rank): own}, own.device).values()])
+        return cat([*self.exchange({self.rank: own}, own.device).values()])
 
     def copy(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite a tensor with the one that the rank `source` passes."""
