@@ -30,8 +30,9 @@ class TokenIds:
     """Tables from merged's ids to the model's own ids, by role; models with the same ids have none, nor do models
     without a tokenizer, whose ids are taken to be merged's."""
     classes: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tables from the classes of merged's head, which are token ids, to those of the model's own head, by role; −1 for
-    tokens that the model lacks. The same models have one, if merged has a head."""
+    """Tables from the classes of merged's head, which are token ids, to those of the model's own head, by role; −1 or a
+    number beyond its rows for tokens that the model lacks. The same models have one, if merged has a head, and models
+    whose head has another number of rows."""
     left_out: frozenset[str] = frozenset()
     """Roles of the models that do not run because they lack tokens of the examples."""
 
@@ -65,11 +66,13 @@ def find_token_ids(
                     fix = "give texts instead of ids: each model then gets its own ids of the same tokens"
                     raise DataError(what, where=f"{task}: {recipe.tasks[task].data}", fix=fix)
             tables[role] = table
-            if (head := outlines[MERGED].module.get_output_embeddings()) is not None:
-                classes[role] = match_classes(merged, own, len(head.weight))
+            if (count := _count_classes(outlines[MERGED])) is not None:
+                classes[role] = match_classes(merged, own, count)
             if lacking := [token for token in merged.spell(ids.tolist()) if token not in own.ids]:
                 what = f"{role} lacks the tokens {list_some(lacking)}, which examples hold"
             padded = table[padded[padded < len(table)]]
+        elif (count := _count_classes(outlines[MERGED])) not in (None, _count_classes(outline)):
+            classes[role] = torch.arange(count)  # the same tokens, with more or fewer rows of padding behind them
         limit = count_vocabulary(outline.module)
         if not what and limit is not None and len(padded) and (largest := int(padded.max())) >= limit:
             what = f"{role} knows the tokens 0 to {limit - 1}, and examples hold {largest}"
@@ -110,6 +113,12 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -
                 what = f"{known[0]} and {other} have different ids for {plain(token)}, so embeddings cannot be merged"
                 fix = "merge them with mergekit, with tokenizer_source: union, and name the result as the merged model"
                 raise CheckpointError(what, where="--merge", fix=fix)
+
+
+def _count_classes(outline: Model) -> int | None:
+    """Return the number of rows of a language model's head; None if it has none."""
+    weight = getattr(outline.module.get_output_embeddings(), "weight", None)
+    return None if weight is None else len(weight)
 
 
 def _collect_ids(examples: TaskExamples) -> tuple[Tensor, Tensor]:

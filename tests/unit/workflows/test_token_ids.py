@@ -161,6 +161,29 @@ def test_head_and_refining_do_not_depend_on_the_order_of_tokens(tmp_path: Path) 
         assert torch.allclose(found[1][key], update, rtol=0, atol=1e-3 * float(update.abs().max())), key
 
 
+@pytest.mark.parametrize("padded", [TASKS, ("merged",), ("base",)], ids=["experts", "merged", "base"])
+def test_rows_of_padding_behind_the_tokens_do_not_keep_a_head_from_being_calibrated(
+    tmp_path: Path, padded: Sequence[str]
+) -> None:
+    """A merge that is cut to its tokenizer may have experts whose embeddings are padded to a multiple of 64."""
+    found = []
+    for name, wider in (("plain", ()), ("other", padded)):
+        job = save_family(tmp_path / name)
+        for model in wider:
+            module = LlamaForCausalLM.from_pretrained(tmp_path / name / model)
+            module.resize_token_embeddings(64, mean_resizing=False)
+            module.save_pretrained(tmp_path / name / model)
+        job["calibration"] |= {"method": "featcal", "metric": "features"}
+        report = calibrate(job, output=tmp_path / name / "out").report
+        assert report.refined is not None
+        assert report.blocks[-1].is_head and report.blocks[-1].modules
+        found.append(load_file(tmp_path / name / "out" / "model.safetensors"))
+    if padded == ("merged",):
+        assert len(found[1]["lm_head.weight"]) == 64
+    else:  # what the other models have behind the tokens is no prediction
+        assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
 def test_texts_that_are_cut_otherwise_are_refused_with_both_names(tmp_path: Path) -> None:
     job = save_family(tmp_path / "world", "bytes", {"merged": 1})
     make_tokenizer("bytes", shuffled(spell("bytes"), 1), merges=False).save_pretrained(tmp_path / "world" / "merged")
