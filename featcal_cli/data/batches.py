@@ -161,18 +161,19 @@ def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
     names, config = forward_names(model), model.config
     if not config.is_encoder_decoder or "decoder_input_ids" not in names:
         return {}
+    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    tokens = (getattr(one, key, None) for key in keys for one in (config, getattr(model, "generation_config", None)))
+    start = next((token for token in tokens if isinstance(token, int)), 0)
     if target:
-        if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        try:
             shifted = model.prepare_decoder_input_ids_from_labels(labels=torch.tensor([target]))
-        else:
-            shifted = torch.tensor([[config.decoder_start_token_id, *target[:-1]]])
+        except (AttributeError, TypeError, ValueError):  # it has no such method, or its config no start token
+            shifted = torch.tensor([[start, *target[:-1]]])
         made = {"decoder_input_ids": shifted, "decoder_attention_mask": torch.ones_like(shifted)}
         return {name: tensor for name, tensor in made.items() if name in names}
     if "labels" in names and not model.can_generate():
         return {}  # a head that classifies builds the decoder's input from input_ids
-    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-    tokens = (getattr(one, key, None) for key in keys for one in (config, getattr(model, "generation_config", None)))
-    return {"decoder_input_ids": torch.tensor([[next((token for token in tokens if isinstance(token, int)), 0)]])}
+    return {"decoder_input_ids": torch.tensor([[start]])}
 
 
 def count_positions(model: PreTrainedModel) -> tuple[int | None, bool]:

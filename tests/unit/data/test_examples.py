@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -482,6 +483,14 @@ def test_the_longest_example_is_as_long_as_any_batch(at: Folder) -> None:
     for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"):
         lengths = [batch[name].shape[1] for batch in (*found.fitted, *found.selection, *found.held_out)]
         assert len(lengths) == 7 and longest[name].shape == (1, max(lengths))
+
+
+def test_a_start_token_that_only_the_settings_of_generation_name_is_used(at: Folder) -> None:
+    model = copy.deepcopy(tiny("t5"))
+    model.generation_config.decoder_start_token_id = 2
+    del model.config.decoder_start_token_id
+    [batch] = at.load(model, at.rows({"inputs": "w1 w2", "targets": "w3"})).fitted
+    assert words_of([batch], "decoder_input_ids") == ["[CLS] [CLS] w3"]
 
 
 def test_an_encoder_decoder_classifier_runs_on_its_batches(at: Folder) -> None:
