@@ -198,6 +198,20 @@ def text_config(model: PreTrainedModel) -> Any:
         return model.config
 
 
+def count_short_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of tokens up to which a batch's positions are encoded in one way, and beyond it, for all of its
+    texts, in another (LongRoPE); None if there is one way only."""
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
+    lengths = [
+        kind.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min((length for length in lengths if isinstance(length, int)), default=None)
+
+
 def count_vocabulary(model: PreTrainedModel) -> int | None:
     """Return the number of tokens that the model has embeddings for, or None if it reads no tokens or has several
     embeddings."""

@@ -130,7 +130,7 @@ class Architecture:
     """Paths of the blocks that are stems, which run before all others."""
     needs_full_batches: bool = False
     """Whether batches must be made without padding, because in some module's rows padding cannot be told from
-    tokens."""
+    tokens, or because the length of a batch decides how positions are encoded."""
     draws: bool = False
     """Whether the model's forward draws random numbers."""
     notes: tuple[str, ...] = ()

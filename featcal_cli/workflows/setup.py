@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from featcal_cli.calibration.distillation import Schedule
-from featcal_cli.data.batches import Batch, Part, count_examples, share_batches, take_examples, take_range
+from featcal_cli.data.batches import (
+    Batch,
+    Part,
+    axis_lengths,
+    count_examples,
+    count_short_positions,
+    share_batches,
+    take_examples,
+    take_range,
+)
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
@@ -54,6 +63,8 @@ def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = 
     kinds = {"routers": calibration.routers, "stems": calibration.stems}
     with _layers_given_back(merged.module):  # the probes go through all of it
         architecture = find_architecture(merged.module, first, calibration.norms, **kinds)
+    if any(_has_long_texts(plan.examples, model) for model in (merged, models.base, *models.experts.values())):
+        architecture = replace(architecture, needs_full_batches=True)
     if architecture.needs_full_batches:
         for examples in plan.examples.values():
             examples.remove_padding()
@@ -272,6 +283,13 @@ class Setup:
             places = list_some(sorted(blocks))
             self.note(f"token weights: the first token counts most in {places}, as the output is read from it")
         return frozenset(blocks)
+
+
+def _has_long_texts(examples: Mapping[str, TaskExamples], model: Model) -> bool:
+    """Return whether a text is so long that the model encodes the positions of its whole batch in another way."""
+    short = count_short_positions(model.module)
+    batches = (batch for rows in examples.values() for batch in (*rows.fitted, *rows.selection, *rows.held_out))
+    return short is not None and any(max(axis_lengths(batch).values(), default=0) > short for batch in batches)
 
 
 def _batches(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Batch]]:
