@@ -260,11 +260,12 @@ def number_label(value: Any, column: str, numbers: Mapping[str, int], where: str
     if isinstance(value, str) and value in numbers:
         return int(numbers[value])
     with suppress(TypeError, ValueError, OverflowError):  # no number at all
-        if int(value) == float(value):
-            if int(value) < 0:
+        # programs write whole numbers as 1.0 where others are missing
+        if (number := int(float(value))) == float(value):
+            if number < 0:
                 what = "the split hides its labels (some are below 0)"
                 raise DataError(what, where=where, fix="evaluate another split")
-            return int(value)
+            return number
     shown = quoted(value) if isinstance(value, str) else plain(str(value))
     what = f"label {shown} in column {plain(column)} is no class of the model's"
     raise DataError(what, where=where, fix="use class numbers, or the names in label2id of the model's config.json")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from featcal_cli.recipe.data_formats import TABLE_FILES, Row, Table, ending_of, open_file
@@ -122,7 +123,7 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     if path.is_file():
         check_split_of_file(data, split)
         return [path], []
-    files = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
+    files = {file.relative_to(path).as_posix(): file for file in sorted(_walk(path))}
     shown = [name for name in files if not is_hidden(name)]
     images, sounds = ([name for name in shown if ending_of(name) in kind] for kind in (IMAGE_FILES, AUDIO_FILES))
     tables = list(filter(holds_rows, shown))
@@ -142,6 +143,19 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     else:
         splits = group_by_name(tables)
     return [files[name] for name in splits[choose_split(splits, split, data, note)]], classes
+
+
+def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield all files in and below a folder, also in folders that links lead to, but not those `above` that it is in:
+    a link to one of them has no end. What may not be read is left out."""
+    inside, found = above | {folder.resolve()}, list[Path]()
+    with suppress(PermissionError):
+        found += folder.iterdir()
+    for path in found:
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.resolve() not in inside:
+            yield from _walk(path, inside)
 
 
 def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,15 @@ from typing import Any, TypeVar
 from featcal_cli.data.columns import BadRowError
 from featcal_cli.data.files import Note, ignore, list_files, open_local
 from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split
-from featcal_cli.recipe.data_formats import Row, Table, ending_of, explaining, open_parquet, read_group
+from featcal_cli.recipe.data_formats import (
+    Row,
+    Table,
+    explaining,
+    open_parquet,
+    parse_features,
+    read_group,
+    read_noted_features,
+)
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
@@ -198,13 +205,13 @@ def read_classes(data: Data, split: str | None, column: str) -> list[str] | None
             found = find_split(data, split)
             if found.format == "parquet":
                 with found.open(next(iter(found.sizes))) as stream:
-                    return _read_footer_classes(open_parquet(stream), column)
+                    return _names_of(parse_features(open_parquet(stream).schema_arrow.metadata).get(column))
             return getattr((_open_stream(found).features or {}).get(column), "names", None)
     files, folders = list_files(data, split)
-    if folders or ending_of(files[0].name) != ".parquet":
-        return folders or None
+    if folders:
+        return folders
     with explaining(files[0]):
-        return _read_footer_classes(open_parquet(files[0]), column)
+        return _names_of(read_noted_features(files[0]).get(column))
 
 
 def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Sequence[int]) -> Iterator[Row]:
@@ -222,13 +229,9 @@ def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Seq
         yield row_at[position]
 
 
-def _read_footer_classes(opened: Any, column: str) -> list[str] | None:
-    """Return the class names of a column that `datasets` has noted in the footer of an open parquet file, or None."""
-    metadata = opened.schema_arrow.metadata or {}
-    try:
-        names = json.loads(metadata[b"huggingface"])["info"]["features"][column]["names"]
-    except (ValueError, LookupError, TypeError):  # not written by `datasets`, or without this column, or no classes
-        return None
+def _names_of(feature: Any) -> list[str] | None:
+    """Return the class names of a column by its feature, as `datasets` notes it in a file; None if there are none."""
+    names = feature.get("names") if isinstance(feature, dict) else None
     return list(map(str, names)) if isinstance(names, list) else None
 
 

@@ -1,5 +1,4 @@
-"""Compare the predictions of several models on the same examples: by an expert's head, by the names of the classes, or
-by generated text."""
+"""Compare the predictions of several models on the same examples: by the names of the classes or by generated text."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import TextModels, Vocabulary, load_preprocessor, map_ids, open_tokens, renumber
 from featcal_cli.data.rows import read_classes
-from featcal_cli.evaluation.results import EXPERT, Score, score
+from featcal_cli.evaluation.results import Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.loading import Model, load_model
@@ -79,6 +78,8 @@ class LabelledTask:
     """Number of examples, chosen at random; None for all examples."""
     text_models: TextModels
     """The models that read the task's texts, by role."""
+    note: Callable[[str], None]
+    """Function that is told of a choice that the user did not make."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
         """Open the rows, with their labels if the metric needs any, as inputs for models of this architecture. Raises
@@ -98,7 +99,7 @@ class LabelledTask:
         return self.text_models.vocabularies.find(role)
 
 
-def _compare(
+def compare(
     task: LabelledTask,
     rows: LabelledRows,
     read_label: Callable[[Any], Any],
@@ -139,61 +140,15 @@ def _read_groups(task: LabelledTask, rows: LabelledRows) -> Iterator[list[tuple[
         yield group
 
 
-# An expert's own head
-
-
-def compare_heads(
-    task: LabelledTask, expert: Model, bodies: Mapping[str, Model | None], tell: Callable[[int], None]
-) -> dict[str, Score]:
-    """Compare the expert's head on several bodies, by role; None stands for the expert's own body. Raises
-    CheckpointError and DataError."""
-    rows = task.open(expert.module)
-    numbers = getattr(expert.module.config, "label2id", None) or {}
-    own = task.find_vocabulary(EXPERT)
-    predictors = {}
-    for role, body in bodies.items():
-        other = task.find_vocabulary(role)
-        table = None if own is None or other is None or body is None else map_ids(own, other)
-        predictors[role] = _predict_with_head(expert, body, table)
-    return _compare(task, rows, lambda label: number_label(label, rows.column, numbers, rows.where), predictors, tell)
-
-
-def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) -> Predictor:
-    """Make the predictor of the class that the expert's head ranks first, on its own body or on another model's
-    (everything inside `base_model`). `table` has the body's id of each of the expert's tokens if these differ.
-
-    Raises CheckpointError for an expert without a head, or if body and head do not fit.
-    """
-    if not hasattr(expert.module, "num_labels") or expert.module.base_model is expert.module:
-        what = f"{expert.role} has no head that tells classes apart ({type(expert.module).__name__})"
-        fix = "say under evaluate how it is measured instead: prompts, answers or lm_eval"
-        raise CheckpointError(what, where=expert.snapshot.name, fix=fix)
-    module = expert.module
-    if body is not None:
-        module = load_model(expert.role, expert.snapshot, type(module)).module
-        named: dict[str, Tensor] = dict(body.module.base_model.named_parameters())
-        if table is not None:  # the expert's ids stay, because its config names some of them (padding, end)
-            own, other = (part.base_model.get_input_embeddings().weight for part in (module, body.module))
-            rows, count = own.data.clone(), min(len(table), len(own))
-            rows[:count] = other.data[table[:count].clamp(max=len(other) - 1)].to(rows.dtype)
-            named |= {name: rows for name, value in named.items() if value is other}
-        _take_over(module.base_model, named, body.role, body.snapshot)
-
-    def predict(batch: Batch) -> list[int]:
-        given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        chosen: list[int] = module(**given).logits.argmax(-1).tolist()
-        return chosen
-
-    return Predictor(module, predict)
-
-
-def _take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, snapshot: Snapshot) -> None:
-    """Set all parameters of `module` to the values in `source`, which are those of a model called `role`. Raises
-    CheckpointError for one that does not fit."""
-    for name, parameter in module.named_parameters():
-        if name not in source or source[name].shape != parameter.shape:
+def take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, snapshot: Snapshot) -> None:
+    """Set all parameters of `module`, and its buffers that `source` has (the statistics of batch norms), to the values
+    in `source`, which are those of a model called `role`. Raises CheckpointError for one that does not fit."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name not in source and not isinstance(tensor, torch.nn.Parameter):
+            continue
+        if name not in source or source[name].shape != tensor.shape:
             raise _explain(name, role, snapshot)
-        parameter.data = source[name].data.to(parameter.dtype)
+        tensor.data = source[name].data.to(tensor.dtype)
 
 
 def _explain(name: str, role: str, snapshot: Snapshot) -> CheckpointError:
@@ -224,7 +179,7 @@ def compare_zero_shot(
     texts = _embed_classes(task, base, classes)
     read_label = partial(_read_number, {name: number for number, name in enumerate(classes)}, len(classes), rows)
     predictors = {role: _predict_by_texts(tower, texts) for role, tower in towers.items()}
-    return _compare(task, rows, read_label, predictors, tell)
+    return compare(task, rows, read_label, predictors, tell)
 
 
 def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
@@ -239,7 +194,7 @@ def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
     combined = load_model(role, base.snapshot, type(base.module)).module
     prefix = f"{model.part}."
     tower = {name.removeprefix(prefix): value for name, value in model.parameters.items() if name.startswith(prefix)}
-    _take_over(combined.get_submodule(model.part), tower, role, snapshot)
+    take_over(combined.get_submodule(model.part), tower, role, snapshot)
     return combined
 
 
@@ -305,7 +260,7 @@ def compare_generation(
     rows = task.open(next(iter(models.values())).module)
     cutting, most = task.open_tokens(), task.how.max_new_tokens
     predictors = {role: _generate(model, cutting, task.find_vocabulary(role), most) for role, model in models.items()}
-    return _compare(task, rows, partial(_read_answer, task.how.answers or (), rows), predictors, tell)
+    return compare(task, rows, partial(_read_answer, task.how.answers or (), rows), predictors, tell)
 
 
 def _generate(model: Model, cutting: Vocabulary, own: Vocabulary | None, max_new_tokens: int) -> Predictor:

@@ -37,7 +37,7 @@ from featcal_cli.hub.weight_files import (
     read_header,
     weight_files,
 )
-from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, split_revision
+from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, resolve_links, split_revision
 from featcal_cli.runtime.errors import HubError, RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
@@ -156,7 +156,7 @@ def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
     to the current folder. Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
-        return str(path.resolve())
+        return str(resolve_links(path))
     reference = "+".join(_locate_part(part, folder, kind) for part in text.split("+"))
     if "+" in reference and existing_path(reference):
         raise UnusableError("is also the name of a folder here, which hides it")
@@ -174,7 +174,7 @@ def _locate_part(text: str, folder: Path | None, kind: Kind) -> str:
     if folder:
         path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
         if path:
-            return str(path.resolve())
+            return str(resolve_links(path))
     try:
         text = bare_id(text, kind)
     except RecipeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -239,15 +239,35 @@ def _open_row_groups(file: Path) -> list[Table]:
     return [Table(str(file), length, partial(read_group, opened, number)) for number, length in enumerate(lengths)]
 
 
-def _open_arrow(file: Path) -> list[Table]:
-    """Open an .arrow file that `datasets` has saved, or a feather file. It is memory-mapped, not read whole."""
+def _map_arrow(file: Path) -> Any:
+    """Map the table of an .arrow file that `datasets` has saved, or of a feather file, into memory."""
     import pyarrow as arrow
 
     mapped = arrow.memory_map(str(file))
     try:
-        table = arrow.ipc.open_stream(mapped).read_all()
+        return arrow.ipc.open_stream(mapped).read_all()
     except arrow.ArrowInvalid:
-        table = arrow.ipc.open_file(mapped).read_all()
+        return arrow.ipc.open_file(mapped).read_all()
+
+
+def read_noted_features(file: Path) -> dict[str, Any]:
+    """Return the features that `datasets` has noted in a local .parquet or .arrow file, by column; none in others."""
+    ending = ending_of(file.name)
+    if ending == ".parquet":
+        return parse_features(open_parquet(file).schema_arrow.metadata)
+    return parse_features(_map_arrow(file).schema.metadata) if ending == ".arrow" else {}
+
+
+def parse_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """Return the features in a schema's metadata, by column; none in what `datasets` has not written."""
+    try:
+        return dict(json.loads((metadata or {})[b"huggingface"])["info"]["features"])
+    except (ValueError, LookupError, TypeError):
+        return {}
+
+
+def _open_arrow(file: Path) -> list[Table]:
+    table = _map_arrow(file)
     check_repeated(table.column_names, str(file))
     return [Table(str(file), table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))]
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from featcal_cli.recipe.references import existing_path, parse_merge, parse_source
+from featcal_cli.recipe.references import existing_path, parse_merge, parse_source, resolve_links
 from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
 from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, SeveralErrors
 from featcal_cli.runtime.sanitise import plain, quoted
@@ -196,7 +196,7 @@ def _anchor_paths(raw: dict[str, Any], folder: Path) -> None:
         if not isinstance(value, str) or not value:
             return value
         if path := existing_path(str(folder / value)):
-            return str(path.resolve())
+            return str(resolve_links(path))
         return "+".join(anchored(part) for part in value.split("+")) if "+" in value else value  # BASE+ADAPTER
 
     anchor(raw, "merged", "base")

@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNO
 def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     """Parse a path, `ID[@REVISION][:CONFIG[:SPLIT]]` or a web address into keys of `Data`. Raises RecipeError."""
     if path := existing_path(str(folder / text)):
-        return {"path": str(path.resolve())}
+        return {"path": str(resolve_links(path))}
     if page := read_page(text):
         return {"dataset": page.id, **({"revision": page.revision} if page.revision else {})}
     if looks_like_path(text):
@@ -72,6 +72,12 @@ def existing_path(text: str) -> Path | None:
     except (OSError, RuntimeError, ValueError):
         # no such home folder, a name too long for a file, a null byte
         return None
+
+
+def resolve_links(path: Path) -> Path:
+    """Return a path without links in it, but a file under its own name: the name's ending tells the format, and a file
+    in the Hub's cache is a link to a blob whose name has none."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:

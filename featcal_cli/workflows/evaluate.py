@@ -203,7 +203,7 @@ class _Models:
         """Return the scores, by role, of these models, given their names by role, on one task."""
         import torch
 
-        from featcal_cli.evaluation import protocols
+        from featcal_cli.evaluation import heads, protocols
         from featcal_cli.evaluation.lm_eval_tasks import measure_tasks
         from featcal_cli.workflows.perplexity import compare_texts
 
@@ -226,7 +226,7 @@ class _Models:
                 scores = protocols.compare_zero_shot(opened, base, towers, tell)
             elif how.protocol == "heads":
                 bodies = {role: None if role == EXPERT else self._load(name) for role, name in names.items()}
-                scores = protocols.compare_heads(opened, self._load(f"expert {task}"), bodies, tell)
+                scores = heads.compare_heads(opened, self._load(f"expert {task}"), bodies, tell)
             else:
                 compare = compare_texts if how.protocol == "texts" else protocols.compare_generation
                 scores = compare(opened, {role: self._load(name) for role, name in names.items()}, tell)
@@ -247,7 +247,7 @@ class _Models:
         text_models = TextModels(Vocabularies(own), EXPERT, [role for role in own if role != EXPERT])
         data, device = self._recipe.tasks[task].data, self._session.device
         size = self._session.options.batch_size or BATCH[device.type]
-        return LabelledTask(task, data, how, folders, device, size, self._limit, text_models)
+        return LabelledTask(task, data, how, folders, device, size, self._limit, text_models, self._session.note)
 
     def name(self, model: str) -> str:
         """Return what a model is: a repo with its commit, a folder, or the merge that builds it."""

@@ -17,6 +17,7 @@ from PIL import Image
 
 from featcal_cli.data.rows import draw_rows, read_classes, read_rows
 from featcal_cli.recipe.data_formats import open_file
+from featcal_cli.recipe.references import parse_source
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -107,6 +108,28 @@ def test_a_folder_of_images_has_splits_and_classes_that_are_called_like_folders(
     endings = ("png", "jpg", "bmp", "webp", "gif", "tiff", "JPEG")
     deep = at.images({f"deep/class{number % 2}/{number}.{end}": image for number, end in enumerate(endings)}, "deep")
     assert len(list(read_rows(deep, None))) == 7 and read_classes(deep, None, "label") == ["class0", "class1"]
+
+
+def test_links_to_files_and_folders_are_followed_under_their_own_names(at: Folder) -> None:
+    picture = Image.new("RGB", (4, 4))
+    at.images({f"{name}/{number}.png": picture for name in ("cat", "dog") for number in range(2)}, "shelf")
+    linked = at.path / "linked"
+    linked_data = Data(path=str(linked))
+    linked.mkdir()
+    for name in ("cat", "dog"):
+        (linked / name).symlink_to(f"../shelf/{name}")
+    (linked / "all").symlink_to(".")  # leads back to where it is
+    rows = [(Path(row["image"]).relative_to(linked).as_posix(), row["label"]) for row in read_rows(linked_data, None)]
+    assert rows == [("cat/0.png", 0), ("cat/1.png", 0), ("dog/0.png", 1), ("dog/1.png", 1)]
+    assert read_classes(linked_data, None, "label") == ["cat", "dog"]
+    # as in the Hub's cache, whose blobs have no ending
+    blob = at.file("blobs/0123", '{"text": "w1"}\n').path
+    (at.path / "snapshot").mkdir()
+    (at.path / "snapshot" / "train.jsonl").symlink_to("../blobs/0123")
+    for source in (at.path / "snapshot" / "train.jsonl", at.path / "snapshot" / ".." / "snapshot" / "train.jsonl"):
+        found = Data.model_validate(parse_source(str(source)))
+        assert found.path and (Path(found.path).name, Path(found.path).samefile(str(blob))) == ("train.jsonl", True)
+        assert texts_of(found) == ["w1"]
 
 
 def test_what_datasets_saves_to_a_disk_is_read(at: Folder) -> None:

@@ -169,6 +169,116 @@ def test_a_head_on_another_body_is_that_body_with_the_head(bert: Path) -> None:
     assert len(set(slow.values())) > 1
 
 
+def measure_labels(bert: Path, folder: Path, labels: list[Any], names: list[str] | None = None) -> Evaluation:
+    """Measure on the texts with other labels; `names`: the data's own names of the classes, by number."""
+    lines = (bert / "data" / "test.jsonl").read_text().splitlines()
+    rows = [{"text": json.loads(line)["text"], "label": label} for line, label in zip(lines, labels, strict=True)]
+    folder.mkdir()
+    write_table(folder / "test.parquet", rows, {"label": {"names": names, "_type": "ClassLabel"}} if names else {})
+    return evaluate(draft_of(bert, {"split": "test"}, {"path": str(folder)}))
+
+
+def test_a_label_is_the_class_that_the_head_calls_so(bert: Path, tmp_path: Path) -> None:
+    called = [json.loads(line)["label"] for line in (bert / "data" / "test.jsonl").read_text().splitlines()]
+    numbers = [CLASSES.index(name) for name in called]
+    wanted = values(evaluate(draft_of(bert, {"split": "test"})))
+    order = [CLASSES[2].upper(), *CLASSES[:2]]
+    spellings: list[tuple[list[Any], list[str] | None]] = [
+        (numbers, None),
+        ([f"{number}.0" for number in numbers], None),
+        ([name.upper() for name in called], None),
+        (numbers, CLASSES),
+        ([(number + 1) % 3 for number in numbers], order),
+    ]
+    for place, (labels, names) in enumerate(spellings):
+        found = measure_labels(bert, tmp_path / str(place), labels, names)
+        assert (values(found), found.notes) == (wanted, [])
+    others = measure_labels(bert, tmp_path / "others", numbers, ["x", "y", "z"])
+    assert values(others) == wanted
+    assert "it: the data call their classes x, y, z, and the expert's head calls its own" in others.notes[0]
+    for labels in ([3] * ROWS, ["bird"] * ROWS):
+        with pytest.raises(DataError, match=r"label ('bird'|3) in column label is no class of"):
+            measure_labels(bert, tmp_path / f"beyond {labels[0]}", labels)
+
+
+def test_classes_of_image_folders_are_those_that_the_head_calls_so(tmp_path: Path) -> None:
+    names, sizes = ["wolf", "bee", "cow"], {"image_size": 8, "patch_size": 4}
+    config: Any = library.ViTConfig(**TINY, **sizes, id2label=dict(enumerate(names)), label2id={})
+    for number, name in enumerate(("base", "expert", "merged")):
+        torch.manual_seed(0)
+        save(library.ViTForImageClassification(config), tmp_path / name, number + 1)
+        library.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / name)
+    expert = library.ViTForImageClassification.from_pretrained(tmp_path / "expert")
+    processor = library.ViTImageProcessorPil.from_pretrained(tmp_path / "expert")
+    # its head would rank one class first for all of them
+    with torch.no_grad():
+        expert.classifier.weight *= 30
+        images = [Image.open(BytesIO(draw(random))).convert("RGB") for random in [Random(0)] for _ in range(ROWS)]
+        logits = torch.cat([expert(**processor(images=[image], return_tensors="pt")).logits for image in images])
+        expert.classifier.bias -= logits.mean(0)
+        chosen = (logits - logits.mean(0)).argmax(-1).tolist()
+    expert.save_pretrained(tmp_path / "expert")
+    for number, (image, label) in enumerate(zip(images, chosen, strict=True)):
+        place = tmp_path / "data" / "test" / names[label]
+        place.mkdir(parents=True, exist_ok=True)
+        image.save(place / f"{number}.png")
+    assert len(set(chosen)) > 1
+    assert values(evaluate(draft_of(tmp_path, {"split": "test"})))["expert"] == 1
+
+
+HEADED: dict[str, dict[str, Any]] = {
+    # their bodies are no `base_model`, or hold statistics of batches beside weights
+    "CLIPForImageClassification": {
+        "text_config": {**TINY, "vocab_size": 9}, "vision_config": {**TINY, "image_size": 8, "patch_size": 4},
+    },
+    "WhisperForAudioClassification": {
+        "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+        "max_source_positions": 8, "num_mel_bins": 4, "vocab_size": 9, "pad_token_id": 0,
+    },
+    "ResNetForImageClassification": {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADED)
+@torch.no_grad()
+def test_the_body_of_another_model_is_taken_over_whole(tmp_path: Path, name: str) -> None:
+    model_class = getattr(library, name)
+    inputs, models, slow = torch.randn(ROWS, *((4, 16) if "Audio" in name else (3, 8, 8))), {}, {}
+    for number, role in enumerate(("base", "expert", "merged")):
+        torch.manual_seed(0)
+        model = models[role] = model_class(model_class.config_class(**HEADED[name], num_labels=3))
+        for key, buffer in model.named_buffers():
+            if key.endswith(("running_mean", "running_var")):
+                buffer += 3 * torch.rand(buffer.shape, generator=torch.Generator().manual_seed(number))
+        save(model, tmp_path / role, number + 1)
+    expert, main = models["expert"], models["expert"].main_input_name
+    # its head would rank one class first for all of them
+    list(expert.classifier.modules())[-1].bias -= expert(**{main: inputs}).logits.mean(0)
+    expert.save_pretrained(tmp_path / "expert")
+    for role in ("expert", "merged"):
+        state = models[role].state_dict()
+        body = {key: x for key, x in state.items() if not key.startswith(("classifier", "projector"))}
+        expert.load_state_dict(expert.state_dict() | body)
+        slow[role] = expert(**{main: inputs}).logits.argmax(-1)
+    labels = slow["expert"]
+    save_file({main: inputs, "label": labels}, tmp_path / "data.safetensors")
+    found = values(evaluate(draft_of(tmp_path, {"split": "train"}, {"path": str(tmp_path / "data.safetensors")})))
+    assert found == pytest.approx({role: (x == labels).float().mean().item() for role, x in slow.items()})
+    assert found["merged"] < 1
+
+
+@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering"])
+def test_a_head_that_does_not_tell_texts_apart_is_refused(bert: Path, tmp_path: Path, task: str) -> None:
+    names = {"id2label": {0: "cat", 1: "a"}, "label2id": {"cat": 0, "a": 1, "dog_house": 1}}
+    config = library.BertConfig(**TINY, **names, vocab_size=100, max_position_embeddings=80)
+    getattr(library, f"BertFor{task}")(config).save_pretrained(tmp_path / "expert")
+    save_tokenizer(tmp_path / "expert", chat=False)
+    draft = draft_of(bert, {"split": "test"})
+    spec = draft.tasks["it"].model_copy(update={"expert": str(tmp_path / "expert")})
+    with pytest.raises(CheckpointError, match=f"no head that tells classes apart .BertFor{task}"):
+        evaluate(draft.model_copy(update={"tasks": {"it": spec}}))
+
+
 # --- generation ---
 
 
