@@ -130,7 +130,11 @@ def _compare_rows(z: Tensor, z_exp: Tensor, *, are_logits: bool) -> Iterator[Ten
 
 
 def read_output(output: Any) -> Tensor:
-    """Return the logits of a model's output; if it has none, its pooled features, else its hidden states [.., d]."""
+    """Return the logits of a model's output; if it has none, its pooled features, else its hidden states [.., d]. Where
+    an answer begins and ends is said for each token, [B, length, 2]: padding must be no further choice."""
+    ends = (getattr(output, name, None) for name in ("start_logits", "end_logits"))
+    if len(spans := [logits for logits in ends if isinstance(logits, Tensor)]) == 2:
+        return torch.stack(spans, -1)
     for name in ("logits", "pooler_output", "image_embeds", "text_embeds", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor

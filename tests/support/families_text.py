@@ -163,6 +163,7 @@ ENCODERS = [
     # attention and feed-forward are members of two lists, and share a cache of keys
     *alike("xlm XLMModel, flaubert FlaubertModel", _XLM, text, "attentions.0 ffns.0 attentions.1 ffns.1"),
     Family("xlm-roberta", "XLMRobertaForSequenceClassification", TEXT_SIZES, text, "roberta.encoder.layer.{}"),
+    Family("bert-questions", "BertForQuestionAnswering", TEXT_SIZES, text, "bert.encoder.layer.{}"),
     # an adapter for each language, of which the examples are in one
     Family("xmod", "XmodForSequenceClassification", TEXT_SIZES | {"languages": ["en", "de"], "default_language": "en"},
            text, "roberta.encoder.layer.{}", stays=r"adapter_modules\.de\."),
