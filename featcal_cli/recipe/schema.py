@@ -202,14 +202,18 @@ class Data(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Data:
         how = [key for key in ("split", "columns", "template") if getattr(self, key)]
+        of_hub = [key for key in ("revision", "config") if getattr(self, key)]
         if (self.dataset is None) == (self.path is None):
             # how to read what is yet to be found
-            if self.has_source or not how or self.config or self.revision:
+            if self.has_source or not how or of_hub:
                 raise ValueError("give either dataset or path")
+        elif self.path and of_hub:
+            what = f"{' and '.join(of_hub)} cannot be set for a path, only for a dataset on the Hub"
+            raise ValueError(f"{what}; the path may be that of one folder or file of the data")
         elif self.path and self.path.endswith(".safetensors") and how:
             what = f"{' and '.join(how)} cannot be set for a .safetensors file"
             raise ValueError(f"{what}, whose tensors are the model's arguments as they are")
-        elif self.is_self_written and (given := [*how, *(key for key in ("revision", "config") if getattr(self, key))]):
+        elif self.is_self_written and (given := [*how, *of_hub]):
             raise ValueError(f"{' and '.join(given)} cannot be set for what an expert writes itself")
         return self
 

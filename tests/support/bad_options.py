@@ -131,6 +131,7 @@ CASES: list[Case] = [
     (recipe("merged: {method: task_arithmetic, scale: .inf}", merged=None), ["scale", "finite"]),
     (recipe("tasks: {red: {data: {}}}", data=None), ["either dataset or path"]),
     (recipe("tasks: {red: {data: {dataset: a/b, path: c}}}", data=None), ["either dataset or path"]),
+    (recipe("tasks: {red: {data: {path: ., config: en}}}", data=None), ["config cannot be set for a path"]),
     (recipe("tasks: {red: {data: x/y:a:b:c}}", data=None), ["ID[@REVISION]"]),
     (data(template='"{text:>99999999999}"'), ["{text:>99999999999}", "text, other"]),
     (data(columns="{texts: text}"), ["columns.texts", "text_pair"]),
