@@ -70,18 +70,22 @@ class ImageReader(MediaReader):
             if len(value) > 1:
                 raise BadRowError(f"column {self.column} has {len(value)} images, and only one per row is read")
             value = value[0] if value else None
-        return decode_cell(value, self.column, self.folder, "image", _decode)
+        config = self.target.model.config
+        is_gray = getattr(getattr(config, "vision_config", config), "num_channels", 3) == 1
+        decode = partial(_decode, mode="L" if is_gray else "RGB")
+        return decode_cell(value, self.column, self.folder, "image", decode)
 
 
-def _decode(source: BytesIO | Path) -> Image.Image:
-    """Return an image's first frame in RGB, turned as its EXIF data say. Raises what Pillow raises, and ValueError."""
+def _decode(source: BytesIO | Path, *, mode: str) -> Image.Image:
+    """Return an image's first frame in Pillow's `mode`, turned as its EXIF data say. Raises what Pillow raises, and
+    ValueError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is lost with an image's transparency
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         image = Image.open(source, formats=FORMATS)
         if image.mode.startswith(DEEP_MODES):
             raise ValueError(f"its pixels are not 8-bit colours, but of mode {image.mode}")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return ImageOps.exif_transpose(image).convert(mode)
 
 
 def open_images(

@@ -276,6 +276,18 @@ def test_images_of_other_sizes_are_in_other_batches_and_none_is_padded(at: Folde
     assert [tuple(batch.shape) for batch in images] == [(4, 3, 6, 8), (15, 3, 6, 8), (1, 3, 6, 12)]
 
 
+def test_a_model_of_one_channel_reads_shades_of_gray(at: Folder) -> None:
+    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+    model = build("ViTForImageClassification", **{**TINY, "vocab_size": None}, **sizes)
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
+    processor.save_pretrained(at.expert)
+    image = Image.fromarray(numpy.arange(64, dtype=numpy.uint8).reshape(8, 8))
+    for name, given in (("gray", image), ("colours", image.convert("RGB"))):
+        [batch] = at.load(model, at.images({"a.png": given}, name)).fitted
+        assert torch.equal(batch["pixel_values"], processor(images=[image], return_tensors="pt")["pixel_values"])
+        assert model(**batch).logits.shape == (1, 2)
+
+
 def test_a_photograph_is_turned_as_its_exif_says(at: Folder) -> None:
     pixels = numpy.zeros((8, 8, 3), dtype=numpy.uint8)
     pixels[:4] = 255
