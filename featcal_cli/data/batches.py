@@ -291,7 +291,9 @@ def count_tokens(batch: Batch) -> list[int]:
     if ids is None:
         return [0] * count_examples(batch)
     mask = batch.get(MASK)
-    lengths: list[int] = (torch.ones_like(ids) if mask is None or mask.ndim != 2 else mask.ne(0)).sum(1).tolist()
+    counted = torch.ones_like(ids) if mask is None or mask.ndim != 2 else mask.ne(0)
+    # an example may be several texts, of which one is chosen
+    lengths: list[int] = counted.flatten(1).sum(1).tolist()
     return lengths
 
 

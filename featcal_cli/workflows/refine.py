@@ -32,7 +32,7 @@ from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.outputs import choose_rows, find_owners, gives_logits, read_output, take_classes
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.runtime import hardware
-from featcal_cli.runtime.errors import ShortageError
+from featcal_cli.runtime.errors import RecipeError, ShortageError
 from featcal_cli.runtime.progress import Progress
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
@@ -169,6 +169,12 @@ def prepare(session: Session, setup: Setup) -> Refiner | None:
         return None
     try:
         return Refiner(session, setup, setup.refining)
+    except RecipeError as error:
+        # what an expert returns is seen only now
+        if setup.calibration.refine:
+            raise
+        session.note(f"the result is not refined: {error.what}")
+        return None
     except (RuntimeError, MemoryError) as error:
         session.note(_explain(session, error))
         hardware.release_memory(session.device)

@@ -19,7 +19,7 @@ import transformers
 from command_line import Run, featcal_inside
 from distant import GENTLE
 from families import BY_NAME, Family, Saved, changed_tensors, few_of, save_family, text
-from family import GROUPED_SIZES, T5_SIZES, text_to_text
+from family import GROUPED_SIZES, T5_SIZES, TEXT_SIZES, text_to_text
 from jobs import Watcher
 from safetensors.torch import load_file
 
@@ -358,6 +358,14 @@ def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.Mo
     without = dry_run(recipe, output=tmp_path / "out", listener=notes)
     assert without.refining is None and without.estimate.disk_bytes < needed.disk_bytes
     assert "\nthe result is not refined: " in f"\n{notes.notes}"
+
+
+def test_experts_of_several_choices_are_no_teachers_and_nobody_need_know_it_beforehand(tmp_path: Path) -> None:
+    saved = save(tmp_path, "BertForPreTraining", TEXT_SIZES)
+    notes = run(saved, "out", refine=None)[1]["notes"]
+    assert any(note.startswith("the result is not refined: refining needs experts' probabilities") for note in notes)
+    with pytest.raises(RecipeError, match="gives no probabilities of one choice"):
+        run(saved, "asked", refine=True)
 
 
 def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,16 @@ def test_all_sides_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(torch.allclose(value, merged[name], rtol=1e-5, atol=1e-6) for name, value in calibrated.items())
 
 
+def test_an_example_may_be_several_texts_of_which_one_is_chosen(tmp_path: Path) -> None:
+    def choices(count: int) -> Batch:
+        return {"input_ids": torch.randint(4, 90, (count, 3, 7))}
+
+    saved = save_family(tmp_path, Family("choice", "BertForMultipleChoice", TEXT_SIZES, choices, "")).only(1)
+    recipe = saved.recipe(ridge=None, rho=None, alpha=None)
+    drift = calibrate(recipe, output=tmp_path / "out").report.drift
+    assert all(of_task.after < of_task.before for of_task in drift.values())
+
+
 @pytest.mark.matrix
 def test_a_loss_that_comes_first_is_no_output(tmp_path: Path) -> None:
     def masked_images(count: int) -> Batch:
