@@ -10,11 +10,14 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some takes longer than to read a recipe
     use_large_pages()
     share_cores()
-    open_closed_streams()
+    # the next file to be opened would get the number of a closed stream, and messages would be written into it
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     # first: the run's time counts from here
     from featcal_cli.runtime.errors import INTERRUPTED
-    from featcal_cli.runtime.process import end_at_once, exit_code, stop_when_signalled
+    from featcal_cli.runtime.process import exit_code, stop_when_signalled
 
     try:
         stop_when_signalled()
@@ -24,8 +27,7 @@ def main() -> None:
         gc.enable()
         main()
     except SystemExit as end:
-        end_at_once(exit_code() if end.code == INTERRUPTED else end.code)
-        raise
+        sys.exit(exit_code() if end.code == INTERRUPTED else end.code)
     except Exception as error:
         from featcal_cli.runtime.errors import explain_broken_package
 
@@ -34,19 +36,6 @@ def main() -> None:
         # rich shows all other messages, and may be what is broken
         sys.stderr.write(f"error: {known}\n")
         sys.exit(known.exit_code)
-
-
-def open_closed_streams() -> None:
-    """Open standard streams that are closed to /dev/null; otherwise the next file to be opened would get the number of
-    one of them, and messages would be written into it."""
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, mode)  # takes the lowest free number, which is this one
-    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process lasts
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def use_large_pages() -> None:

@@ -164,21 +164,14 @@ class LostRankError(FeatCalError):
 def explain_broken_package(error: BaseException) -> FeatCalError | None:
     """Return the message for an error raised while another package was imported; None for others."""
     for cause in reversed(list_causes(error)):  # lazy modules raise errors of their own
-        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
-        importing = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
-        others = [module for module in importing if module not in ("featcal_cli", "__main__")]
-        if isinstance(cause, ImportError) or others:
-            break
-    else:
-        return None
-    from importlib.metadata import packages_distributions
-
-    distributions = packages_distributions()
-    modules = [str(getattr(cause, "name", None) or "").partition(".")[0], *others]
-    package = next((module for module in modules if module in distributions), "")
-    words = " ".join(str(cause).split())[:MOST_WORDS]
-    what = f"{package or modules[0] or 'a package'} cannot be imported: {type(cause).__name__}: {words}"
-    # a library may have read a variable of the environment that it cannot use; its own words quote it
-    fix = "correct what it names, or install it again"
-    command = f"pip install --force-reinstall --no-deps {distributions[package][0]}" if package else ""
-    return FeatCalError(what, where=f"Python at {sys.executable}", fix=fix, command=command)
+        frames = (frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>")
+        modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+        others = [module for module in modules if module not in ("featcal_cli", "__main__")]
+        if others or isinstance(cause, ImportError):
+            package = others[-1] if others else getattr(cause, "name", None) or "a package"
+            words = " ".join(str(cause).split())[:MOST_WORDS]
+            what = f"{package} cannot be imported: {type(cause).__name__}: {words}"
+            # a library may have read a variable of the environment that it cannot use; its own words quote it
+            fix = "correct what it names, or install it again"
+            return FeatCalError(what, where=f"Python at {sys.executable}", fix=fix)
+    return None
