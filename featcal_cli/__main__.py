@@ -11,9 +11,9 @@ def main() -> None:
     use_large_pages()
     share_cores()
     # the next file to be opened would get the number of a closed stream, and messages would be written into it
-    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the process lasts
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: PTH123, SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     # first: the run's time counts from here
     from featcal_cli.runtime.errors import INTERRUPTED

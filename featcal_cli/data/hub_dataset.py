@@ -14,6 +14,7 @@ from typing import Any
 from featcal_cli.data.files import Note, choose_split, group_by_name, holds_rows, ignore, is_hidden, is_table
 from featcal_cli.hub.client import explained, root_of, with_retries
 from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
+from featcal_cli.lineage.experts import same_name
 from featcal_cli.recipe.data_formats import TABLE_FILES, ending_of
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
@@ -36,12 +37,12 @@ class HubSource:
 
     repo: Repo
     splits: Splits
-    copied: str | None = None
-    """The config if the files are the Hub's parquet copy of it, rather than the dataset's own files."""
+    config: str | None = None
+    """The config, if it was chosen among several, or if the files are the Hub's parquet copy, which has no card."""
 
     def pin(self, data: Data) -> Data:
-        """Return `data` pinned to the commit; for the Hub's copy, which has no card, also to the config."""
-        return data.model_copy(update={"revision": self.repo.commit, "config": self.copied or data.config})
+        """Return `data` pinned to the commit and the config."""
+        return data.model_copy(update={"revision": self.repo.commit, "config": self.config or data.config})
 
 
 @dataclass(frozen=True)
@@ -79,27 +80,28 @@ def find_split(data: Data, split: str | None, note: Note = ignore) -> HubSplit:
     return HubSplit(kind, {f"{root}/{path}": repo.files[path] for path in paths}, system)
 
 
-def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note) -> HubSource:
+def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note, task: str = "") -> HubSource:
     """Find the files to read: the dataset's own parquet files; else, on the main branch, the Hub's parquet copy, of
-    which `note` is told; else files of other formats. Raises DataError and HubError."""
+    which `note` is told; else files of other formats. A config may be named like the `task`. Raises DataError and
+    HubError."""
     if repo.folder is not None:
         raise DataError(f"{repo.name} is a folder here", where=str(data), fix=f"write path: {repo.name}")
     configs = _read_configs(repo)
-    name = _choose_config(configs, data) if configs else ""
+    name = _choose_config(configs, data, task, note) if configs else ""
     splits = _find_splits(configs.get(name, {}), repo) if configs or data.config in (None, "default") else {}
     if splits and _infer_format([path for paths in splits.values() for path in paths]) == "parquet":
-        return HubSource(repo, splits)
+        return HubSource(repo, splits, name if len(configs) > 1 else None)
     copy = _open_copy(repo, open_repo) if data.revision in (None, "main") else None
     copied = _converted_configs(_readable_files(copy)) if copy else {}
-    name = name or (_choose_config(copied, data) if copied else "")
+    name = name or (_choose_config(copied, data, task, note) if copied else "")
     if copy is not None and name in copied:
         is_partial = any(path.startswith(f"{name}/partial-") for path in copy.files)
         part = ", which holds only the first part of it" if is_partial else ""
         what = f"{repo.name} has no parquet files of its own: the Hub's parquet copy is read"
         note(f"{what} ({COPY} at {str(copy.commit)[:7]}){part}")
-        return HubSource(copy, copied[name], copied=name)
+        return HubSource(copy, copied[name], name)
     if splits:
-        return HubSource(repo, splits)
+        return HubSource(repo, splits, name if len(configs) > 1 else None)
     if data.config is not None and not configs:
         raise DataError(f"the dataset has no config {data.config}", where=str(data), fix="name none")
     what = f"no file of the dataset is one that its card names: {plain(str(configs[name]))}" if configs else ""
@@ -190,17 +192,23 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     return configs
 
 
-def _choose_config(configs: Mapping[str, Config], data: Data) -> str:
-    """Return the config that `data` names, else the dataset's default. Raises DataError if there is none."""
+def _choose_config(configs: Mapping[str, Config], data: Data, task: str, note: Note) -> str:
+    """Return the config that `data` names, else the one with the task's name or the dataset's default, of which `note`
+    is told. Raises DataError if there is none."""
     names = list(configs)
     if data.config is not None:
         if data.config in configs:
             return data.config
         fix = f"name one of its own ({list_some(names)}), or none"
         raise DataError(f"the dataset has no config {data.config}", where=str(data), fix=fix)
-    for name in names:
-        if len(names) == 1 or name == "default" or configs[name].get("default"):
-            return name
+    if len(names) == 1:
+        return names[0]
+    alike = [name for name in names if same_name(name, task)]
+    marked = [name for name in names if configs[name].get("default") is True]
+    if likely := alike or marked or [name for name in names if name == "default"]:
+        why = f"has the name of the task {task}" if alike else "is its default"
+        note(f"{data.dataset} has {len(names)} configs; {likely[0]} {why}")
+        return likely[0]
     fix = f"name one, e.g. --data TASK={data.dataset}:{names[0]}"
     raise DataError(f"the dataset has several configs: {list_some(names)}", where=str(data), fix=fix)
 

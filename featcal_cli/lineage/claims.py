@@ -29,8 +29,6 @@ class Card:
 
     base_models: Sequence[str]
     datasets: Sequence[str]
-    configs: Sequence[str]
-    default_config: str | None
     yaml_blocks: Sequence[str]
     """Text of the code blocks marked as YAML, and of unmarked ones that contain merge_method."""
     problem: str
@@ -44,12 +42,9 @@ def read_card(text: str) -> Card:
         problem = f"the metadata cannot be read{f': {problem}' if problem else ''}"
         metadata = {}
     body = body[:MOST_TEXT]
-    configs, default = _read_configs(metadata)
     return Card(
         base_models=_names(metadata.get("base_model")),
         datasets=_names(metadata.get("datasets")),
-        configs=configs,
-        default_config=default,
         yaml_blocks=list(_yaml_blocks(body)),
         problem=problem,
     )
@@ -61,23 +56,6 @@ def _yaml_blocks(body: str) -> Iterator[str]:
         text = dedent(re.sub(r"^[ \t]*>[ \t]?", "", content, flags=re.MULTILINE))
         if kind.lower() in ("yaml", "yml") or (not kind and _MERGE.search(text)):
             yield text
-
-
-def _read_configs(metadata: Mapping[Any, Any]) -> tuple[list[str], str | None]:
-    """Return the names of a dataset's configs and of its default config (None if it has no default)."""
-    for key in ("configs", "dataset_info"):
-        value = metadata.get(key)
-        entries = [entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict)]
-        listed = [entry for entry in entries if _is_config(entry.get("config_name"))]
-        if names := list(dict.fromkeys(entry["config_name"] for entry in listed)):
-            marked = [entry["config_name"] for entry in listed if entry.get("default") is True]
-            return names, marked[0] if marked else "default" if "default" in names else None
-    return [], None
-
-
-def _is_config(name: Any) -> bool:
-    """Whether this is the name of a config that a user could type."""
-    return isinstance(name, str) and 0 < len(name) <= 100 and name.isprintable() and ":" not in name
 
 
 def _names(value: Any) -> list[str]:

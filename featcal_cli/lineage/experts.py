@@ -201,32 +201,20 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
     return None
 
 
-def choose_config(search: Search, task: str, dataset: TaskData) -> TaskData | None:
-    """Complete the dataset that an expert's card names with the config that suits the task, if the dataset has several.
-    If the dataset is gone or nothing decides on a config, ask the user and return None. Raises HubError."""
+def can_be_read(search: Search, task: str, dataset: TaskData) -> bool:
+    """Whether the dataset that an expert's card names is there. If it is gone, the user is asked. Raises HubError."""
     data, source = dataset
     if not (name := data.reference):
-        return dataset
+        return True
     try:
-        card = search.read_card(name, source, "dataset")
+        search.read_card(name, source, "dataset")
     except HubError as error:
         if not is_gone(error, name):
             raise
         what = f"the data of {task} cannot be read: {error.what}"
         search.ask(what, ("--data", f"{task}=SOURCE"), where=error.where, fix=error.fix)
-        return None
-    if len(card.configs) < 2:
-        return dataset
-    if config := next((config for config in card.configs if same_name(config, task)), None):
-        why = f"has the name of the task {task}"
-    elif config := card.default_config:
-        why = "is its default"
-    else:
-        what = f"{name}, the data of {task}, has several configs: {list_some(card.configs)}"
-        search.ask(what, ("--data", f"{task}={name}:CONFIG"), where=f"data of {task}")
-        return None
-    search.notes.append(f"{name} has {len(card.configs)} configs; {config} {why}")
-    return data.model_copy(update={"config": config}), source
+        return False
+    return True
 
 
 def _is_language_model(repo: Repo) -> bool:

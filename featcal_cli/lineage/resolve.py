@@ -9,7 +9,7 @@ from featcal_cli.hub.adapter import split_adapter
 from featcal_cli.hub.repo import Kind, Opener, open_repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims
-from featcal_cli.lineage.experts import TaskData, choose_config, choose_dataset, find_experts
+from featcal_cli.lineage.experts import TaskData, can_be_read, choose_dataset, find_experts
 from featcal_cli.lineage.search import (
     ASSUMED,
     FROM_USER,
@@ -217,9 +217,7 @@ def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, Task
         elif dataset := choose_dataset(search, task, expert):
             named[task] = dataset
     search.read_ahead((source.reference, "dataset") for source, _ in named.values() if source.reference)
-    for task, dataset in named.items():
-        if whole := choose_config(search, task, dataset):
-            data[task] = whole
+    data |= {task: dataset for task, dataset in named.items() if can_be_read(search, task, dataset)}
     if silent := search.without_data:
         whose = f"{enumerate_names(silent.values())} {'names' if len(silent) == 1 else 'name'} no dataset"
         what = f"nothing says where the examples of {enumerate_names(silent)} come from: {whose}"

@@ -156,7 +156,7 @@ class Data(Section):
     revision: Name | None = None
     """Branch, tag or commit of the dataset; if left out, main."""
     config: Name | None = None
-    """The dataset's config; if left out, its only one or its default."""
+    """The dataset's config; if left out, its only one, the one with the task's name, or its default."""
     split: Name | None = None
     """The dataset's split; if left out, train if there is one."""
     columns: dict[Role, str] = Field(default_factory=dict)

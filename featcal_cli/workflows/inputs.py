@@ -129,7 +129,7 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
     with naming_task(task, data), explaining_hub(data):
-        return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}")).pin(data)
+        return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}"), task).pin(data)
 
 
 def identify(origin: Origin) -> list[Any]:

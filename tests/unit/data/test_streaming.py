@@ -249,6 +249,9 @@ def test_the_card_says_which_files_are_which_config_and_split(publish: Publish) 
         ("five", None, ["5"]),
     ):  # fmt: skip
         assert drawn_texts(data.model_copy(update={"config": config, "split": split})) == expected, (config, split)
+    notes: list[str] = []
+    assert [pin_data(task, data, open_repo, notes.append).config for task in ("Three", "red")] == ["three", "two"]
+    assert [note.partition("; ")[2] for note in notes] == ["three has the name of the task Three", "two is its default"]
 
 
 def test_of_a_loading_script_the_hubs_parquet_copy_is_read_and_that_is_said(hub: HubServer, publish: Publish) -> None:
@@ -288,16 +291,19 @@ def test_of_other_formats_the_hubs_parquet_copy_is_read_where_main_is_meant(hub:
     for named in (data, data.model_copy(update={"revision": "main"})):
         notes: list[str] = []
         pinned = pin_data("red", named, open_repo, notes.append)
-        assert (pinned.revision, pinned.config) == (commit, "b")
-        assert "has no parquet files of its own: the Hub's parquet copy is read" in notes[0]
+        assert (pinned.revision, pinned.config) == (commit, "b") and notes[0].endswith(
+            "has 2 configs; b is its default"
+        )
+        assert "has no parquet files of its own: the Hub's parquet copy is read" in notes[1]
         before = hub.file_bytes()
         rows = list(islice(draw_rows(pinned, 320, 0, notes.append), 320))
-        assert len({row["label"] for row in rows[:256]}) >= 50 and len(notes) == 1
+        assert len({row["label"] for row in rows[:256]}) >= 50 and len(notes) == 2
         assert hub.file_bytes() - before < 0.6 * 18_000 * 1024
     older = data.model_copy(update={"revision": commit_of(hub, data)})
     notes = []
-    assert pin_data("red", older, open_repo, notes.append) == older and not notes
-    assert [row["text"] for row in draw_rows(older, 9, 0, notes.append)] == ["lines"]
+    pinned = pin_data("red", older, open_repo, list[str]().append)
+    assert pinned == older.model_copy(update={"config": "b"})
+    assert [row["text"] for row in draw_rows(pinned, 9, 0, notes.append)] == ["lines"]
     assert ["streamed from shuffled shards through a buffer" in note for note in notes] == [True]
 
 
