@@ -28,16 +28,6 @@ PANELS = {"method": METHOD, "machine": MACHINE, "hub": HUB}
 """Heading in the help for each group of options that are recipe keys."""
 
 
-def _option(
-    group: str,
-    *names: str,
-    help: str,  # noqa: A002 - typer's word
-    **settings: Any,
-) -> Any:
-    """Return a typer option that the help lists under the heading `group`."""
-    return typer.Option(*names, help=help, rich_help_panel=group, **settings)
-
-
 def describe_key(section: type[Section], key: str) -> Any:
     """Return the annotation of the command-line option for a recipe's key; the option is None where it is not given."""
     field = section.model_fields[key]
@@ -53,8 +43,7 @@ def describe_key(section: type[Section], key: str) -> Any:
     help_text = " ".join((field.description or "").split())
     if field.default is not None and kind is not bool:
         help_text = f"{help_text.rstrip('.')} [{field.default}]."
-    metavar = mark.metavar or choices or None
-    return Annotated[kind | None, _option(PANELS[mark.group], *mark.names, metavar=metavar, help=help_text)]
+    return _given(kind, PANELS[mark.group], " ".join(mark.names), mark.metavar or choices or None, help_text)
 
 
 def list_keys(section: type[Section]) -> dict[str, Any]:
@@ -119,24 +108,15 @@ class Group(_WithExamples, TyperGroup):
     """Group of commands."""
 
 
-def _given(
-    kind: Any,
-    group: str,
-    names: str,
-    metavar: str,
-    help: str,  # noqa: A002 - typer's word
-    **settings: Any,
-) -> Any:
-    """Return the annotation of an option that takes a value and is None where it is not given."""
-    return Annotated[kind | None, _option(group, *names.split(), metavar=metavar, help=help, **settings)]
+def _given(kind: Any, group: str, names: str, metavar: str | None, about: str, **settings: Any) -> Any:
+    """Return the annotation of an option that is None where it is not given, and in the help under the heading
+    `group`."""
+    option = typer.Option(*names.split(), metavar=metavar, help=about, rich_help_panel=group, **settings)
+    return Annotated[kind | None, option]
 
 
-def _flag(
-    group: str,
-    names: str,
-    help: str,  # noqa: A002 - typer's word
-) -> Any:
-    return Annotated[bool, _option(group, *names.split(), help=help)]
+def _flag(group: str, names: str, about: str) -> Any:
+    return Annotated[bool, typer.Option(*names.split(), help=about, rich_help_panel=group)]
 
 
 Texts = list[str]
@@ -157,8 +137,9 @@ MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [4
 Limit = _given(
     int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all; 256 texts].", min=1
 )
+_DEVICES = "auto, cpu or cuda[:K] [auto]."
 Device = Annotated[
-    str, _option(MACHINE, "--device", metavar="NAME", help="auto, cpu or cuda[:K] [auto].", show_default=False)
+    str, typer.Option("--device", metavar="NAME", help=_DEVICES, rich_help_panel=MACHINE, show_default=False)
 ]
 Dtype = describe_key(Calibration, "dtype")
 AllowCode = _flag(MACHINE, "--allow-code-execution", "Let lm-eval tasks run code that a model wrote.")
