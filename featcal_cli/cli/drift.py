@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from featcal_cli.cli.tables import LEVELS, find_level, fit, make_tables
+from featcal_cli.cli.console import LEVELS, find_level, fit, make_tables
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import (
     describe_lists,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 from rich.console import Console
 
-from featcal_cli.cli.console import ERR, OUT
-from featcal_cli.cli.tables import escape, fold, make_list, make_table, write_count
+from featcal_cli.cli.console import ERR, OUT, escape, fold, make_list, make_table, write_count
 from featcal_cli.evaluation.results import (
     BASE,
     CALIBRATED,

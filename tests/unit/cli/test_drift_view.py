@@ -12,8 +12,8 @@ from inspections import make_inspection, set_last
 from rich.cells import cell_len
 from rich.console import Console
 
+from featcal_cli.cli.console import LEVELS
 from featcal_cli.cli.drift import show_inspection
-from featcal_cli.cli.tables import LEVELS
 from featcal_cli.reporting.report import Inspection
 
 
