@@ -195,7 +195,8 @@ def _converted_configs(paths: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 def _choose_config(configs: Mapping[str, Config], data: Data, task: str, note: Note) -> str:
     """Return the config that `data` names, else the one with the task's name or the dataset's default, of which `note`
     is told. Raises DataError if there is none."""
-    names = list(configs)
+    # a name that cannot be shown cannot be chosen by the user either
+    names = list(filter(str.isprintable, configs)) or list(configs)
     if data.config is not None:
         if data.config in configs:
             return data.config

@@ -17,7 +17,6 @@ from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import divide_files, find_second_copies, weight_files
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, named_by, tell_source
-from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError
@@ -180,22 +179,20 @@ def check_copyable(repo: Repo) -> None:
 
 # Recipe files
 
+MADE = f"# Written by featcal {__version__}, with every Hub repo at its commit."
+
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML that `as_draft` can read, without `output`, as running a job again should not publish
-    it again, and without dates and local paths in comments."""
-    made = f"# Written by featcal {__version__}: the job that calibrated {_name_merged(recipe)},"
-    again = "# every Hub repo at its commit. Run it again: featcal calibrate -r featcal.yaml -o NEW"
-    return without_tokens(f"{made}\n{again}\n{_dump(recipe)}")
+    it again."""
+    again = "# To run the job again: featcal calibrate -r featcal.yaml -o NEW"
+    return without_tokens(f"{MADE}\n{again}\n{_dump(recipe)}")
 
 
 def save_recipe(file: Path, recipe: Recipe, findings: Sequence[Finding], *, overwrite: bool) -> None:
     """Write the recipe that a dry run completed to a file that `featcal calibrate -r` can read. Raises OutputError."""
     check_save(file, overwrite=overwrite)
-    lines = [
-        f"# Written by featcal {__version__}, by a dry run: the job that would calibrate {_name_merged(recipe)},",
-        "# every Hub repo at its commit. Run it: featcal calibrate -r with this file. Where its parts were read:",
-    ]
+    lines = [MADE, "# To run the job: featcal calibrate -r with this file. Where its parts were read:"]
     read = {finding: tell_source(finding) if finding.source == ASSUMED else finding.source for finding in findings}
     lines += [f"#   {plain(finding.role)}: {plain(source)}" for finding, source in read.items()]
     content = "\n".join(lines) + "\n" + _dump(recipe, output=recipe.output.push_to is not None)
@@ -237,12 +234,3 @@ def _dump(recipe: Recipe, *, output: bool = False) -> str:
         if not task["data"]["columns"]:
             del task["data"]["columns"]
     return dump_yaml(content, width=120)
-
-
-def _name_merged(recipe: Recipe) -> str:
-    """Return the merged model's name, or a description if it was built by featcal or has no public name."""
-    if isinstance(recipe.merged, Merge):
-        return f"a merge of {len(recipe.tasks)} experts"
-    if existing_path(recipe.merged) or "+" in recipe.merged:
-        return "a merged model"
-    return plain(recipe.merged.partition("@")[0])

@@ -140,4 +140,3 @@ def test_a_job_builds_a_ties_merge_and_says_so(tmp_path: Path) -> None:
     assert all(torch.equal(built[name], x) for name, x in merge(base, experts, **keys).items())
     assert result.report.recipe["merged"] == keys
     assert "a merge of its experts (ties, scale 0.4, density 0.3)" in (tmp_path / "out" / "README.md").read_text()
-    assert "the job that calibrated a merge of 3 experts" in (tmp_path / "out" / "featcal.yaml").read_text()
