@@ -59,15 +59,8 @@ MOST_LEVELS = 6
 """How many levels of nested lists and mappings are searched for long values in a row."""
 
 
-def stream_hub_rows(split: HubSplit, count: int, seed: int) -> Iterator[Row]:
-    """Draw up to `count` rows from files that can only be read from their start: `datasets` shuffles the files, takes
-    the first rows of several in turn, as files may hold one class each, and shuffles these in a buffer."""
-    options = {"buffer_size": BUFFER_ROWS, "max_buffer_input_shards": MOST_SHARDS}
-    return islice(_open_stream(split).shuffle(seed=Random(seed).getrandbits(32), **options), count)
-
-
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:
-    """Read all rows of the split's files in order. Raises like `stream_hub_rows`."""
+    """Read all rows of the split's files in order."""
     if split.format != "parquet":
         yield from _open_stream(split)
         return
@@ -178,7 +171,11 @@ def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterato
         elif (split := find_split(data, data.split, note)).format == "parquet":
             tables = open_row_groups(split, 2 * count, seed)
         else:
-            yield from map(shorten_row, stream_hub_rows(split, 2 * count, seed))
+            # files that can only be read from their start: `datasets` shuffles them, takes the first rows of several in
+            # turn, as files may hold one class each, and shuffles these in a buffer
+            options = {"buffer_size": BUFFER_ROWS, "max_buffer_input_shards": MOST_SHARDS}
+            stream = _open_stream(split).shuffle(seed=Random(seed).getrandbits(32), **options)
+            yield from map(shorten_row, islice(stream, 2 * count))
             return
         ends = list(accumulate(table.length for table in tables))
         total = ends[-1] if ends else 0

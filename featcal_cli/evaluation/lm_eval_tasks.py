@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,14 +35,6 @@ def check_harness(tasks: Mapping[str, Evaluate], *, allow_code: bool) -> None:
     for task, spec in wanted.items():
         if not allow_code and (running := [name for name in spec.lm_eval if name.startswith(CODE)]):
             raise _explain_code(running[0], task)
-
-
-def read_version() -> str:
-    """Return the installed version of lm-eval, or an empty text if it is not installed."""
-    try:
-        return version("lm-eval")
-    except PackageNotFoundError:
-        return ""
 
 
 def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bool) -> Score:
@@ -101,7 +93,7 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
     is_unknown = isinstance(error, KeyError) or "not found" in text.lower()
-    what = f"lm-eval {read_version()} refuses: {exception_text(error)}"
+    what = f"lm-eval {version('lm-eval')} refuses: {exception_text(error)}"
     fix = "see the names of its tasks: lm-eval ls tasks" if is_unknown else "see its documentation"
     return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
 

@@ -40,7 +40,7 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The base that the adapter was trained on, as a reference for `resolve`; empty if its config names none."""
+        """The base that the adapter was trained on, as a user would type it; empty if its config names none."""
         base, revision = (str(self.config.get(key) or "") for key in ("base_model_name_or_path", "revision"))
         return f"{base}@{revision}" if base and revision and not existing_path(base) else base
 

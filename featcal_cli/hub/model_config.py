@@ -118,12 +118,6 @@ def load_config(config_class: Any, folder: Path, *, role: str, name: str) -> Any
     return config
 
 
-def unbuildable(model_class: type, error: Exception, *, role: str, name: str) -> CheckpointError:
-    """Return the error for a config that can be read, but from which no model can be built."""
-    what = f"no {model_class.__name__} can be built from the config.json of {role}: {exception_text(error)}"
-    return CheckpointError(what, where=f"{name}/{CONFIG}", fix=CORRECT_CONFIG)
-
-
 def find_dtype(tensors: Iterable[Entry]) -> str:
     """Return the dtype of most weights of a checkpoint; "auto" if none of them can be calibrated."""
     counts: Counter[str] = Counter()

@@ -241,13 +241,6 @@ class Snapshot:
         return weight_files(self.folder)
 
 
-def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
-    """Return the local snapshot of `name`, a folder or a Hub id `ID[@REVISION]`, downloaded if necessary. An adapter is
-    merged into its base, or into BASE of `BASE+ADAPTER`, so that the snapshot is always a full model. Raises
-    HubError."""
-    return fetch(find_origin(name, allow_pickle=allow_pickle))
-
-
 def resolve_config(name: str) -> Snapshot:
     """Return a snapshot of `name` with its config alone, which is its base's for an adapter. Raises HubError."""
     base, model = split_adapter(name)
@@ -261,7 +254,8 @@ def resolve_config(name: str) -> Snapshot:
 
 
 def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
-    """Return the local snapshot of an origin, downloaded if necessary; `watch` is told the progress."""
+    """Return the local snapshot of an origin, downloaded if necessary; `watch` is told the progress. An adapter is
+    merged into its base, so that the snapshot is always a full model. Raises HubError."""
     repo = origin.repo
     if origin.base:
         return _fold(origin, origin.base, watch)

@@ -65,11 +65,11 @@ class Inventory:
         return {**asdict(self), "share": self.share}
 
 
-def take_inventory(snapshot: Snapshot, norms: str = "auto") -> Inventory:
+def take_inventory(snapshot: Snapshot) -> Inventory:
     """List the blocks and modules of a checkpoint as they are registered; a run on real inputs decides the order and
     what is called. Raises ArchitectureError if it has no blocks."""
     model = load_outline("this model", snapshot, find_class(snapshot), None).module
-    blocks = [_describe(model, block) for block in find_registered(model, norms)]
+    blocks = [_describe(model, block) for block in find_registered(model, "auto")]
     if not blocks:
         raise no_blocks(type(model), snapshot.name)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -18,11 +18,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from featcal_cli.hub.model_config import (
     CALIBRATED_DTYPES,
+    CONFIG,
+    CORRECT_CONFIG,
     check_unquantised,
     find_dtype,
     load_config,
     read_class_name,
-    unbuildable,
 )
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.hub.weight_files import Entry, read_header
@@ -196,7 +197,8 @@ def load_outline(
             with torch.device("meta"):
                 described = model_class(deepcopy(config)).eval()
         except Exception as error:  # classes raise many kinds for values that make no sense
-            raise unbuildable(model_class, error, role=role, name=snapshot.name) from error
+            what = f"no {model_class.__name__} can be built from the config.json of {role}: {exception_text(error)}"
+            raise CheckpointError(what, where=f"{snapshot.name}/{CONFIG}", fix=CORRECT_CONFIG) from error
         if tensors is None:
             return Model(role, snapshot, described, frozenset())
         _check_size(role, snapshot, described, tensors)

@@ -14,12 +14,12 @@ import torch
 from answers import answer_distance
 from families import BY_NAME, Family, Saved, few_of, save_family
 from family import TEXT_SIZES
+from published import resolve
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import first_tensor
 from featcal_cli.reporting.report import Inspection, ModelDrift

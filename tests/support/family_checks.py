@@ -135,7 +135,7 @@ def check_oracle(
 
 def check_inventory(saved: Saved, result: Result) -> None:
     """`featcal modules` lists what the calibration reported, from the config alone."""
-    inventory = take_inventory(resolve_config(str(saved.folder / "merged")), "auto")
+    inventory = take_inventory(resolve_config(str(saved.folder / "merged")))
     calibrated = {(block.name, module.name) for block in result.report.blocks for module in block.modules}
     listed = {(block.name, module.name) for block in inventory.blocks for module in block.modules}
     are_merged = saved.family.name in LISTED_AS_ONE

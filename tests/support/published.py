@@ -15,7 +15,14 @@ import yaml
 from families import BY_NAME, TASKS, VOCABULARY, save_family, save_tokenizer
 from hub_server import HubServer
 
+from featcal_cli.hub.snapshot import Snapshot, fetch, find_origin
+
 ROWS = 60
+
+
+def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
+    """The snapshot of a model, as a command gets it."""
+    return fetch(find_origin(name, allow_pickle=allow_pickle))
 
 
 @dataclass(frozen=True)

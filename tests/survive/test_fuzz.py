@@ -14,8 +14,8 @@ from bad_tensors import written
 from command_line import complete_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
+from published import resolve
 
-from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.claims import read_card
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.reading import as_draft, read_draft, shipped_recipes

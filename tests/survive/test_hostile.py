@@ -19,11 +19,11 @@ from bad_input import Stage, files_under, good_arguments
 from command_line import Run, featcal_inside, succeed
 from hub_faults import Fault
 from PIL import Image
+from published import resolve
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
 from featcal_cli.data.examples import DrawnExamples, draw_examples
-from featcal_cli.hub.snapshot import resolve
 from featcal_cli.lineage.claims import read_card
 from featcal_cli.recipe.data_formats import open_file
 from featcal_cli.recipe.schema import Data

@@ -16,12 +16,13 @@ import transformers as tf
 from families import VOCABULARY, save_tokenizer
 from hub_server import HubServer
 from outcome import refusal_of
+from published import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.hub.adapter import split_adapter
-from featcal_cli.hub.snapshot import Snapshot, find_origin, resolve
+from featcal_cli.hub.snapshot import Snapshot, find_origin
 from featcal_cli.runtime.errors import HubError
 
 WEIGHTS = "model.safetensors"

@@ -21,11 +21,12 @@ from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
 from outcome import refusal_of
+from published import resolve
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.hub.client import TIMEOUT, expect_answers
 from featcal_cli.hub.repo import download, open_repo, read_headers
-from featcal_cli.hub.snapshot import Snapshot, resolve, resolve_config
+from featcal_cli.hub.snapshot import Snapshot, resolve_config
 from featcal_cli.runtime.progress import heard
 
 Patch = pytest.MonkeyPatch

@@ -17,10 +17,10 @@ from hub_faults import FAULTS, WRITES, Fault
 from hub_server import HubServer
 from huggingface_hub import constants
 from outcome import refusal_of
+from published import resolve
 from safetensors.torch import save_file
 
 from featcal_cli.hub.push import Pushed, Target, check_target, describe_account, push
-from featcal_cli.hub.snapshot import resolve
 from featcal_cli.runtime.errors import HubError
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -26,7 +26,7 @@ def save_config(folder: Path, family: Family) -> Snapshot:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_blocks_are_those_that_calibration_visits(tmp_path: Path, name: str) -> None:
-    inventory = take_inventory(save_config(tmp_path, BY_NAME[name]), "auto")
+    inventory = take_inventory(save_config(tmp_path, BY_NAME[name]))
     assert {block.name for block in inventory.blocks} == set(BY_NAME[name].block_names)
 
 

@@ -15,11 +15,11 @@ import torch
 from families import BY_NAME, Saved, save_family
 from hub_server import HubServer
 from jobs import Watcher
+from published import resolve
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from featcal_cli.hub.snapshot import resolve
 from featcal_cli.models.loading import find_class
 from featcal_cli.runtime.errors import FeatCalError, OutputError
 from featcal_cli.runtime.files import LOCK, explain_full, tell_fix
