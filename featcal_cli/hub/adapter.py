@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.model_config import check_unquantised, find_dtype, load_config, parse_config, read_config
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS, read_header, weight_files
+from featcal_cli.hub.model_config import check_unquantised, load_config, load_mapped, parse_config, read_config
+from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import copy_files
@@ -328,18 +328,7 @@ def _fold_as(
 def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[PreTrainedModel, set[str]]:
     """Load the base memory-mapped; also return the names of the parameters that its files lack. Raises MisfitError."""
     try:
-        tensors = (entry for file in weight_files(folder) for entry in read_header(file).values())
-        model, info = model_class.from_pretrained(
-            folder,
-            config=fit.config,
-            dtype=find_dtype(tensors),
-            use_safetensors=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            # transformers looks for an adapter beside the weights, to put it on top of them
-            adapter_kwargs={"subfolder": "none"},
-        )
+        model, info = load_mapped(model_class, folder, fit.config)
     except Exception as error:  # transformers raises many kinds for unreadable files; all mean the same here
         raise MisfitError(f"it cannot be loaded as {model_class.__name__} ({exception_text(error)})") from error
     absent = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}

@@ -1,5 +1,5 @@
-"""Read a model's config.json, refuse what would run code or never end, and build a transformers config from it. Error
-messages name the model, the file and, if known, the key at fault."""
+"""Read a model's config.json, refuse what would run code or never end, and load a transformers config or model by it.
+Error messages name the model, the file and, if known, the key at fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from featcal_cli.hub.weight_files import Entry
+from featcal_cli.hub.weight_files import Entry, read_header, weight_files
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 from featcal_cli.runtime.structured_text import parse_json, walk
@@ -125,3 +125,19 @@ def find_dtype(tensors: Iterable[Entry]) -> str:
         if entry.dtype in CALIBRATED_DTYPES:
             counts[CALIBRATED_DTYPES[entry.dtype]] += prod(entry.shape)
     return counts.most_common(1)[0][0] if counts else "auto"
+
+
+def load_mapped(model_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Load the model in a folder with its full weights, memory-mapped and in the dtype of most of them, and return it
+    with what transformers says of the loading. Raises what transformers raises."""
+    return model_class.from_pretrained(  # type: ignore[no-any-return]
+        folder,
+        config=config,
+        dtype=find_dtype(entry for file in weight_files(folder) for entry in read_header(file).values()),
+        use_safetensors=True,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        # transformers looks for an adapter beside the weights, to put it on top of them
+        adapter_kwargs={"subfolder": "none"},
+    )

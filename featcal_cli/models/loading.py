@@ -23,10 +23,11 @@ from featcal_cli.hub.model_config import (
     check_unquantised,
     find_dtype,
     load_config,
+    load_mapped,
     read_class_name,
 )
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import Entry, read_header
+from featcal_cli.hub.weight_files import Entry
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, plain
@@ -156,18 +157,7 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
     with quiet_transformers():
         config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
         try:
-            tensors = (entry for file in snapshot.weights() for entry in read_header(file).values())
-            module, info = model_class.from_pretrained(
-                snapshot.folder,
-                config=config,
-                dtype=find_dtype(tensors),
-                use_safetensors=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                # full weights; an adapter_config.json beside them is not applied
-                adapter_kwargs={"subfolder": "none"},
-            )
+            module, info = load_mapped(model_class, snapshot.folder, config)
         except Exception as error:  # transformers raises many kinds for files that it cannot read
             raise _unloadable(role, snapshot, model_class, error) from error
     make_readable(module)
