@@ -149,10 +149,10 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
     """Return the columns with the text that the prompt is about, such as `context`."""
     if data.template is not None:
         return []
-    names = ABOUT.get(_bare_name(roles.get("prompt", "")), ())
+    names = ABOUT.get(bare_name(roles.get("prompt", "")), ())
     if "prompt" in data.columns and data.columns["prompt"] != "instruction":
         names = ()  # the user may want no more than was named, but in datasets of instructions
-    return [column for column in columns if _bare_name(column) in names and column not in roles.values()]
+    return [column for column in columns if bare_name(column) in names and column not in roles.values()]
 
 
 def _no_column(what: str, role: str, columns: Iterable[str]) -> DataError:
@@ -211,7 +211,7 @@ def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: boo
 
 
 def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str, str]:
-    names = {_bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
+    names = {bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
     bare = {name: samples[column] for name, column in names.items()}
     texts = _find_likely(bare, lambda value: isinstance(value, str))
     talks, answers = _find_likely(bare, is_conversation), _find_likely(bare, answer_of)
@@ -244,8 +244,8 @@ def name_among(chosen: str, samples: Samples) -> str:
     return f"{chosen} (of {list_some(samples)})" if len(samples) > 1 else chosen
 
 
-def _bare_name(column: str) -> str:
-    """Return a column's name in lower case with underscores, so that spelling variants are equal."""
+def bare_name(column: str) -> str:
+    """Return the name of a column or config in lower case with underscores, so that spelling variants are equal."""
     return column.strip().lower().replace(" ", "_").replace("-", "_")
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from featcal_cli.data.columns import bare_name
 from featcal_cli.data.files import Note, choose_split, group_by_name, holds_rows, ignore, is_hidden, is_table
 from featcal_cli.hub.client import explained, root_of, with_retries
 from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
-from featcal_cli.lineage.experts import same_name
 from featcal_cli.recipe.data_formats import TABLE_FILES, ending_of
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
@@ -204,7 +204,7 @@ def _choose_config(configs: Mapping[str, Config], data: Data, task: str, note: N
         raise DataError(f"the dataset has no config {data.config}", where=str(data), fix=fix)
     if len(names) == 1:
         return names[0]
-    alike = [name for name in names if same_name(name, task)]
+    alike = [name for name in names if bare_name(name) == bare_name(task)]
     marked = [name for name in names if configs[name].get("default") is True]
     if likely := alike or marked or [name for name in names if name == "default"]:
         why = f"has the name of the task {task}" if alike else "is its default"
