@@ -39,6 +39,8 @@ LONGEST_SILENCE = 8.0
 """Seconds without output after which a run that shows no bar (in a file or pipe) prints its current step."""
 MOST_TASKS, MOST_LEVELS, LONGEST_NAME = 8, 16, 24
 """The most tasks whose drift is shown during a run, the most blocks for each, and the most columns of a task's name."""
+MOST_LINES, FITTED = 6, 40
+"""Lines of an error message from which its words are cut to FITTED columns; half are left to what is wrong."""
 OUT = Console(soft_wrap=False, highlight=False, emoji=False)
 ERR = Console(stderr=True, highlight=False, emoji=False)
 if OUT.width < NARROWEST:
@@ -221,21 +223,37 @@ def _write_clock(seconds: float) -> str:
 
 
 def show_error(error: FeatCalError, who: str = "") -> None:
-    """Print an error: what is wrong, where, and how to fix it."""
-    what, command = error.what, error.command
+    """Print an error: what is wrong, where, and how to fix it. Paths and what is wrong are cut in the middle to about
+    MOST_LINES, as they mostly quote somebody else; a list, a fix or its command, which is copied, never is."""
+    head, what, where = f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", error.what, error.where
+    command = error.command
     if error.options:
         command = error.complete([*list_launch_words(), *sys.argv[1:]])
     listed: Sequence[str] = ()
     if isinstance(error, SeveralErrors):
         what, listed = f"{error.summary}:", error.lines
-    _print_part(f"{who}{'bug' if isinstance(error, BugError) else 'error'}:", what, "bold red")
+    fix = error.fix.removesuffix(f" {error.command}") if error.command else error.fix
+    what, where = shorten_commits(for_terminal(what)), for_terminal(where)
+    room = MOST_LINES - bool(command) - _count_lines("  fix:", fix)
+    if _count_lines(head, what) + _count_lines("  in:", where) > room:
+        where = fit(where, ERR.width - len("  in: "))
+        what = " ".join(fit(word, FITTED) for word in what.split(" "))
+    most = max(MOST_LINES // 2, room - bool(where))
+    while error.options is None and _count_lines(head, what) > most:
+        what = fit(what, min(cell_len(what), most * ERR.width) - 4)
+    _print_part(head, what, "bold red")
     for line in listed:
         for part in fold(shorten_commits(line), ERR.width, "    - ", " " * 6):
             ERR.print(escape(part), soft_wrap=True)
-    _print_part("  in:", error.where)
-    _print_part("  fix:", error.fix.removesuffix(f" {error.command}") if error.command else error.fix)
+    _print_part("  in:", where)
+    _print_part("  fix:", fix)
     if command:
         ERR.print(f"    {for_terminal(command)}", soft_wrap=True, markup=False)
+
+
+def _count_lines(head: str, text: str) -> int:
+    lines = fold(shorten_commits(text), ERR.width, f"{head} ") if text else []
+    return sum(-(-cell_len(line) // ERR.width) for line in lines)
 
 
 def _print_part(head: str, text: str, style: str = "dim") -> None:
