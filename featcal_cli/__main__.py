@@ -27,6 +27,7 @@ def main() -> None:
         gc.enable()
         main()
     except SystemExit as end:
+        gc.freeze()  # what is left is not worth looking through
         sys.exit(exit_code() if end.code == INTERRUPTED else end.code)
     except Exception as error:
         from featcal_cli.runtime.errors import explain_broken_package

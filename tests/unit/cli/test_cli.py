@@ -158,7 +158,7 @@ def test_a_saved_dry_run_is_the_job(folder: Path, hub: HubServer, capsys: Capsys
     assert all(saved[key] == recipe[key] for key in ("merged", "base", "calibration")) and "output" not in saved
     assert re.search(r"merged: saved/merged@[0-9a-f]{40}\n", text) and "#   base: the command line" in text
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert not any(str(folder) in line for line in comments) and "saved/merged" in comments[0]
+    assert not any(str(folder) in line for line in comments)
     assert list(folder.glob(".job*")) == []
     again = featcal_inside(capsys, "calibrate", saving)
     assert again.code == 2 and "--overwrite" in again.stderr and again.stdout == "" and job.read_text() == text
