@@ -17,7 +17,7 @@ def main() -> None:
     gc.disable()  # nothing that is imported is garbage, and looking through it takes longer than some of it
     # first: the run's time counts from here
     from featcal_cli.runtime.errors import INTERRUPTED
-    from featcal_cli.runtime.process import exit_code, stop_when_signalled
+    from featcal_cli.runtime.process import end_at_once, exit_code, stop_when_signalled
 
     try:
         stop_when_signalled()
@@ -27,8 +27,8 @@ def main() -> None:
         gc.enable()
         main()
     except SystemExit as end:
-        gc.freeze()  # what is left is not worth looking through
-        sys.exit(exit_code() if end.code == INTERRUPTED else end.code)
+        end_at_once(exit_code() if end.code == INTERRUPTED else end.code)
+        raise
     except Exception as error:
         from featcal_cli.runtime.errors import explain_broken_package
 

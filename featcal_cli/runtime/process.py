@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import os
@@ -114,6 +115,22 @@ def load_libraries() -> None:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def end_at_once(code: object) -> None:
+    """Run the exit functions and end the process without freeing models, which would take a second. Returns if output
+    cannot be written, or if the code is a message."""
+    if not (code is None or isinstance(code, int)):
+        return
+    # threads of an interrupted run may still be at work, and disturb what is done here, as when folders are deleted
+    sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except OSError:
+        return
+    os._exit(code or 0)
 
 
 # Ctrl-C, SIGTERM, SIGHUP: a run ends soon, and says how to go on
