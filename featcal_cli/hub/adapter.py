@@ -11,7 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.model_config import check_unquantised, load_config, load_mapped, parse_config, read_config
+from featcal_cli.hub.model_config import (
+    ADAPTER_CONFIG,
+    check_unquantised,
+    load_config,
+    load_mapped,
+    parse_config,
+    read_config,
+)
 from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _PLUS = re.compile(r"(?<=.)\+(?=.)", re.DOTALL)

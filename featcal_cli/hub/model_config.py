@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf, prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from featcal_cli.hub.weight_files import Entry, read_header, weight_files
@@ -16,7 +18,7 @@ from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 from featcal_cli.runtime.structured_text import parse_json, walk
 
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 CORRECT_CONFIG = "correct it in a copy of the model, or use the config.json that belongs to the weights"
 _LIMITS = {re.compile(r"(layers?|blocks|depths?|stages)$"): 4096, re.compile(r"experts$"): 2**14}
 """Most layers of a model and most experts of a layer: building more takes hours, before any size can be checked."""
@@ -130,14 +132,27 @@ def find_dtype(tensors: Iterable[Entry]) -> str:
 def load_mapped(model_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     """Load the model in a folder with its full weights, memory-mapped and in the dtype of most of them, and return it
     with what transformers says of the loading. Raises what transformers raises."""
-    return model_class.from_pretrained(  # type: ignore[no-any-return]
-        folder,
-        config=config,
-        dtype=find_dtype(entry for file in weight_files(folder) for entry in read_header(file).values()),
-        use_safetensors=True,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        # transformers looks for an adapter beside the weights, to put it on top of them
-        adapter_kwargs={"subfolder": "none"},
-    )
+    with _leaving_out_adapter(folder) as place:
+        return model_class.from_pretrained(  # type: ignore[no-any-return]
+            place,
+            config=config,
+            dtype=find_dtype(entry for file in weight_files(folder) for entry in read_header(file).values()),
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+
+
+@contextmanager
+def _leaving_out_adapter(folder: Path) -> Iterator[Path]:
+    """Context manager for loading a model beside which there may be an adapter, which transformers would put on top of
+    it. Gives a folder of links to the other files, or the folder itself if there is none."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        yield folder
+        return
+    with TemporaryDirectory(prefix="featcal-") as links:
+        for file in folder.iterdir():
+            if file.name != ADAPTER_CONFIG:
+                (Path(links) / file.name).symlink_to(file.absolute())
+        yield Path(links)

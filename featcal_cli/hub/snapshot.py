@@ -17,14 +17,13 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
 
 from featcal_cli.hub.adapter import (
-    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     fold,
     is_adapter,
     read_adapter,
     split_adapter,
 )
-from featcal_cli.hub.model_config import read_config
+from featcal_cli.hub.model_config import ADAPTER_CONFIG, read_config
 from featcal_cli.hub.repo import Kind, Opener, Repo, Watch, download, open_repo, other_weights
 from featcal_cli.hub.weight_files import (
     PICKLED,

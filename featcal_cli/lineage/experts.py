@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from featcal_cli.hub.adapter import ADAPTER_CONFIG, is_adapter, split_adapter
-from featcal_cli.hub.model_config import read_class_name
+from featcal_cli.hub.adapter import is_adapter, split_adapter
+from featcal_cli.hub.model_config import ADAPTER_CONFIG, read_class_name
 from featcal_cli.hub.repo import Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.lineage.claims import Claim
