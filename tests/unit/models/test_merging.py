@@ -14,10 +14,10 @@ from torch import Tensor
 
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.loading import Model, find_class, load_model
+from featcal_cli.models.merging import merge_weights
 from featcal_cli.recipe import merge_methods
 from featcal_cli.recipe.merge_methods import drop_at_random
 from featcal_cli.recipe.schema import Merge
-from featcal_cli.workflows.load import merge_weights
 from featcal_cli.workflows.verbs import calibrate
 
 TASKS = ("red", "green", "blue")

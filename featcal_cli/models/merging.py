@@ -1,0 +1,74 @@
+"""Merge experts, one block at a time, with a method of recipe/merge_methods.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from featcal_cli.models.loading import Model
+from featcal_cli.recipe.merge_methods import METHODS
+from featcal_cli.recipe.schema import Merge
+from featcal_cli.runtime import hardware
+from featcal_cli.runtime.errors import NumericsError
+
+Sources = Sequence[Tensor]
+"""The values of one parameter in base and in every expert, all of one shape."""
+
+
+def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterator[dict[str, Tensor]]:
+    """Merge experts, one block at a time, and yield the merged parameters by their names in the first expert's class.
+
+    Parameters that a model lacks, or that differ in shape between models (heads), are not yielded: the first expert's
+    are kept. Only one of several tied parameters is yielded. `ties` reads all models three times before the first
+    block, `dare_ties` once; neither keeps them in memory.
+    """
+    parameters = _find_shared(base, experts)
+
+    def read_all() -> Iterator[tuple[str, Sources]]:
+        for name, sources in parameters.items():
+            yield name, sources
+            hardware.give_back(sources)
+
+    combine = METHODS[merge.method].make_rule(merge, read_all)
+    for _, names in groupby(parameters, _block_of):
+        held = list(names)
+        yield {name: _store(name, combine(name, parameters[name]), parameters[name]) for name in held}
+        hardware.give_back(source for name in held for source in parameters[name])
+
+
+def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
+    """Convert a merged parameter to the first expert's dtype. Raises NumericsError if its values are too large for
+    float16."""
+    stored = merged.to(sources[1].dtype)
+    if stored.dtype == torch.float16 and bool(stored.isinf().any()) and all(bool(x.isfinite().all()) for x in sources):
+        raise NumericsError(
+            f"the merge does not fit into the first expert's float16: {name} would hold "
+            f"{float(merged.abs().max()):.4g}, and float16 ends at {torch.finfo(torch.float16).max:.4g}",
+            where="--merge",
+            fix="give a smaller scale, or save the first expert in bfloat16 or float32 and merge that",
+        )
+    return stored
+
+
+def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
+    """Find the parameters that base and all experts have in one shape, by their names in the first expert. Only one of
+    several tied parameters is included."""
+    once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
+    left_out = {*base.missing.union(*(model.missing for model in experts)), *(every.keys() - once.keys())}
+    states = [model.module.state_dict() for model in (base, *experts)]
+    parameters: dict[str, Sources] = {}
+    for name, first in states[1].items():
+        sources = [state[name] for state in states if name in state and state[name].shape == first.shape]
+        if len(sources) == len(states) and first.is_floating_point() and name not in left_out:
+            parameters[name] = sources
+    return parameters
+
+
+def _block_of(name: str) -> list[str]:
+    """Return the components of a parameter name up to the first number, or only the first component if it has no
+    number."""
+    parts = name.split(".")
+    return parts[: next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 1)]
