@@ -78,6 +78,8 @@ def _name_experts(search: Search, claim: Claim, base: Finding | None) -> dict[st
         except UnusableError as error:
             listed.setdefault(name, (task, f"an expert of {search.merged}, {quoted(name)}, {error}"))
     is_base = {name: bool(base and same_repo(name, base.value)) for name in listed}
+    if base and base.source == FROM_USER and any(is_base.values()):
+        search.notes.append(f"{base.value}, which {claim.source} names as an expert, is taken as the base alone")
     if claim.mixed:
         listed = {name: entry for name, entry in listed.items() if not is_base[name]}
     experts: dict[str, str] = {}
