@@ -26,9 +26,9 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
-ALMOST_WHOLE = 0.75
-"""The step at or above which a module's update is applied in full: there are too few held-out rows to tell such steps
-from 1."""
+PARTLY, ALMOST_WHOLE = 0.5, 0.75
+"""Steps up to which a module's update is scaled as it says, and from which it is applied in full: there are too few
+held-out rows to tell such steps from 1. Between the two it rises steadily, so that rounding does not decide."""
 NOISE = 1e-6
 """Mean drift below which differences are only float32 rounding, for example when an expert equals the merged model."""
 PARTIAL = {step: f"{step:g} of all updates" for step in (0.5, 0.25)}
@@ -77,10 +77,12 @@ def backtrack_block(
 
 
 def choose_step(curvature: float, descent: float) -> float:
-    """Return the t from 0 to 1 that minimises t² `curvature` − 2 t `descent`; 1 if it is at least ALMOST_WHOLE."""
+    """Return the t from 0 to 1 that minimises t² `curvature` − 2 t `descent`; more than that if it is over PARTLY, and
+    1 from ALMOST_WHOLE on."""
     if descent >= ALMOST_WHOLE * curvature:
         return 1.0
-    return max(0.0, descent / curvature) if curvature > 0 else 0.0
+    step = max(0.0, descent / curvature) if curvature > 0 else 0.0
+    return step + max(0.0, step - PARTLY) * (1 - ALMOST_WHOLE) / (ALMOST_WHOLE - PARTLY)
 
 
 def shrink_updates(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import ceil, isfinite
 from typing import NamedTuple
 
@@ -40,12 +41,13 @@ RIDGE = 0.3
 """λ as a share of the mean curvature of L in the elements of W, or in the scales, if all tokens were equally likely."""
 NEWTON_STEPS, INNER_STEPS = 3, 8
 """Number of Newton steps, and of the steps of conjugate gradients that approximate each."""
-HALVINGS, SUFFICIENT = 6, 1e-4
-"""Number of times that a Newton step may be halved, until it lowers L by this share of what its slope promises."""
-NEGLIGIBLE = 1e-6
-"""Descent of L, in nats, that no further step is made for; rounding of L is not much smaller."""
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Candidates for the share of the update that is kept, the largest first."""
+HALVINGS, OVERSHOT = 6, 0.5
+"""Number of times that a Newton step may be halved, until L rises at its end by at most this share of what it falls by
+at its start. Slopes decide, and not values of L, of which the last steps change little more than rounding does."""
+NEGLIGIBLE = 1e-12
+"""Descent of L, in nats, that no further step is made for."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the update at which the slope of L along it is measured."""
 DAMPING = RIDGE / (1 + RIDGE)
 """Share of the mean of x² that is added to the diagonal of E[x xᵀ] in the preconditioner. It makes the preconditioner
 as large as λ, for tokens of mean probability, in directions that the features do not have, which are all that a norm
@@ -60,9 +62,8 @@ ROWS_SOLVED = 1 << 13
 
 
 class Slope(NamedTuple):
-    """The divergence at a weight W [c, d], and what the next step is computed from."""
+    """The first derivative of the divergence at a weight W [c, d], and what the next step is computed from."""
 
-    value: float
     gradient: Tensor
     """[c, d]"""
     mean: Tensor
@@ -133,37 +134,38 @@ class Divergence:
                     z = rows @ weight.T
                     yield rows, z if self._bias is None else z.add_(self._bias), share
 
-    def values(self, weight: Tensor, step: Tensor, sizes: Sequence[float]) -> list[float]:
-        """Return the divergence at `weight` + size · `step` for each of the sizes."""
+    def along(self, weight: Tensor, step: Tensor, sizes: Sequence[float]) -> list[tuple[float, float]]:
+        """Return the divergence at `weight` + size · `step` for each of the sizes, and its derivative by the size."""
         assert self._pull is not None
         pull = self._pull.to(self._device)
-        at, along = (_dot(x, pull) for x in (weight, step))
+        start, descent = (_dot(x, pull) for x in (weight, step))
         del pull
-        totals = weight.new_zeros(len(sizes), dtype=torch.float64)
+        totals = weight.new_zeros(len(sizes), 2, dtype=torch.float64)
         for x, z, share in self._logits(weight):
             moved = x @ step.T
-            for number, size in enumerate(sizes):
-                totals[number] += share * z.add(moved, alpha=size).logsumexp(-1).sum()
-        sums = (sum(of_ranks) for of_ranks in zip(*self._ranks.gather(totals.tolist()), strict=True))
-        return [total - at - size * along + self._constant for total, size in zip(sums, sizes, strict=True)]
+            for total, size in zip(totals, sizes, strict=True):
+                there = z.add(moved, alpha=size)
+                total[0] += share * there.logsumexp(-1).sum(dtype=total.dtype)
+                total[1] += share * there.softmax(-1).mul_(moved).sum(dtype=total.dtype)
+        sums = torch.tensor(self._ranks.gather(totals.tolist()), dtype=totals.dtype).sum(0).tolist()
+        return [
+            (value - start - size * descent + self._constant, slope - descent)
+            for size, (value, slope) in zip(sizes, sums, strict=True)
+        ]
 
     def slope(self, weight: Tensor) -> Slope:
-        """Return the divergence and its first derivative at a weight."""
+        """Return the first derivative of the divergence at a weight."""
         gradient, mean = torch.zeros_like(weight), weight.new_zeros(len(weight))
-        gram, total = weight.new_zeros(weight.shape[1], weight.shape[1]), weight.new_zeros((), dtype=torch.float64)
+        gram = weight.new_zeros(weight.shape[1], weight.shape[1])
         for x, z, share in self._logits(weight):
-            log_p = z.log_softmax(-1)
-            total += share * (z[:, 0] - log_p[:, 0]).sum()
-            p = log_p.exp_().mul_(share)
+            p = z.softmax(-1).mul_(share)
             gradient.addmm_(p.T, x)
             mean += p.sum(0)
             gram.addmm_(x.T, x, alpha=share)
         for each in (gradient, mean, gram):
             self._ranks.add_up(each)
         assert self._pull is not None
-        pull = self._pull.to(self._device)
-        value = sum(self._ranks.gather(float(total))) - _dot(weight, pull) + self._constant
-        return Slope(value, gradient.sub_(pull), mean, gram)
+        return Slope(gradient.sub_(self._pull.to(self._device)), mean, gram)
 
     def curvature(self, weight: Tensor, direction: Tensor) -> Tensor:
         """Return the product [c, d] of the second derivative with a direction: Σ E[(diag p − p pᵀ) D x xᵀ]."""
@@ -243,8 +245,8 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
     found = unknown.start.float()
     weight = unknown.weight(found)
     slope = divergence.slope(weight)
-    before, ridge = slope.value, unknown.ridge(slope.gram)
-    if not isfinite(before):
+    ridge = unknown.ridge(slope.gram)
+    if not slope.gradient.sum().isfinite():
         return None
 
     def system_of(direction: Tensor) -> Tensor:
@@ -265,9 +267,9 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
             further = found.add(step, alpha=size)
             weight = unknown.weight(further)
             slope = divergence.slope(weight)
-            now = slope.value + ridge / 2 * float((further - unknown.start).square_().sum())
-            if now <= before - SUFFICIENT * size * promised:
-                found, before = further, now
+            rise = _dot(unknown.gather(slope.gradient), step) + ridge * _dot(further - unknown.start, step)
+            if rise <= OVERSHOT * promised:
+                found = further
                 break
             # it is as large as the head
             del slope
@@ -276,8 +278,21 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
     return found - unknown.start
 
 
+def choose_share(slopes: Sequence[float]) -> float:
+    """Return the share from 0 to 1 of an update at which a convex function is least, given its slopes at SHARES.
+    Between these, slopes are taken to be linear, so that rounding does not decide between two of them."""
+    if slopes[0] >= 0:
+        return 0.0
+    for (start, falls), (end, rises) in pairwise(zip(SHARES, slopes, strict=True)):
+        if rises > 0:
+            return start + (end - start) * falls / (falls - rises)
+    return 1.0
+
+
 def _dot(one: Tensor, other: Tensor) -> float:
-    return float(torch.dot(one.flatten(), other.flatten()))
+    """Return Σ x y of two tensors, summed in float64, of some rows at a time, as each may take gigabytes."""
+    parts = zip(one.split(ROWS_SOLVED), other.split(ROWS_SOLVED), strict=True)
+    return float(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in parts]).sum())
 
 
 def calibrate_head(job: Job, head: Head) -> BlockReport:
@@ -320,10 +335,12 @@ def _solve(job: Job, head: Head) -> tuple[list[ModuleReport], tuple[float, float
     share, divergence = None, None
     held_out = _measure(job, head, bias, checked=True)
     if held_out.rows:
-        along = held_out.values(own["weight"].float(), unknown.weight(update), SHARES)
-        losses = dict(zip(SHARES, along, strict=True))
-        share = min(SHARES, key=losses.__getitem__)
-        update, divergence = update.mul_(share), (losses[0.0], losses[share])
+        line = own["weight"].float(), unknown.weight(update)
+        share = choose_share([slope for _, slope in held_out.along(*line, SHARES)])
+        (before, _), (after, _) = held_out.along(*line, (0.0, share))
+        share, after = (share, after) if after < before else (0.0, before)
+        update, divergence = update.mul_(share), (before, after)
+        del line
     size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start, dtype=update.dtype))
     if not isfinite(size):
         raise NumericsError(f"the solution of {head.changed} is not finite", fix="give head: false in the recipe")

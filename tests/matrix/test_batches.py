@@ -43,9 +43,6 @@ LESS_PRECISE = {
 """Families in which rounding gets further, with twice of what was measured, if that was more than 7e-6: where gradients
 hardly have some directions, as BEiT's and ViViT's, a few steps of conjugate gradients carry on the rounding of sums in
 these."""
-WITHOUT_HEAD = {"cohere"}
-"""Families whose predictions are so nearly alike that rounding of their divergence decides which share of the head's
-update is kept."""
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -55,11 +52,10 @@ def test_no_family_depends_on_batches_order_and_padding(
     # few tokens are enough here
     monkeypatch.setattr("featcal_cli.calibration.normal_equations.LEAST_ROUTED", 1)
     models, inputs = make_models(family), family.inputs(FITTED + HELD_OUT)
-    head = family.name not in WITHOUT_HEAD
     with monkeypatch.context() as without_room:
         without_room.setattr("featcal_cli.engine.offload.OUTPUT_BYTES", 0)
-        one = calibrate_both_ways(models, inputs, tmp_path / "one", batch_size=1, head=head)
-    other = calibrate_both_ways(models, arrange(inputs), tmp_path / "other", batch_size=16, head=head)
+        one = calibrate_both_ways(models, inputs, tmp_path / "one", batch_size=1)
+    other = calibrate_both_ways(models, arrange(inputs), tmp_path / "other", batch_size=16)
     merged = models.merged.parameters
     most = MIXED if any("experts" in name for name in merged) else LESS_PRECISE.get(family.name, PRECISE)
     for method in METHODS:
@@ -88,9 +84,7 @@ def in_memory(role: str, module: PreTrainedModel) -> Model:
     return Model(role, Snapshot(role, Path(role), None), module, frozenset())
 
 
-def calibrate_both_ways(
-    models: Models, inputs: Batch, folder: Path, batch_size: int, *, head: bool = True
-) -> dict[str, dict[str, Tensor]]:
+def calibrate_both_ways(models: Models, inputs: Batch, folder: Path, batch_size: int) -> dict[str, dict[str, Tensor]]:
     """Return the new parameters of all blocks, by method."""
     folder.mkdir()
     file = folder / "inputs.safetensors"
@@ -98,8 +92,7 @@ def calibrate_both_ways(
     drawn = draw_examples(TASK, Data(path=str(file)), models.merged.module, (), count=FITTED, seed=42)
     architecture = find_architecture(models.merged.module, {TASK: drawn.cut(batch_size).fitted[0]}, "auto")
     results = {}
-    for method, settings in METHODS.items():
-        calibration = settings if head else settings.model_copy(update={"head": False})
+    for method, calibration in METHODS.items():
         examples = drawn.cut(batch_size)
         if architecture.needs_full_batches:
             examples.remove_padding()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
-from featcal_cli.calibration.backtracking import ALMOST_WHOLE, backtrack_block
+from featcal_cli.calibration.backtracking import backtrack_block, choose_step
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.calibration.solver import precise
@@ -129,7 +130,8 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
             whole, half, none = (objective(between(merged, precise(solution.parameters), t)) for t in (1.0, 0.5, 0.0))
             curvature = 2 * (whole - 2 * half + none)  # of the parabola through the three
             best = min(1.0, max(0.0, 0.5 + (none - whole) / (2 * curvature)))
-            assert steps[module] == pytest.approx(1.0 if best >= ALMOST_WHOLE else best, rel=1e-3, abs=1e-3), module
+            expected = best if best < 0.5 else min(1.0, 2 * best - 0.5)
+            assert steps[module] == pytest.approx(expected, rel=1e-3, abs=1e-3), module
             ours = objective(precise(held[module].parameters))
             assert ours <= none * (1 + 1e-4)
             if steps[module] == 1.0:
@@ -141,6 +143,14 @@ def test_no_module_ends_worse_than_merged_on_rows_that_were_not_fitted(tmp_path:
             for parameter, value in new_parameters(slow, solution.parameters):
                 parameter.data = value.double()
     assert min(chosen) == 0.0 and max(chosen) == 1.0 and any(0 < step < 1 for step in chosen)
+
+
+def test_no_step_is_decided_by_rounding() -> None:
+    """A step that is a little larger gives an update that is a little larger, up to the whole of it."""
+    steps = [choose_step(2.0, 2 * number / 1000) for number in range(-10, 1100)]
+    assert steps[0] == 0.0 and steps[-1] == 1.0
+    assert all(0 <= after - before < 0.0021 for before, after in pairwise(steps))
+    assert choose_step(0.0, 0.0) == 1.0 and choose_step(0.0, -1.0) == choose_step(-1e-9, -1.0) == 0.0
 
 
 def recipe(saved: Saved, **calibration: object) -> dict[str, Any]:
