@@ -69,6 +69,13 @@ class Origin:
         """The full model that gives the shapes: an adapter's base, else the model itself."""
         return self.base.body if self.base else self
 
+    @property
+    def key(self) -> str:
+        """A name for a copy of the model in a cache, which changes when one of its files does."""
+        repo = self.repo
+        key = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
+        return f"{key}+{hashlib.sha256(self.base.key.encode()).hexdigest()[:32]}" if self.base else key
+
     def repos(self) -> list[Repo]:
         return [self.repo, *(self.base.repos() if self.base else ())]
 
@@ -265,7 +272,7 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
                 download(repo, skip=other_weights(repo), watch=watch)
             convert(repo.folder or download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), draft)
 
-        copy = keep_copy("converted", _key(origin), write)
+        copy = keep_copy("converted", origin.key, write)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
         return _complete(Snapshot(repo.name, copy, repo.commit, (note,)), _delete(copy))
     folder = repo.folder or download(repo, skip=other_weights(repo), watch=watch)
@@ -280,15 +287,9 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
         folder = download(repo, skip=[f"*{ending}" for ending in PICKLED] + ["*/*"], watch=watch)  # of training
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)
-    copy = keep_copy("folded", _key(origin), partial(fold, adapter, base_origin.name, base.folder))
+    copy = keep_copy("folded", origin.key, partial(fold, adapter, base_origin.name, base.folder))
     note = f"{repo.name} is an adapter ({adapter}), folded into {base_origin.pinned}"
     return _complete(Snapshot(repo.name, copy, repo.commit, (*base.notes, note)), _delete(copy))
-
-
-def _key(origin: Origin) -> str:
-    repo = origin.repo
-    key = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
-    return f"{key}+{hashlib.sha256(_key(origin.base).encode()).hexdigest()[:32]}" if origin.base else key
 
 
 def _delete(path: Path) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from featcal_cli import __version__
 from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
@@ -129,15 +128,6 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")
     with naming_task(task, data), explaining_hub(data):
         return find_source(repo, data, open_repo, lambda text: note(f"{task}: {text}"), task).pin(data)
-
-
-def identify(origin: Origin) -> list[Any]:
-    """Return a value that changes when the model does: its repo with the commit, and the stamps of local files."""
-    descriptions = (CARD, REPORT, RECIPE, PICTURE)  # they say something of a model and are no part of it
-    folders = [repo.folder for repo in origin.repos() if repo.folder]
-    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-    stamps = [(file, file.stat()) for file in files if file.name not in descriptions]
-    return [origin.pinned, *([os.fspath(file), found.st_mtime_ns, found.st_size] for file, found in stamps)]
 
 
 def check_evaluable(session: Session, recipe: Recipe) -> None:

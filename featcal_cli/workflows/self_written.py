@@ -31,7 +31,6 @@ from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text
-from featcal_cli.workflows.inputs import identify
 from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.workload import Workload
@@ -116,7 +115,7 @@ def write_examples(
     for task in folders:
         reader = _open(task, merged, folders[task], text_models[task])
         total, expert = count + most_held_out(count), origins[f"{EXPERT}{task}"]
-        about = [VERSION, identify(expert), total, seed, reader.max_tokens, reader.tokenizer.chat_template]
+        about = [VERSION, expert.key, total, seed, reader.max_tokens, reader.tokenizer.chat_template]
         files[task] = cache_folder() / "self-written" / f"{sha256(json.dumps(about).encode()).hexdigest()[:32]}.jsonl"
         if task in session.ranks.own(recipe.tasks):
             written[task] = _read_kept(files[task]) or _write_rows(session, task, expert, reader, total, seed)
