@@ -19,7 +19,7 @@ from featcal_cli.hub.model_config import (
     parse_config,
     read_config,
 )
-from featcal_cli.hub.weight_files import PICKLES, SAFETENSORS
+from featcal_cli.hub.weight_files import PICKLES, PREPROCESSOR_FILES, SAFETENSORS, TOKENIZER_FILES
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import copy_files
@@ -110,8 +110,7 @@ _TASK_CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
-_OTHERS = ("*processor_config.json", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+_KEPT = (*PREPROCESSOR_FILES, "generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
@@ -120,10 +119,9 @@ def fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
     _fold(adapter, base, folder, draft)
     # two tokenizers must not be mixed
     own = any(next(adapter.folder.glob(name), None) for name in ("tokenizer.json", "vocab.*", "*.model"))
-    every = (*_TOKENIZER, *_OTHERS)
-    for source, patterns in {folder: _OTHERS if own else every, adapter.folder: every}.items():
-        names = [file.name for kind in patterns for file in source.glob(kind) if file.is_file()]
-        copy_files(source, names, draft)
+    for source, left_out in ((folder, TOKENIZER_FILES if own else ()), (adapter.folder, ())):
+        kinds = [kind for kind in _KEPT if kind not in left_out]
+        copy_files(source, [file.name for kind in kinds for file in source.glob(kind) if file.is_file()], draft)
 
 
 def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from featcal_cli.hub.weight_files import Entry, read_header, weight_files
+from featcal_cli.hub.weight_files import Entry, read_entries
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 from featcal_cli.runtime.structured_text import parse_json, walk
@@ -136,7 +136,7 @@ def load_mapped(model_class: Any, folder: Path, config: Any) -> tuple[Any, dict[
         return model_class.from_pretrained(  # type: ignore[no-any-return]
             place,
             config=config,
-            dtype=find_dtype(entry for file in weight_files(folder) for entry in read_header(file).values()),
+            dtype=find_dtype(read_entries(folder).values()),
             use_safetensors=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,

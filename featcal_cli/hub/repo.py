@@ -28,6 +28,7 @@ from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import CHECK_ENDPOINT, explained, is_unreachable, with_retries
 from featcal_cli.hub.weight_files import (
     PICKLES,
+    PREPROCESSOR_FILES,
     SAFETENSORS,
     Entry,
     as_entries,
@@ -181,7 +182,7 @@ def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
             what = f"{name} of {repo.name} cannot be read: {name_reason(error)}"
             raise HubError(what, where=str(file), fix=tell_fix(error, "make the file readable")) from error
     fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
-    return as_entries(with_retries(fetch).tensors, repo.files[name])
+    return as_entries(name, with_retries(fetch).tensors, repo.files[name])
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, int]:
@@ -233,10 +234,6 @@ def _list_folder(folder: Path) -> dict[str, int]:
 
 # Downloads
 
-PREPROCESSOR_FILES = (
-    "*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "chat_template*",
-)  # fmt: skip
 DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
 Watch = Callable[[str, int, int], None]
 """Callback that gets the repo's name, the number of bytes downloaded so far, and their total."""

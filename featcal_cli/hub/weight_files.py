@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Names of a single weight file and of a sharded model's index, in the order in which transformers looks for them."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
+    "sentencepiece*.model",
+)  # fmt: skip
+PREPROCESSOR_FILES = ("*processor_config.json", "chat_template*", *TOKENIZER_FILES)
 AT_THE_TOP = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data*", "*.ot", "*.ckpt", "*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel"),
     *("*.nemo", "*.npz", "*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json", "openvino_*", "ggml*.bin"),
@@ -49,6 +54,9 @@ PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class Entry:
+    """The place of one tensor in a model's files."""
+
+    file: str
     dtype: str
     """The dtype's name in safetensors: F32, BF16, …"""
     shape: tuple[int, ...]
@@ -110,16 +118,21 @@ def read_header(file: Path) -> dict[str, Entry]:
         tensors = parse_local_safetensors_file_metadata(file).tensors
     except (SafetensorError, SafetensorsParsingError) as error:
         raise ValueError(exception_text(error)) from None
-    return as_entries(tensors, size)
+    return as_entries(file.name, tensors, size)
 
 
-def as_entries(tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]:
+def read_entries(folder: Path) -> dict[str, Entry]:
+    """Return all tensors of a model that is complete: name → entry. Raises HubError, ValueError and OSError."""
+    return {name: entry for file in weight_files(folder) for name, entry in read_header(file).items()}
+
+
+def as_entries(file: str, tensors: Mapping[str, TensorInfo], size: int) -> dict[str, Entry]:
     """Return the entries of a file of `size` bytes. Raises TypeError and ValueError for an odd header."""
     stop = max((info.data_offsets[1] for info in tensors.values()), default=0)  # the tensors fill the file's end
     entries = {}
     for name, info in tensors.items():
         begin, end = map(int, info.data_offsets)
-        entries[name] = Entry(str(info.dtype), tuple(map(int, info.shape)), size - stop + begin, end - begin)
+        entries[name] = Entry(file, str(info.dtype), tuple(map(int, info.shape)), size - stop + begin, end - begin)
     return entries
 
 
@@ -223,7 +236,7 @@ def divide_files(folder: Path) -> Files:
     for an index, and ValueError or OSError for weights that cannot be read."""
     names = visible_files(folder)
     weights = {file.name for file in weight_files(folder)}
-    tensors = {name for file in weights for name in read_header(folder / file)}
+    tensors = read_entries(folder)
     left_out = set(find_second_copies(names)) - weights
     if SAFETENSORS[0] in weights:
         left_out |= {SAFETENSORS[1]}.intersection(names)
@@ -231,7 +244,7 @@ def divide_files(folder: Path) -> Files:
         if "/" not in name and name.endswith(".safetensors"):
             with suppress(OSError, ValueError):  # it is no such file, whatever it is
                 # some programs read all files here
-                left_out |= set() if tensors.isdisjoint(read_header(folder / name)) else {name}
+                left_out |= set() if tensors.keys().isdisjoint(read_header(folder / name)) else {name}
     return Files([name for name in names if name not in left_out], sorted(left_out))
 
 

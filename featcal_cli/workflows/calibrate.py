@@ -23,7 +23,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.push import Target
-from featcal_cli.hub.weight_files import describe_files, divide_files
+from featcal_cli.hub.weight_files import describe_files, divide_files, read_entries
 from featcal_cli.models.loading import find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.recipe.schema import Merge
@@ -39,7 +39,7 @@ from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs, dump_recipe
 from featcal_cli.workflows.load import Models, fetch_models, load_models
-from featcal_cli.workflows.output import names_on_disk, read_slots, write_output
+from featcal_cli.workflows.output import names_on_disk, write_output
 from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.refine import prepare, read_groups, refine
@@ -297,11 +297,12 @@ def _write(
 ) -> Report:
     """Write the output and return its report, completed with the list of its files."""
     merged = outcome.job.merged.model
-    slots, snapshot = read_slots(merged.snapshot), merged.snapshot
+    snapshot = merged.snapshot
+    entries = read_entries(snapshot.folder)
 
     def read_named() -> Iterator[dict[str, Tensor]]:
         for tensors in read_groups(journal, merged.module, outcome):
-            yield names_on_disk(merged, tensors, slots)
+            yield names_on_disk(merged, tensors, entries)
 
     card = plan.inputs.merged_card
     contents = {

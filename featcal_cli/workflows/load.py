@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.hub.weight_files import read_entries
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.loading import Model, find_class, load_model, share_model
 from featcal_cli.models.merging import merge_weights
@@ -14,7 +15,7 @@ from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.hardware import map_to_files
 from featcal_cli.runtime.process import read_launch
-from featcal_cli.workflows.output import build_checkpoint, names_on_disk, read_slots
+from featcal_cli.workflows.output import build_checkpoint, names_on_disk
 from featcal_cli.workflows.plan import Plan
 from featcal_cli.workflows.session import EXPERT, Session
 
@@ -65,9 +66,9 @@ def load_models(
         experts = {task: keep(load_model(f"expert {task}", expert, model_class)) for task, expert in tasks.items()}
         if read_launch().local_rank == 0:
             first = next(iter(experts.values()))
-            slots = read_slots(first.snapshot)
+            entries = read_entries(first.snapshot.folder)
             groups = merge_weights(merge, base, list(experts.values()))
-            on_disk = (names_on_disk(first, group, slots) for group in groups)
+            on_disk = (names_on_disk(first, group, entries) for group in groups)
             build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
         if ranks is not None:
             ranks.gather(None)  # now it is there

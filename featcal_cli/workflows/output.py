@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.model_config import UNPACKED
-from featcal_cli.hub.repo import PREPROCESSOR_FILES
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import Entry, Files, divide_files, read_header
+from featcal_cli.hub.weight_files import PREPROCESSOR_FILES, Entry, Files, divide_files, read_entries
 from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
 from featcal_cli.runtime.files import copy_files, name_reason, tell_fix
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class Slot(Entry):
-    """The place of one tensor on disk."""
-
-    file: str
-
-
-def read_slots(snapshot: Snapshot) -> dict[str, Slot]:
-    """Return the slot of every tensor of the checkpoint by its name on disk. Raises CheckpointError."""
-    slots: dict[str, Slot] = {}
-    for file in snapshot.weights():
-        try:
-            slots |= {name: Slot(**vars(entry), file=file.name) for name, entry in read_header(file).items()}
-        except (OSError, ValueError) as error:
-            what = f"not a readable safetensors file: {error}"
-            raise CheckpointError(what, where=str(file), fix="download or save it again") from None
-    return slots
 
 
 def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
@@ -116,16 +96,17 @@ def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
     return files
 
 
-def write_tensors(folder: Path, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(folder: Path, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
     """Overwrite the bytes of the given tensors in a folder made by `copy_checkpoint`, and no others."""
-    for name, tensor in tensors:
-        slot = slots[name]
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        if data.nbytes != slot.size:
-            raise ValueError(f"{name}: {data.nbytes} bytes for a place of {slot.size}")
-        with (folder / slot.file).open("r+b") as stream:
-            stream.seek(slot.start)
-            stream.write(data.data)
+    for name, tensor in tensors.items():
+        with (folder / entries[name].file).open("r+b") as stream:
+            stream.seek(entries[name].start)
+            stream.write(bytes_of(tensor).data)
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return a tensor's bytes as they are in a file."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 CHUNK = 1 << 24
@@ -147,9 +128,9 @@ def write_output(
     with workspace.writing():
         shutil.rmtree(built, ignore_errors=True)  # of a run that was killed
         files = copy_checkpoint(merged.snapshot, built)
-        slots = read_slots(merged.snapshot)
+        entries = read_entries(merged.snapshot.folder)
         for group in groups():
-            write_tensors(built, slots, group.items())
+            write_tensors(built, entries, group)
         for name, content in contents.items():
             (built / name).parent.mkdir(exist_ok=True)
             (built / name).write_bytes(content)
@@ -168,9 +149,9 @@ def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: I
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
         shutil.rmtree(target, ignore_errors=True)  # of a run that was killed
         copy_checkpoint(layout, target)
-        slots = read_slots(layout)
+        entries = read_entries(layout.folder)
         for group in tensors:
-            write_tensors(target, slots, ((name, tensor) for name, tensor in group.items() if name in slots))
+            write_tensors(target, entries, group)
         copy_files(spare.folder, (name for name in spared if not (target / name).exists()), target)
     except OSError as error:
         what = f"the merged model cannot be written: {name_reason(error)}"
@@ -184,17 +165,17 @@ def check_built(
     `contents` are complete, and the model loads. Raises OutputError, because of a faulty disk or a bug, or
     NumericsError if a solution is too large for the dtype of the weights."""
     written: dict[str, list[tuple[int, int]]] = {}
-    slots = read_slots(merged.snapshot)
+    entries = read_entries(merged.snapshot.folder)
     for group in groups:
         for name, tensor in group.items():
-            slot = slots[name]
-            written.setdefault(slot.file, []).append((slot.start, slot.start + slot.size))
+            entry = entries[name]
+            written.setdefault(entry.file, []).append((entry.start, entry.start + entry.size))
             if not is_finite(tensor):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 raise NumericsError(f"the solution of {name} does not fit into {dtype}", fix=TOO_LARGE)
-            written_bytes = np.memmap(folder / slot.file, np.uint8, "r", slot.start, slot.size)
-            if not np.array_equal(written_bytes, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()):
-                raise _wrong(folder / slot.file, f"{name} is not what was calibrated")
+            written_bytes = np.memmap(folder / entry.file, np.uint8, "r", entry.start, entry.size)
+            if not np.array_equal(written_bytes, bytes_of(tensor)):
+                raise _wrong(folder / entry.file, f"{name} is not what was calibrated")
     weights = {file.name for file in merged.snapshot.weights()}
     for copy in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = copy.relative_to(folder).as_posix()
