@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import cleandoc
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,9 +52,15 @@ class AsOption:
 
 
 class Section(BaseModel):
-    """A group of recipe keys; unknown keys are refused, and nothing changes after validation."""
+    """A group of recipe keys, each described by the string below it; unknown keys are refused, and nothing changes
+    after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, use_attribute_docstrings=True)
+
+
+def _describe_entries(registry: Mapping[Any, Any]) -> str:
+    """Return the description of a key whose values are the entries of a registry."""
+    return " ".join(f"`{name}`: {entry.about}." for name, entry in registry.items())
 
 
 class Evaluate(Section):
@@ -65,7 +68,7 @@ class Evaluate(Section):
 
     split: Name = "test"
     """The split of the task's dataset to measure on; lm-eval brings its own data."""
-    metric: MetricName = "accuracy"
+    metric: MetricName = Field(default="accuracy", description=_describe_entries(METRICS))
     prompts: tuple[str, ...] = ()
     """Sentences about an image in which {} is a class's name; CLIP's text tower reads them."""
     classes: tuple[str, ...] | None = None
@@ -117,7 +120,7 @@ class Evaluate(Section):
 class Merge(Section):
     """A merged model that featcal builds: the experts' mean, or the base plus a part of Σ (expert − base)."""
 
-    method: MethodName
+    method: MethodName = Field(description=_describe_entries(METHODS))
     scale: float = Field(default=0.3, gt=0, allow_inf_nan=False)
     """Factor of the experts' changes, in methods that have one."""
     density: float = Field(default=0.2, gt=0, le=1, allow_inf_nan=False)
@@ -380,20 +383,3 @@ class Recipe(Draft):
 
     base: ModelName
     tasks: Mapping[Name, Task] = Field(min_length=1)
-
-
-def _describe_keys() -> None:
-    """Give every key the string below it as its description, as pydantic's use_attribute_docstrings would do slowly;
-    what a key of a registry may be, the registry says."""
-    for field, registry in ((Merge.model_fields["method"], METHODS), (Evaluate.model_fields["metric"], METRICS)):
-        field.description = " ".join(f"`{name}`: {entry.about}." for name, entry in registry.items())
-    for section in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
-        fields = getattr(globals()[section.name], "model_fields", {}) if isinstance(section, ast.ClassDef) else {}
-        for pair in pairwise(getattr(section, "body", ())):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    if name in fields:
-                        fields[name].description = cleandoc(text)
-
-
-_describe_keys()
