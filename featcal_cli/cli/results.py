@@ -104,9 +104,7 @@ def _describe_refining(plan: Plan) -> str:
 def describe_download(missing: int, here: int) -> str:
     if not missing:
         return "nothing"
-    nothing = tell_bytes(0)  # what rounds to it is left out
-    amount = "less than 0.1 MiB" if tell_bytes(missing) == nothing else tell_bytes(missing)
-    return amount if tell_bytes(here) == nothing else f"{amount}; {tell_bytes(here)} are here already"
+    return tell_bytes(missing) + (f"; {tell_bytes(here)} are here already" if here else "")
 
 
 def _describe_time(plan: Plan, *, downloads: bool) -> str:

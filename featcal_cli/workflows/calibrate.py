@@ -32,7 +32,7 @@ from featcal_cli.reporting.model_card import copy_merged_card
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.errors import DataError, FeatCalError, NumericsError, ShortageError
+from featcal_cli.runtime.errors import DataError, NumericsError, ShortageError
 from featcal_cli.runtime.files import check_unchanged
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import read_launch
@@ -45,16 +45,16 @@ from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.refine import prepare, read_groups, refine
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
-from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, Workspace, describe_output, stamp_inputs
+from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, describe_output, stamp_inputs
 
 
-def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Target | None) -> tuple[Report, Models]:
+def compute(session: Session, inputs: Inputs, target: Target | None) -> tuple[Report, Models]:
     """Run a job whose output does not exist yet: plan it, load the models, calibrate, check and write. Each of several
     processes does its part. target: the Hub repo to which the output is pushed later. Raises FeatCalError."""
-    ranks, recipe = session.ranks, inputs.recipe
+    ranks, recipe, workspace = session.ranks, inputs.recipe, session.workspace
     stamps = stamp_inputs(recipe.local_paths)
     plan = make_plan(session, inputs, workspace.target)
-    journal, check_inputs = _open_journal(session, plan, workspace)
+    journal, check_inputs = _open_journal(session, plan)
     snapshots = fetch_models(session, plan)
     session.stage("loading models")
     with workspace.scratch() as folder:
@@ -84,11 +84,11 @@ def compute(session: Session, inputs: Inputs, workspace: Workspace, target: Targ
         adapter, adapter_files = _extract_adapter(session, journal, plan, outcome)
         report = replace(summarise(session, plan, outcome, stamps), adapter=adapter, perplexity=perplexity)
         if journal:
-            report = _write(session, workspace, journal, outcome, report, plan, target, adapter_files, check_inputs)
+            report = _write(session, journal, outcome, report, plan, target, adapter_files, check_inputs)
     return report, models
 
 
-def _open_journal(session: Session, plan: Plan, workspace: Workspace) -> tuple[Journal | None, Callable[[], None]]:
+def _open_journal(session: Session, plan: Plan) -> tuple[Journal | None, Callable[[], None]]:
     """Return the journal of finished blocks, which the first process alone has, and a function that raises if what
     blocks are computed from has changed. Raises DataError if the processes have read different examples."""
     ranks, options = session.ranks, session.options
@@ -103,7 +103,7 @@ def _open_journal(session: Session, plan: Plan, workspace: Workspace) -> tuple[J
         return None, check_inputs
     sizes = {task: examples.batch_size for task, examples in plan.examples.items()}
     journal = Journal(
-        workspace.journal,
+        session.workspace.journal,
         fingerprint,
         made_with={"batch sizes": sizes, "threads": torch.get_num_threads(), "ranks": ranks.size},
         restart=options.restart,
@@ -196,20 +196,14 @@ def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
             if is_out_of_memory(error):
                 raise
             what = f"experts' outputs cannot be differentiated: {error}"
-            _go_on_by_features(session, NumericsError(what, fix="take metric: output out of the recipe"))
+            if session.draft.calibration.metric == "output":
+                raise NumericsError(what, fix="take metric: output out of the recipe") from error
+            session.note(f"errors are measured by features: {what}")
             gradients = {}
         yield replace(setup, gradients=gradients)
     finally:
         if is_writer:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _go_on_by_features(session: Session, error: FeatCalError) -> None:
-    """Note why errors are measured on features instead of outputs. Raises the error instead if the recipe asks for the
-    output metric."""
-    if session.draft.calibration.metric == "output":
-        raise error
-    session.note(f"errors are measured by features: {error.what}")
 
 
 def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outcome:
@@ -286,7 +280,6 @@ def _extract_adapter(
 
 def _write(
     session: Session,
-    workspace: Workspace,
     journal: Journal,
     outcome: Outcome,
     report: Report,
@@ -314,8 +307,8 @@ def _write(
     files = sorted({*divide_files(snapshot.folder).kept, *contents, REPORT, CARD})
     loading = {"model_class": type(merged.module).__name__, "processor_class": find_processor_class(snapshot.folder)}
     report = replace(report, files=files, loading=loading)
-    described = describe_output(report, workspace.target.name, target.repo_id if target else None, card)
+    described = describe_output(report, session.workspace.target.name, target.repo_id if target else None, card)
     contents |= {name: text.encode() for name, text in described.items()}
-    written = write_output(workspace, merged, read_named, contents, check_inputs, session.stage)
+    written = write_output(session.workspace, merged, read_named, contents, check_inputs, session.stage)
     session.note(*describe_files(written))
     return report

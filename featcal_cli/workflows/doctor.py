@@ -17,7 +17,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from packaging.requirements import Requirement
 
 from featcal_cli.hub.client import CHECK_ENDPOINT, LOGIN, describe_failure, root_of, with_retries
-from featcal_cli.hub.push import Account, describe_account
+from featcal_cli.hub.push import describe_account
 from featcal_cli.runtime.files import cache_folder, tell_bytes
 from featcal_cli.runtime.progress import hub_host
 from featcal_cli.runtime.sanitise import exception_text, list_some
@@ -113,28 +113,33 @@ def _examine_cache(name: str, folder: Path, variable: str, command: str) -> Iter
 
 def _examine_hub() -> Iterator[Finding]:
     """Check whether the Hub answers, which user the token belongs to, and where that user may write."""
-    token = get_token()
+    token, account = get_token(), None
+    unchecked = Finding("token", "note", "there is one, and it was not checked" if token else "none")
     if is_offline_mode():
         text = f"{hub_host()} is not asked: HF_HUB_OFFLINE is set, so only what is in the cache can be used"
         yield Finding("endpoint", "note", text, "to download or push, unset HF_HUB_OFFLINE")
-        yield Finding("token", "note", "there is one, and it was not checked" if token else "none")
+        yield unchecked
         return
     try:
-        user = with_retries(HfApi().whoami if token else _greet)
-        account = describe_account(user) if token else None
+        account = describe_account(with_retries(HfApi().whoami if token else _greet))
     except Exception as error:  # noqa: BLE001 - whatever a proxy or a page in the Hub's place makes the client raise
         cause = root_of(error)
         if not (isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403) and token):
             fix = f"{CHECK_ENDPOINT}, or set HF_HUB_OFFLINE=1 to use what is in the cache"
             yield Finding("endpoint", "problem", describe_failure(error, by_name=True), fix)
-            yield Finding("token", "note", "there is one, and it was not checked" if token else "none")
+            yield unchecked
             return
-        yield Finding("endpoint", "ok", f"{hub_host()} answers")
+    yield Finding("endpoint", "ok", f"{hub_host()} answers")
+    if not token:
+        yield Finding("token", "note", "none: public models and data only, and no push", f"to change that, {LOGIN}")
+    elif account is None:
         text = f"{hub_host()} does not accept it"
         yield Finding("token", "problem", text, "set HF_TOKEN to another one, or run", "hf auth login")
-        return
-    yield Finding("endpoint", "ok", f"{hub_host()} answers")
-    yield _describe_token(account)
+    elif not account.rights:
+        fix = "to push, make one with write access on the Hub's settings page"
+        yield Finding("token", "note", f"of {account.name}, who may read with it but not write", fix)
+    else:
+        yield Finding("token", "ok", f"of {account.name}, who may write to {list_some(sorted(account.namespaces))}")
 
 
 def _greet() -> dict[str, str]:
@@ -143,13 +148,3 @@ def _greet() -> dict[str, str]:
     if response.status_code != 401:
         hf_raise_for_status(response)
     return {}
-
-
-def _describe_token(account: Account | None) -> Finding:
-    if account is None:
-        return Finding("token", "note", "none: public models and data only, and no push", f"to change that, {LOGIN}")
-    writable = sorted(account.namespaces)
-    if not account.rights:
-        fix = "to push, make one with write access on the Hub's settings page"
-        return Finding("token", "note", f"of {account.name}, who may read with it but not write", fix)
-    return Finding("token", "ok", f"of {account.name}, who may write to {list_some(writable)}")

@@ -140,9 +140,9 @@ def check_adapter(
         raise RecipeError(what, where=where, fix="leave out --as-adapter")
 
 
-def check_unfinished_run(session: Session, inputs: Inputs, workspace: Workspace) -> None:
+def check_unfinished_run(session: Session, inputs: Inputs) -> None:
     """Raise OutputError if an unfinished run of another job is in the workspace. Examples, which are not read yet, are
     not compared."""
     if not (session.options.restart or session.options.overwrite):
         folders = [repo.folder for origin in inputs.origins.values() for repo in origin.repos() if repo.folder]
-        check_unfinished(workspace.journal, take_fingerprint(inputs.recipe, folders, session.device, {}))
+        check_unfinished(session.workspace.journal, take_fingerprint(inputs.recipe, folders, session.device, {}))

@@ -41,7 +41,7 @@ MODELS_CONVERTED = 4
 BATCH_COPIES = 4
 """Copies of a batch's features at one block: the student's, the expert's, the expert's outputs, and the terms of the
 sums."""
-HEAD_COPIES, HEAD_COPIES_SCALED, HEAD_LOGITS = 5, 5, 6
+HEAD_COPIES, HEAD_LOGITS = 5, 6
 """Matrices of the head's size while it is calibrated, or while the norm before it is: with its weights, gradients and
 directions, beside merged's own. HEAD_LOGITS: copies of the logits that are computed at once."""
 LOGIT_COPIES = 6
@@ -272,8 +272,8 @@ def _count_head(work: Workload) -> tuple[float, float, float]:
         tokens = sum(count for part in (*read.fitted, *read.selection) for count in count_tokens(part))
         rows += min(2 * MOST_TOKENS, tokens * work.count_for_blocks(task) / read.fitted_count)
     weight = work.model.get_submodule(found[0]).get_parameter("weight")
-    copies = HEAD_COPIES_SCALED if found[1] else HEAD_COPIES
-    solving = copies * weight.numel() * COMPUTE + weight.nbytes + HEAD_LOGITS * min(work.largest_logits, LOGIT_BYTES)
+    logits = HEAD_LOGITS * min(work.largest_logits, LOGIT_BYTES)
+    solving = HEAD_COPIES * weight.numel() * COMPUTE + weight.nbytes + logits
     return solving, FITTED_PASSES * weight.shape[1] * rows * work.dtype.itemsize, 0.0 if found[1] else weight.nbytes
 
 

@@ -21,6 +21,7 @@ from featcal_cli.runtime.errors import Obstacles
 from featcal_cli.runtime.process import check_device, load_libraries
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import for_terminal
+from featcal_cli.workflows.workspace import Workspace, default_output
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,12 @@ class Session:
         from featcal_cli.runtime.hardware import choose_device
 
         return choose_device(self.options.device)
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """The output of a calibration and the hidden folder beside it. Raises OutputError."""
+        output = Path(self.options.output or default_output(self.draft.name))
+        return Workspace(output, overwrite=self.options.overwrite)
 
     def load_libraries(self) -> None:
         """Import torch and the libraries that need it. This takes seconds, so call it after all checks that do not need

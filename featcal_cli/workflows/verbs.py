@@ -25,14 +25,7 @@ from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.inputs import Inputs, find_inputs
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
-from featcal_cli.workflows.workspace import (
-    Workspace,
-    check_apart,
-    check_replaceable,
-    default_output,
-    describe_output,
-    read_finished,
-)
+from featcal_cli.workflows.workspace import check_apart, check_replaceable, describe_output, read_finished
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -188,7 +181,7 @@ def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
 def find(session: Session) -> tuple[Inputs, Target | None]:
     """Return the inputs of a calibration and the Hub repo for its result, which is checked first; the repo is None in a
     dry run."""
-    target = None if session.options.dry_run else _look_at_hub(session, _open_workspace(session))
+    target = None if session.options.dry_run else _look_at_hub(session)
     with explain_losses(session.draft.local_paths):
         return find_inputs(session, copied=True), target
 
@@ -196,9 +189,8 @@ def find(session: Session) -> tuple[Inputs, Target | None]:
 def plan_only(session: Session, inputs: Inputs) -> Plan:
     """Return the plan of a run and the errors that would stop it. Raises FeatCalError if no plan can be made."""
     found = session.obstacles.found
-    workspace = _open_workspace(session)
-    finished = _look_at_output(session, inputs, workspace)
-    _look_at_hub(session, workspace)
+    workspace, finished = session.workspace, _look_at_output(session, inputs)
+    _look_at_hub(session)
     session.load_libraries()
     from featcal_cli.workflows.plan import make_plan
     from featcal_cli.workflows.plan_checks import check_unfinished_run
@@ -211,24 +203,23 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
         with session.obstacles.look():
             check_holdable(workspace.folder, workspace.target)
         with session.obstacles.look():
-            check_unfinished_run(session, inputs, workspace)
+            check_unfinished_run(session, inputs)
     return replace(plan, stops=tuple(found), is_finished=finished is not None)
 
 
 def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
     """Calibrate, write, evaluate, and push to `target`. If the inputs are wrong, nothing is written; any other failure
     keeps the finished blocks."""
-    options, ranks, models = session.options, session.ranks, None
-    workspace = _open_workspace(session)
+    options, ranks, workspace, models = session.options, session.ranks, session.workspace, None
     with workspace.held() if ranks.is_first else nullcontext():
-        finished = _look_at_output(session, inputs, workspace)
+        finished = _look_at_output(session, inputs)
         report = ranks.broadcast(finished)
         if report is None:
             session.load_libraries()
             from featcal_cli.workflows.calibrate import compute
 
             with explain_losses(inputs.recipe.local_paths):
-                report, models = compute(session, inputs, workspace, target)
+                report, models = compute(session, inputs, target)
         else:
             if ranks.is_first:
                 workspace.drop_old_blocks()
@@ -251,16 +242,10 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
     return Result(workspace.target, report, pushed, models)
 
 
-def _open_workspace(session: Session) -> Workspace:
-    output = session.options.output
-    target = Path(output) if output else default_output(session.draft.name)
-    return Workspace(target, overwrite=session.options.overwrite)
-
-
-def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> Report | None:
+def _look_at_output(session: Session, inputs: Inputs) -> Report | None:
     """Return the report of the output if an earlier run of this very job has finished it; only the first rank checks.
     Raises OutputError if the output cannot be put at its place."""
-    options, target, report = session.options, workspace.target, None
+    options, target, report = session.options, session.workspace.target, None
     if not session.ranks.is_first:
         return None
     with session.obstacles.look():
@@ -274,21 +259,21 @@ def _look_at_output(session: Session, inputs: Inputs, workspace: Workspace) -> R
     return report
 
 
-def _look_at_hub(session: Session, workspace: Workspace) -> Target | None:
+def _look_at_hub(session: Session) -> Target | None:
     """Check the Hub repo to which the output is to be pushed, and return it; None if nothing is pushed or on other
     ranks than the first. Raises HubError."""
-    options, wanted = session.options, session.draft.output
+    options, wanted, output = session.options, session.draft.output, session.workspace.target
     if wanted.push_to is None or not session.ranks.is_first:
         return None
     session.stage("checking the Hub")
-    is_finished = (workspace.target / REPORT).is_file() and not options.overwrite
+    is_finished = (output / REPORT).is_file() and not options.overwrite
     with session.obstacles.look():
         return check_target(
             wanted.push_to,
             private=wanted.private,
             create_pr=options.create_pr,
             overwrite_repo=options.overwrite_repo,
-            finished=workspace.target if is_finished else None,
+            finished=output if is_finished else None,
         )
     return None
 

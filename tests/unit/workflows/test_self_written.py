@@ -64,7 +64,7 @@ def recipe(world: Path, **data: Any) -> dict[str, Any]:
 
 
 def kept(world: Path) -> list[list[dict[str, Any]]]:
-    files = sorted((world / "cache" / "self-written").glob("*"))
+    files = sorted((world / "cache" / "self-written").glob("*/*"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
