@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from featcal_cli.recipe.merge_methods import METHODS
+from featcal_cli.recipe.references import existing_path
 from featcal_cli.recipe.schema import AsOption, Calibration, Draft, Section
 from featcal_cli.runtime.errors import COMMAND_LINE, OutputError, RecipeError
 from featcal_cli.runtime.sanitise import quoted
@@ -222,7 +223,7 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
         if file is None:
             continue
         place, where = _resolve(file), f"{option} {file}"
-        if option not in ("--output", "--save") and _is_folder(place):
+        if option not in ("--output", "--save") and (there := existing_path(str(file))) and there.is_dir():
             raise OutputError("this is a folder", where=where, fix="give the path of a file")
         # what --output may replace is looked at elsewhere, and a recipe may be saved over itself
         if place in taken and option != "--output" and not (option == "--save" and taken[place].startswith("--recipe")):
@@ -233,13 +234,6 @@ def check_files(written: Mapping[str, Path | None], draft: Draft | None, recipe:
             what = f"{option} would write into {quoted(inside[0])}"
             raise OutputError(what, where=where, fix=f"give {option} another path")
         taken.setdefault(place, where)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that is too long
-        return False
 
 
 def _resolve(path: Path) -> Path:

@@ -46,12 +46,6 @@ def parse_merge(text: str) -> dict[str, str]:
     return {"method": method, **{key: number for key, number in zip(NUMBERS, numbers, strict=False) if number}}
 
 
-def write_number(value: float) -> str:
-    """Write a number as a person would type it, without losing digits."""
-    short = f"{value:g}"
-    return short if float(short) == value and isinstance(value, float) else str(value)
-
-
 def looks_like_path(text: str) -> bool:
     """Whether a text can only be meant as a path, never as a Hub id."""
     name = re.split("[@:]", text, maxsplit=1)[0]

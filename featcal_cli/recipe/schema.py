@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
-from featcal_cli.recipe.references import ModelName, Name, existing_path, parse_source, read_page, write_number
+from featcal_cli.recipe.references import ModelName, Name, existing_path, parse_source, read_page
 from featcal_cli.runtime.errors import RecipeError
 
 SELF = "self"
@@ -141,7 +141,8 @@ class Merge(Section):
 
     def __str__(self) -> str:
         """Return the method and its numbers, as in "ties 0.3 0.2"."""
-        return " ".join([self.method, *(write_number(getattr(self, key)) for key in METHODS[self.method].numbers)])
+        numbers = (str(getattr(self, key)).removesuffix(".0") for key in METHODS[self.method].numbers)
+        return " ".join([self.method, *numbers])
 
     @property
     def option(self) -> str:
