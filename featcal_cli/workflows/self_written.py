@@ -123,7 +123,7 @@ def write_examples(
             written[task] = _keep(keys[task], write).read_text(encoding="utf-8")
     drawn = {}
     for task, text in session.ranks.unite(written).items():
-        data = Data(path=str(_keep(keys[task], lambda text=text: text)))
+        data = Data(path=str(_keep(keys[task], partial(str, text))))
         models = text_models[task]
         drawn[task] = draw_examples(task, data, merged, folders[task], count=count, seed=seed, text_models=models)
         session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
