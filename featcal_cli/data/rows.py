@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +28,12 @@ from featcal_cli.recipe.data_formats import (
     read_noted_features,
 )
 from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.process import at_once
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-READERS = 8
 BUFFER_ROWS = 2**11
 """Number of rows of a stream that are buffered and drawn from at random."""
 MOST_SHARDS = 16
@@ -71,14 +70,6 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
                 for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
                     yield from batch.to_pylist()
-
-
-def in_parallel(read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield the results for all items in order, computing READERS of them at a time."""
-    left = iter(items)
-    with ThreadPoolExecutor(READERS) as pool:
-        while part := list(islice(left, READERS)):
-            yield from pool.map(read, part)
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def _list_row_groups(split: HubSplit, enough: int, random: Random) -> list[_RowG
     urls = _weighted_order(list(split.sizes), split.sizes.__getitem__, random)
     groups: list[_RowGroup] = []
     for start in range(0, len(urls), MOST_FILES):
-        for url, footer in in_parallel(read_footer, urls[start : start + MOST_FILES]):
+        for url, footer in at_once(read_footer, urls[start : start + MOST_FILES]):
             for number in range(footer.num_row_groups):
                 group = footer.row_group(number)
                 size = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
@@ -221,7 +212,7 @@ def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Seq
         rows = tables[number].read([position - start for position in inside])
         return [(position, shorten_row(row)) for position, row in zip(inside, rows, strict=True)]
 
-    row_at = {position: row for found in in_parallel(read, parts) for position, row in found}
+    row_at = {position: row for found in at_once(read, parts) for position, row in found}
     for position in positions:
         yield row_at[position]
 

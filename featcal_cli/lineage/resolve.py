@@ -18,12 +18,12 @@ from featcal_cli.lineage.search import (
     Option,
     Search,
     as_options,
-    do_at_once,
     is_gone,
     show_merged,
 )
 from featcal_cli.recipe.schema import Draft, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.runtime.process import at_once
 from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
 
 MOST_STEPS = 5
@@ -134,7 +134,7 @@ def _read_merged(search: Search) -> Claim | None:
     merged = draft.merged if isinstance(draft.merged, str) else ""
     if merged and not (draft.base and search.names_experts) and not split_adapter(merged)[0]:
         repo = search.repo = search.open(merged)
-        do_at_once(repo.read_text, (file for file in READ_FILES if file in repo.files))  # they are cached then
+        at_once(repo.read_text, [file for file in READ_FILES if file in repo.files])  # they are cached then
         search.claims = read_claims(repo, search.notes)
     return next((claim for claim in search.claims if claim.experts), None)
 

@@ -4,11 +4,10 @@ collected."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from featcal_cli.lineage.claims import Card, Claim, names_itself, read_card
 from featcal_cli.recipe.references import existing_path, looks_like_path
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError, LineageError, list_causes
+from featcal_cli.runtime.process import at_once
 from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
 from featcal_cli.runtime.structured_text import parse_json
 
@@ -100,9 +100,6 @@ def _join(phrases: Iterable[str]) -> str:
     return list_some(dict.fromkeys(phrases), between="; ", write=str)
 
 
-AT_ONCE = 8
-
-
 class Search:
     """The state of a search: the draft, the claims of the merged repo, and every repo that was opened."""
 
@@ -153,7 +150,7 @@ class Search:
                 self.look_at(*repo)
                 self.open(*repo).read_card()
 
-        do_at_once(fetch, repos)
+        at_once(fetch, dict.fromkeys(repos))
 
     def look_at(self, name: str, kind: Kind, source: str = FROM_USER) -> None:
         """Open a repo and read a small file of it, as a gated repo can be listed but not read. Raises HubError."""
@@ -215,13 +212,6 @@ def is_gone(error: HubError, reference: str) -> bool:
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (403, 410, 451):
             return not is_lapsed(cause)
     return looks_like_path(reference) and existing_path(reference) is None
-
-
-def do_at_once(do: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call `do` once for each distinct item, several at a time. An interrupted run does not wait for the calls."""
-    if distinct := list(dict.fromkeys(items)):
-        with ThreadPool(min(AT_ONCE, len(distinct))) as pool:
-            pool.map(do, distinct, chunksize=1)
 
 
 def read_config(repo: Repo, file: str) -> dict[str, Any]:

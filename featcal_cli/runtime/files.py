@@ -74,6 +74,17 @@ def write_file(file: Path, content: str | bytes, draft: Path | None = None) -> N
         raise
 
 
+def resolve_path(path: Path, kind: str, where: str, fix: str) -> Path:
+    """Return the path, which need not exist, without links in it. Raises OutputError if it cannot be that of a file or
+    folder (`kind`)."""
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+        return path.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        raise OutputError(f"this cannot be a {kind}: {name_reason(error)}", where=where[:80], fix=fix) from None
+
+
 def write_requested(file: Path, content: str | bytes, where: str) -> None:
     """Write to a file or device that the user has named; `where` is its name in messages. Raises OutputError."""
     try:

@@ -12,15 +12,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from featcal_cli.runtime.errors import INTERRUPTED, OutputError, RecipeError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MOST_THREADS = 8
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 RUN_ID = "featcal"
 """Value of TORCHELASTIC_RUN_ID in processes that `featcal --gpus` has started."""
 
@@ -115,6 +118,17 @@ def load_libraries() -> None:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def at_once(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results of `do` for all items, in order, made by a few threads. An interrupted run does not wait for
+    them."""
+    from multiprocessing.pool import ThreadPool  # it takes a moment, and this module is there first
+
+    if not (listed := list(items)):
+        return []
+    with ThreadPool(min(MOST_THREADS, len(listed))) as pool:
+        return pool.map(do, listed, chunksize=1)
 
 
 def end_at_once(code: object) -> None:

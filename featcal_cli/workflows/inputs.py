@@ -19,7 +19,7 @@ from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, named_by, te
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError
-from featcal_cli.runtime.files import check_links, name_reason, visible_files, write_requested
+from featcal_cli.runtime.files import check_links, resolve_path, visible_files, write_requested
 from featcal_cli.runtime.sanitise import list_some, plain, without_tokens
 from featcal_cli.runtime.structured_text import dump_yaml
 from featcal_cli.workflows.session import EXPERT, Session
@@ -207,14 +207,7 @@ def check_file(file: Path, kinds: Sequence[str], where: str) -> None:
     """Raise OutputError if a file that the user names has none of these endings, or would lie in no folder."""
     if file.suffix not in kinds:
         raise OutputError(f"{file.name} is no {' or '.join(kinds)}", where=where, fix=f"name it {file.stem}{kinds[0]}")
-    try:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            file.lstat()
-        is_placed = file.resolve().parent.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
-        what = f"this cannot be a file: {name_reason(error)}"
-        raise OutputError(what, where=where[:80], fix="choose another path") from None
-    if not is_placed:
+    if not resolve_path(file, "file", where, "choose another path").parent.is_dir():
         raise OutputError(f"there is no folder {file.parent}", where=where[:80], fix="create it, or choose another")
 
 

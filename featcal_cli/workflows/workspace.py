@@ -18,7 +18,7 @@ from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.reporting.model_card import write_card
 from featcal_cli.reporting.report import CARD, RECIPE, REPORT, Report
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import LOCK, flush, hold, name_reason, stamp_files, tell_fix, write_file
+from featcal_cli.runtime.files import LOCK, flush, hold, name_reason, resolve_path, stamp_files, tell_fix, write_file
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.sanitise import list_some, without_tokens
 
@@ -143,14 +143,10 @@ class Workspace:
         """Raises OutputError if the path cannot be that of a folder."""
         self.target = target
         self._overwrite = overwrite
-        try:
-            resolved = target.resolve()
-            self.folder = resolved.parent / f".{resolved.name}.featcal"
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self.folder.lstat()
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
-            what = f"this cannot be a folder: {name_reason(error)}"
-            raise OutputError(what, where=str(target)[:80], fix="choose another --output") from None
+        how = "folder", str(target), "choose another --output"
+        place = resolve_path(target, *how)
+        self.folder = place.parent / f".{place.name}.featcal"
+        resolve_path(self.folder, *how)  # its name may be too long
         self.journal = self.folder / "journal"
         self.built = self.folder / "output"
         self._replaced = self.folder / "replaced"
