@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
     Batch,
@@ -23,7 +22,7 @@ from featcal_cli.data.batches import (
 from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
 from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
-from featcal_cli.data.preprocessing import Folders, Reader, Target, TextModels
+from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.rows import draw_rows, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
@@ -118,36 +117,31 @@ class DrawnExamples:
 def draw_examples(
     task: str,
     data: Data,
-    model: PreTrainedModel,
-    preprocessor_folders: Folders,
+    target: Target,
     *,
     count: int,
     seed: int,
     hold_out: bool = False,
     sampled: int | None = None,
-    text_models: TextModels | None = None,
 ) -> DrawnExamples:
-    """Draw up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, as inputs of
-    `model`.
+    """Draw up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, as inputs of the
+    target's model.
 
-    The image processor, tokenizer or other preprocessor comes from the first of `preprocessor_folders` that has a
-    usable one. Rows are chosen at random but are equal for equal seeds (.safetensors: in file order). Equal rows are
-    never both fitted and held out. hold_out: if the source has too few rows for both, hold out some of the `count`.
-    sampled: read only this many rows to fit, unless the source has no more anyway. text_models: the models that read
-    the texts together; None if every model has the tokenizer's vocabulary.
+    Rows are chosen at random but are equal for equal seeds (.safetensors: in file order). Equal rows are never both
+    fitted and held out. hold_out: if the source has too few rows for both, hold out some of the `count`. sampled: read
+    only this many rows to fit, unless the source has no more anyway.
 
     Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
     bad.
     """
     notes: list[str] = []
-    target = Target(model, preprocessor_folders, text_models or TextModels())
     wanted = min(count, sampled or count)
     further = most_held_out(wanted)
     reader: Reader
     rows: Iterable[Any]
     with naming_task(task, data):
         if is_tensor_file(data):
-            reader = tensors = open_tensors(data, data.split, model)
+            reader = tensors = open_tensors(data, data.split, target.model)
             rows = tensors.positions[: 2 * (wanted + further)]
         else:
             drawn = draw_rows(data, wanted + further, seed, notes.append)
@@ -321,11 +315,9 @@ def open_labelled(
     task: str,
     data: Data,
     split: str,
-    model: PreTrainedModel,
-    folders: Folders,
+    target: Target,
     *,
     limit: int | None = None,
-    text_models: TextModels | None = None,
     labelled: bool = True,
 ) -> LabelledRows:
     """Open all rows of the split in order, or `limit` rows chosen at random with a seed. Without `labelled`, their
@@ -341,7 +333,7 @@ def open_labelled(
     rows: Iterable[Any]
     with naming_task(task, data):
         if is_tensor_file(data):
-            reader = tensors = open_tensors(data, split, model)
+            reader = tensors = open_tensors(data, split, target.model)
             rows = tensors.positions[:limit]
             labels = tensors.labels
             if labelled and labels is None:
@@ -351,7 +343,6 @@ def open_labelled(
         else:
             read = read_rows(data, split) if limit is None else islice(draw_rows(data, limit, SEED), limit)
             first = list(islice(read, PEEKED_ROWS))
-            target = Target(model, folders, text_models or TextModels())
             reader, rows = _open_rows(data, first, target, labelled=labelled), chain(first, read)
             if labelled:
                 column = find_column("label", data, dict.fromkeys(first[0], ()))

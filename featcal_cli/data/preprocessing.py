@@ -271,12 +271,12 @@ def _repo_name(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """The model that examples are made for, and the folders to search for its preprocessors."""
+    """The model that examples are made for, and the folders to search for its preprocessors, the likeliest first."""
 
     model: PreTrainedModel
     folders: Folders = ()
     text_models: TextModels = field(default_factory=TextModels)
-    """The models that read the task's texts together."""
+    """The models that read the task's texts together; by default, all have the tokenizer's vocabulary."""
 
     @cached_property
     def names(self) -> set[str]:

@@ -20,7 +20,15 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.hub_dataset import naming_task
-from featcal_cli.data.preprocessing import TextModels, Vocabulary, load_preprocessor, map_ids, open_tokens, renumber
+from featcal_cli.data.preprocessing import (
+    Target,
+    TextModels,
+    Vocabulary,
+    load_preprocessor,
+    map_ids,
+    open_tokens,
+    renumber,
+)
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.results import Score, score
 from featcal_cli.hub.snapshot import Snapshot
@@ -85,10 +93,8 @@ class LabelledTask:
     def open(self, model: PreTrainedModel) -> LabelledRows:
         """Open the rows, with their labels if the metric needs any, as inputs for models of this architecture. Raises
         DataError."""
-        split, labelled, models = self.how.split, not METRICS[self.how.metric].of_texts, self.text_models
-        return open_labelled(
-            self.name, self.data, split, model, self.folders, limit=self.limit, text_models=models, labelled=labelled
-        )
+        target, labelled = Target(model, self.folders, self.text_models), not METRICS[self.how.metric].of_texts
+        return open_labelled(self.name, self.data, self.how.split, target, limit=self.limit, labelled=labelled)
 
     def open_tokens(self) -> Vocabulary:
         """Return the vocabulary whose tokenizer cuts the texts. Raises DataError if no tokenizer can be loaded."""

@@ -12,7 +12,7 @@ from featcal_cli.calibration.distillation import LONG, PEAK_FOR_TEXTS, SHORT, Sc
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
-from featcal_cli.data.preprocessing import TextModels, Vocabularies
+from featcal_cli.data.preprocessing import Target, TextModels, Vocabularies
 from featcal_cli.engine.head import find_head
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.repo import DESCRIBING, Repo, download, read_headers
@@ -134,8 +134,11 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     session.stage("reading examples")
     known = name_models(recipe)
     readers = [role for role in vocabularies.folders if role == MERGED or role not in known]
-    text_models = {task: TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED) for task in recipe.tasks}
-    drawn = _draw_examples(session, inputs, outlines, text_models, held_out=target is not None)
+    targets = {}
+    for task in recipe.tasks:
+        text_models = TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED)
+        targets[task] = Target(merged.module, _find_folders(task, origins), text_models)
+    drawn = _draw_examples(session, recipe, outlines, targets, held_out=target is not None)
     longest = {task: rows.longest() for task, rows in drawn.items()}
 
     session.stage("finding blocks")
@@ -158,10 +161,9 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     with look():
         check_disk(estimated, transfers, target if session.ranks.is_first else None)
 
-    self_written = [task for task, spec in recipe.tasks.items() if spec.data.is_self_written]
-    if self_written and not options.dry_run:
-        folders = {task: _find_folders(task, origins) for task in self_written}
-        written = write_examples(session, recipe, origins, merged.module, folders, text_models)
+    to_write = {task: targets[task] for task, spec in recipe.tasks.items() if spec.data.is_self_written}
+    if to_write and not options.dry_run:
+        written = write_examples(session, recipe, origins, to_write)
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
         work = replace(work, examples=examples)
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
@@ -339,35 +341,26 @@ def _find_folders(task: str, origins: Mapping[str, Origin]) -> dict[Path, str]:
 
 
 def _draw_examples(
-    session: Session,
-    inputs: Inputs,
-    outlines: Mapping[str, Model],
-    text_models: Mapping[str, TextModels],
-    *,
-    held_out: bool,
+    session: Session, recipe: Recipe, outlines: Mapping[str, Model], targets: Mapping[str, Target], *, held_out: bool
 ) -> dict[str, DrawnExamples]:
     """Draw the examples of each task. For an expert that has yet to write its examples, placeholders of the same number
     are returned. held_out: if a source has no further rows and the method checks updates, hold out some of the rows
     that would otherwise be fitted."""
-    drawn, merged, calibration = {}, outlines["merged"].module, inputs.recipe.calibration
+    drawn, calibration = {}, recipe.calibration
     sampled = SAMPLED if session.options.dry_run and not session.options.strict else None
-    for task, spec in inputs.recipe.tasks.items():
-        folders = _find_folders(task, inputs.origins)
+    for task, spec in recipe.tasks.items():
         if spec.data.is_self_written:
-            expert = find_class(outlines[f"{EXPERT}{task}"].snapshot)
-            reader = open_self_written(task, expert, merged, folders, text_models[task])
+            reader = open_self_written(task, find_class(outlines[f"{EXPERT}{task}"].snapshot), targets[task])
             drawn[task] = reserve_examples(task, reader, calibration.examples, sampled)
             continue
         drawn[task] = draw_examples(
             task,
             spec.data,
-            merged,
-            folders,
+            targets[task],
             count=calibration.examples,
             seed=calibration.seed,
             hold_out=held_out and calibration.must_not_get_worse,
             sampled=sampled,
-            text_models=text_models[task],
         )
     session.note_of_tasks(list(drawn), [note for rows in drawn.values() for note in rows.notes])
     return drawn

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from featcal_cli.data.batches import Example, text_config
 from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.hub_dataset import naming_task
-from featcal_cli.data.preprocessing import Folders, Target, TextModels
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import keep_copy
@@ -48,26 +48,20 @@ MARK = "featcal"
 """Text that stands for the user's message while a chat template is split into the parts before and after it."""
 
 
-def open_self_written(
-    task: str,
-    model_class: type[PreTrainedModel],
-    model: PreTrainedModel,
-    folders: Folders,
-    text_models: TextModels | None = None,
-) -> TextReader:
-    """Open a reader, for `model`, of the examples that an expert of `model_class` writes. Raises DataError."""
+def open_self_written(task: str, model_class: type[PreTrainedModel], target: Target) -> TextReader:
+    """Open a reader of the examples that an expert of `model_class` writes. Raises DataError."""
     names = inspect.signature(model_class.forward).parameters.keys()
     others = {"pixel_values", "input_features", "decoder_input_ids"} & names
     if model_class.main_input_name != "input_ids" or others or not model_class.can_generate():
         what = f"this expert cannot write examples: {model_class.__name__} is no causal language model"
         fix = f"name some, of the kind it was made for: --data {task}=SOURCE"
         raise DataError(what, where=f"{task}: {SELF}", fix=fix)
-    return _open(task, model, folders, text_models or TextModels())
+    return _open(task, target)
 
 
-def _open(task: str, model: PreTrainedModel, folders: Folders, text_models: TextModels) -> TextReader:
+def _open(task: str, target: Target) -> TextReader:
     with naming_task(task, WRITTEN):
-        return open_text(WRITTEN, {"text": [MARK]}, Target(model, folders, text_models))
+        return open_text(WRITTEN, {"text": [MARK]}, target)
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
@@ -100,21 +94,16 @@ def add_writing(needs: Estimate, work: Workload) -> Estimate:
 
 
 def write_examples(
-    session: Session,
-    recipe: Recipe,
-    origins: Mapping[str, Origin],
-    merged: PreTrainedModel,
-    folders: Mapping[str, Folders],
-    text_models: Mapping[str, TextModels],
+    session: Session, recipe: Recipe, origins: Mapping[str, Origin], targets: Mapping[str, Target]
 ) -> dict[str, DrawnExamples]:
-    """Let the expert of each task in `folders` (where its tokenizer may be) write examples, on the rank that has the
-    task; rows in the cache are reused. Raises FeatCalError."""
+    """Let the expert of each task in `targets` write examples, on the rank that has the task; rows in the cache are
+    reused. Raises FeatCalError."""
     calibration = recipe.calibration
     count, seed = calibration.examples, calibration.seed
     written: dict[str, str] = {}
     keys: dict[str, str] = {}
-    for task in folders:
-        reader = _open(task, merged, folders[task], text_models[task])
+    for task, target in targets.items():
+        reader = _open(task, target)
         total, expert = count + most_held_out(count), origins[f"{EXPERT}{task}"]
         about = [VERSION, expert.key, total, seed, reader.max_tokens, reader.tokenizer.chat_template]
         keys[task] = sha256(json.dumps(about).encode()).hexdigest()[:32]
@@ -124,8 +113,7 @@ def write_examples(
     drawn = {}
     for task, text in session.ranks.unite(written).items():
         data = Data(path=str(_keep(keys[task], partial(str, text))))
-        models = text_models[task]
-        drawn[task] = draw_examples(task, data, merged, folders[task], count=count, seed=seed, text_models=models)
+        drawn[task] = draw_examples(task, data, targets[task], count=count, seed=seed)
         session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
     return drawn
 

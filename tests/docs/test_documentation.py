@@ -24,6 +24,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from featcal_cli.data.examples import draw_examples
 from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.recipe.data_formats import FORMATS, TABLE_FILES
 from featcal_cli.recipe.reading import find_recipe, read_draft, shipped_recipes
 from featcal_cli.recipe.schema import Data, Role
@@ -279,7 +280,7 @@ def test_the_program_writes_inputs_that_the_model_takes(tmp_path: Path, monkeypa
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "docs/data.md", "exec"), {})
-    drawn = draw_examples("tones", Data(path="tones.safetensors"), SOUND, [], count=256, seed=0)
+    drawn = draw_examples("tones", Data(path="tones.safetensors"), Target(SOUND), count=256, seed=0)
     assert (len(drawn.fitted), len(drawn.selection), len(drawn.held_out)) == (256, 32, 32)
     batch = drawn.cut(2).fitted[0]
     assert len(SOUND(**batch).last_hidden_state) == 2

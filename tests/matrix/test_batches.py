@@ -20,6 +20,7 @@ from featcal_cli.calibration.hyperparameters import choose_hyperparameters
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.data.batches import Batch, axis_of, find_along, is_mask
 from featcal_cli.data.examples import draw_examples
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import find_architecture
@@ -89,7 +90,7 @@ def calibrate_both_ways(models: Models, inputs: Batch, folder: Path, batch_size:
     folder.mkdir()
     file = folder / "inputs.safetensors"
     save_file(inputs, file)
-    drawn = draw_examples(TASK, Data(path=str(file)), models.merged.module, (), count=FITTED, seed=42)
+    drawn = draw_examples(TASK, Data(path=str(file)), Target(models.merged.module), count=FITTED, seed=42)
     architecture = find_architecture(models.merged.module, {TASK: drawn.cut(batch_size).fitted[0]}, "auto")
     results = {}
     for method, calibration in METHODS.items():

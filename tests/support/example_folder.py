@@ -23,6 +23,7 @@ from vocabularies import word_tokenizer
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 
@@ -97,7 +98,9 @@ class Folder:
     ) -> TaskExamples:
         """The examples of the source, by the expert's preprocessor."""
         self.prepare(model)
-        return draw_examples("task", data, model, [self.expert], count=count, seed=seed, **options).cut(batch_size)
+        return draw_examples("task", data, Target(model, [self.expert]), count=count, seed=seed, **options).cut(
+            batch_size
+        )
 
     def refuse(self, model: PreTrainedModel, data: Data, message: str, **options: Any) -> DataError:
         """The error that loading ends in."""
@@ -109,7 +112,7 @@ class Folder:
         self, model: PreTrainedModel, data: Data, split: str = "train", batch_size: int = 2
     ) -> tuple[list[Batch], list[int]]:
         self.prepare(model)
-        rows = open_labelled("task", data, split, model, [self.expert])
+        rows = open_labelled("task", data, split, Target(model, [self.expert]))
         batches, labels = zip(*rows.batches(batch_size), strict=True)
         names = model.config.label2id
         return list(batches), [number_label(label, rows.column, names, rows.where) for part in labels for label in part]

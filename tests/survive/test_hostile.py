@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
 from featcal_cli.data.examples import DrawnExamples, draw_examples
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.lineage.claims import read_card
 from featcal_cli.recipe.data_formats import open_file
 from featcal_cli.recipe.schema import Data
@@ -49,7 +50,7 @@ def check_same(stage: Stage, place: str) -> None:
 def draw(stage: Stage, data: Data, *, images: bool = False, count: int = 4) -> DrawnExamples:
     base = stage.folder / "vit" / "base" if images else stage.folder / "base"
     model = (ViTModel if images else BertModel).from_pretrained(base)
-    return draw_examples("red", data, model, [base], count=count, seed=0)
+    return draw_examples("red", data, Target(model, [base]), count=count, seed=0)
 
 
 # --- one commit ---

@@ -25,6 +25,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from featcal_cli.data.batches import Batch, count_examples, count_positions
 from featcal_cli.data.examples import TaskExamples, draw_examples
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.runtime.errors import DataError
 
 TINY: dict[str, Any] = {
@@ -177,7 +178,7 @@ HALF_MASK = torch.ones(4, 6).long().index_fill(0, torch.tensor([2]), 0)
 
 def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder) -> None:
     values = torch.arange(20.0).reshape(20, 1, 1, 1).expand(20, 3, 8, 8).contiguous()
-    drawn = draw_examples("task", at.tensors(pixel_values=values.half()), tiny("vit"), [], count=6, seed=0)
+    drawn = draw_examples("task", at.tensors(pixel_values=values.half()), Target(tiny("vit")), count=6, seed=0)
     found = drawn.cut(4)
     batches = [*found.fitted, *found.selection, *found.held_out]
     assert [row[0] for row in rows_of(batches, "pixel_values")] == list(range(14))
@@ -303,12 +304,12 @@ def test_the_first_folder_with_a_processor_gives_it(at: Folder) -> None:
         ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
     images = at.file("a.parquet", image_rows(3))
     (at.path / "bare").mkdir()
-    drawn = draw_examples("task", images, tiny("vit"), [at.path / "bare", snapshot, at.expert], count=3, seed=0)
+    drawn = draw_examples("task", images, Target(tiny("vit"), [at.path / "bare", snapshot, at.expert]), count=3, seed=0)
     assert drawn.cut(3).fitted[0]["pixel_values"].shape[-1] == 4
     assert "task: column image (of image, label), image processor from openai/clip" in drawn.notes
     for model, data, file in (("vit", images, "preprocessor"), ("bert", at.rows(*text_rows(3)), "tokenizer")):
         with pytest.raises(DataError, match=f"copy {file}_config.json"):
-            draw_examples("task", data, tiny(model), [at.path / "bare"], count=3, seed=0)
+            draw_examples("task", data, Target(tiny(model), [at.path / "bare"]), count=3, seed=0)
 
 
 # --- text ---
@@ -490,7 +491,7 @@ def test_the_longest_example_is_as_long_as_any_batch(at: Folder) -> None:
     rows = [{"inputs": f"w{number % 5 + 1}", "targets": f"w{number // 5 + 1}"} for number in range(20)]
     rows[3]["inputs"], rows[7]["targets"] = "w1 w2 w3 w4", "w1 w2 w3"
     at.tokenizer()
-    drawn = draw_examples("task", at.rows(*rows), tiny("t5"), [at.expert], count=8, seed=0)
+    drawn = draw_examples("task", at.rows(*rows), Target(tiny("t5"), [at.expert]), count=8, seed=0)
     found, longest = drawn.cut(3), drawn.longest()
     for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"):
         lengths = [batch[name].shape[1] for batch in (*found.fitted, *found.selection, *found.held_out)]

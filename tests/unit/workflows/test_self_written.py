@@ -13,6 +13,7 @@ from outcome import weights
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import word_tokenizer
 
+from featcal_cli.data.preprocessing import Target
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.lineage.search import OpenQuestionsError
 from featcal_cli.recipe.schema import Data, Draft
@@ -70,7 +71,7 @@ def kept(world: Path) -> list[list[dict[str, Any]]]:
 
 def writer(folder: Path, model: LlamaForCausalLM, chat: str | None = None) -> Writer:
     save_tokenizer(folder, chat)
-    return Writer(model, open_self_written("task", type(model), model, [folder]))
+    return Writer(model, open_self_written("task", type(model), Target(model, [folder])))
 
 
 def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
