@@ -155,9 +155,6 @@ class Screen(Listener):
         if not self._quiet:
             self._print(shorten_commits(text))
 
-    def waiting(self, text: str) -> None:
-        self.note(text)
-
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         doing = f"{'uploading' if sent else 'downloading'} {escape(name)}"
         size, unit = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")

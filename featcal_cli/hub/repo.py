@@ -244,8 +244,9 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
     What arrives is compared once with the Hub's checksums. Raises HubError."""
     # a run that dies between arrival and check leaves the marks, and the next one checks
     marks = cache_folder() / "unchecked" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
-    mark_of = {path: marks / path.replace("/", "--") for path in chosen_files(repo, only, skip)}
-    missing = missing_files(repo, only=only, skip=skip)
+    chosen = chosen_files(repo, only, skip)
+    mark_of = {path: marks / path.replace("/", "--") for path in chosen}
+    missing = missing_files(repo, chosen)
     if missing and not is_offline_mode():
         try:
             marks.mkdir(parents=True, exist_ok=True)
@@ -255,7 +256,7 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
             raise unwritable_cache(marks, error) from error
 
     def fetch() -> str:
-        left = sum(repo.files[path] for path in missing_files(repo, only=only, skip=skip))
+        left = sum(repo.files[path] for path in missing_files(repo, chosen))
         total = sum(repo.files[path] for path in missing)
         bars = _make_bar(total - left, lambda done: watch(repo.name, min(done, total), total) if watch else None)
         options: dict[str, Any] = {"allow_patterns": list(only) or None, "ignore_patterns": list(skip) or None}
@@ -274,9 +275,10 @@ def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), 
     return folder
 
 
-def missing_files(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
+def missing_files(repo: Repo, paths: Sequence[str]) -> list[str]:
+    """List those of a repo's files that are not on this machine."""
     find = partial(try_to_load_from_cache, repo.name, revision=repo.commit, repo_type=repo.kind)
-    return [path for path in chosen_files(repo, only, skip) if not isinstance(find(path), str)]
+    return [] if repo.folder else [path for path in paths if not isinstance(find(path), str)]
 
 
 def chosen_files(repo: Repo, only: Sequence[str], skip: Sequence[str]) -> list[str]:

@@ -55,8 +55,9 @@ class Log(Listener):
         self._shown.note(text)
 
     def waiting(self, text: str) -> None:
+        """Write that the run waits for the Hub: the reason and the time until the next try."""
         self.write("waiting", text=text)
-        self._shown.waiting(text)
+        self._shown.note(text)
 
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         if total and done >= total:

@@ -106,9 +106,6 @@ class Listener:
     def note(self, text: str) -> None:
         """Called when featcal found or chose something that the user did not name."""
 
-    def waiting(self, text: str) -> None:
-        """Called when the run waits for the Hub, with the reason and the time until the next try."""
-
     def transfer(self, name: str, done: int, total: int, *, sent: bool = False) -> None:
         """Called with the bytes of a repo that were downloaded (or sent) so far, and their total."""
 

@@ -51,9 +51,10 @@ def check_models(
 def count_transfer(origin: Origin) -> dict[str, int]:
     """Count the bytes of a model's files; those of an adapter include its base's."""
     repo = origin.repo
-    missing = set() if repo.folder else set(missing_files(repo))
     sizes = count_transfer(origin.base) if origin.base else {"missing": 0, "here": 0}
-    for path in chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo)):
+    chosen = chosen_files(repo, (), () if origin.form == "pickle" else other_weights(repo))
+    missing = missing_files(repo, chosen)
+    for path in chosen:
         sizes["missing" if path in missing else "here"] += repo.files[path]
     return sizes
 
