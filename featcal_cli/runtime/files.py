@@ -119,7 +119,9 @@ def explain_full(error: BaseException) -> OutputError | None:
 
 
 def tell_bytes(count: float) -> str:
-    """Format a number of bytes for people: 1.3 GiB, 0.2 MiB."""
+    """Format a number of bytes for people: 1.3 GiB, 0.2 MiB, 3.5 KiB."""
+    if count < 2**16:
+        return f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.1f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 

@@ -127,7 +127,7 @@ def stop_before_the_end(disk: SmallDisk, work: Work) -> None:
 
 def test_too_small_a_disk_is_seen_at_once(disk: SmallDisk, expected: dict[str, dict[str, object]], work: Work) -> None:
     disk.fill()
-    check_refusal(work("given"), "0.4 MiB of disk are needed, and 0.0 MiB are free")
+    check_refusal(work("given"), "0.4 MiB of disk are needed, and 0.0 KiB are free")
     assert not disk.files()
     disk.clear()
     stop_before_the_end(disk, work)

@@ -293,6 +293,7 @@ def test_the_lines_of_a_list_of_errors_hang_below_their_first(capsys: Capsys) ->
     ("missing", "here", "told"),
     [
         (0, 2**30, "nothing"),
+        (700, 0, "0.7 KiB"),
         (3 * 2**30, 0, "3.0 GiB"),
         (3 * 2**30, 2**29, "3.0 GiB; 0.5 GiB are here already"),
     ],
