@@ -25,7 +25,7 @@ from featcal_cli.runtime.logfile import Log, recorded
 from featcal_cli.runtime.process import CALIBRATING, STARTED, interruptible, list_launch_words
 from featcal_cli.runtime.progress import Countdown, Listener, tell_change
 from featcal_cli.runtime.progress import Progress as Step
-from featcal_cli.runtime.sanitise import for_terminal, shorten_commits
+from featcal_cli.runtime.sanitise import cut_middle, for_terminal, shorten_commits
 
 NARROWEST = 60
 """Fewest columns of output: narrower tables would cut numbers off; a narrower terminal wraps lines itself."""
@@ -286,13 +286,8 @@ def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str
 
 
 def fit(text: str, room: int) -> str:
-    """Cut `text` in the middle to at most `room` columns, as long names often differ at their ends."""
-    if cell_len(text) <= room:
-        return text
-    start, end = text[: room // 2], text[-(room // 2) :]
-    while cell_len(start) + cell_len(end) + 1 > room:
-        start, end = (start[:-1], end) if cell_len(start) >= cell_len(end) else (start, end[1:])
-    return f"{start}…{end}"
+    """Cut `text` in the middle to at most `room` columns of a terminal."""
+    return cut_middle(text, room, cell_len)
 
 
 def draw_levels(values: Iterable[float], high: float) -> str:

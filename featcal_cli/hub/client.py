@@ -253,8 +253,6 @@ WRITING = READING | {
         "{host} does not take {repo} (HTTP status {status})",
         "look at the repo's page, at its limits on size and storage, and check the proxy and the firewall",
     ),
-    OFFLINE: ("offline mode is on: nothing can be pushed", "unset HF_HUB_OFFLINE"),
-    SILENT: ("{failure}", "check the connection, the proxy and HF_ENDPOINT, or try again in some minutes"),
     CHANGED: ("{repo} was changed by somebody else during the push", "look at what changed on {page}"),
     METADATA: ("{hub} refuses the metadata of README.md", "fix the lines between --- in it"),
     BROKEN: ("an upload to {hub} failed ({words})", "check the connection, or set HF_HUB_DISABLE_XET=1"),
@@ -298,7 +296,7 @@ def _fill(
 ) -> HubError:
     """Return the HubError for a key of the tables, completed with the reason that the Hub gives."""
     what, fix = (WRITING if writing else READING)[key]
-    missing = f", and the cache holds no complete copy of {repo}"
+    missing = "" if writing else f", and the cache holds no complete copy of {repo}"
     if kind == "dataset":
         missing = f", and rows of Hub datasets ({repo}) are never kept on this machine"
     answer = error.response if isinstance(error, HfHubHTTPError) else None

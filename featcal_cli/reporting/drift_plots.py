@@ -16,7 +16,7 @@ from PIL import Image
 
 from featcal_cli.reporting.report import Inspection, Report, TaskInspection
 from featcal_cli.reporting.verdict import follow_drift, list_roles, split_lists
-from featcal_cli.runtime.sanitise import for_html
+from featcal_cli.runtime.sanitise import cut_middle, for_html
 
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
@@ -86,19 +86,13 @@ def write_figure(figure: Figure, kind: Format) -> bytes:
     return small.getvalue()
 
 
-def shorten(text: str, longest: int) -> str:
-    """Cut `text` in the middle to at most `longest` characters, as long names often differ at their ends."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
-
-
 def plot_drift(report: Report) -> bytes:
     """Draw base, merged and calibrated model's drift after every block as a PNG. Raises ValueError without any."""
     title = ""
     if report.fitted_tasks:
         title = "\non calibration examples: on new ones, drift is larger"
         if len(report.fitted_tasks) < len(report.drift):
-            title = f"\non calibration examples: {shorten(', '.join(map(for_html, report.fitted_tasks)), 60)}"
+            title = f"\non calibration examples: {cut_middle(', '.join(map(for_html, report.fitted_tasks)), 60)}"
     labels = {"merged": "merged", "calibrated": "calibrated", "base": "base model"}
     return _plot(report.measures, labels, title, "png", choose_colours(()))
 
@@ -144,7 +138,7 @@ def _plot(
         places[0].set_ylim(bottom=0)
         shown = {part for chart in charts for curve in chart.curves for part in curve}
         keys = [
-            Line2D([], [], color=colours[role], linewidth=2.5, label=shorten(label, 36))
+            Line2D([], [], color=colours[role], linewidth=2.5, label=cut_middle(label, 36))
             for role, label in labels.items()
             if role in shown
         ]
@@ -197,7 +191,7 @@ def _draw_chart(axes: Axes, chart: Chart, colours: Mapping[str, str], longest: i
     for (role, measure), values in chart.curves.items():
         width, stroke = ROLES[role][1], MEASURES[measure][1]
         axes.plot(range(len(values)), values, stroke, color=colours[role], linewidth=width, marker=mark, markersize=3)
-    axes.set_title(shorten(chart.title, longest), fontsize=9, parse_math=False)
+    axes.set_title(cut_middle(chart.title, longest), fontsize=9, parse_math=False)
     lists = split_lists(chart.blocks)
     starts = [0, *accumulate(map(len, lists))][:-1]
     steps = [scale * step for scale in (1, 10, 100, 1000) for step in (1, 2, 5)]

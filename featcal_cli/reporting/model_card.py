@@ -79,7 +79,11 @@ def write_card(
         "means": average_tasks(report.scores) if report.scores else {},
         "metric": common_metric(report.scores),
         "regained": regained_share(report.scores) if report.scores else 0.0,
-        "other_metrics": _show_names(_list_other_metrics(report)),
+        "other_metrics": _show_names(
+            f"{task}: 100 · {METRICS[scores.metric].title}"
+            for task, scores in report.accuracy.items()
+            if scores.metric in METRICS and METRICS[scores.metric].symbol
+        ),
         "farther_than_base": [row.task for row in rows if row.base is not None and row.before > row.base],
         "notes": [_show_message(note, report) for note in _list_notes(report)],
         "any_local": not all(_on_hub(source) or source.name == ITSELF for source in report.sources),
@@ -275,13 +279,6 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         "calibrated_kinds": describe_kinds(report.blocks, stems=bool(report.settings.get("stems"))),
         "left_unchanged": left,
     }
-
-
-def _list_other_metrics(report: Report) -> Iterator[str]:
-    """Yield a phrase for each task that is not measured by the default metric, with the metric's name."""
-    for task, scores in report.accuracy.items():
-        if scores.metric in METRICS and METRICS[scores.metric].symbol:
-            yield f"{task}: 100 · {METRICS[scores.metric].title}"
 
 
 def _link(source: Source) -> Markup:

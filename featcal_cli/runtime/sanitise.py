@@ -103,6 +103,17 @@ def one_line(text: str, longest: int = LONGEST_NAME) -> str:
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
+def cut_middle(text: str, room: int, measure: Callable[[str], int] = len) -> str:
+    """Cut a text in the middle to at most `room` columns, as long names often differ at their ends; `measure`: tells
+    the columns of a text."""
+    if measure(text) <= room:
+        return text
+    start, end = text[: room // 2], text[-(room // 2) :]
+    while measure(start) + measure(end) + 1 > room:
+        start, end = (start[:-1], end) if measure(start) >= measure(end) else (start, end[1:])
+    return f"{start}…{end}"
+
+
 def without_folders(text: str) -> str:
     """Return the text with every absolute path shortened to its last part."""
     return _PATH.sub(r"\1", text)

@@ -143,7 +143,11 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
 
     session.stage("finding blocks")
     architecture = _find_blocks(merged, longest, calibration)
-    sizes = _choose_sizes(session, merged, architecture, longest)
+    sizes = dict.fromkeys(longest, options.batch_size or 0)
+    if not options.batch_size:
+        memory = memory_of(session.device)
+        sizes = choose_batch_sizes(merged.module, architecture, longest, session.device, memory)
+    sizes = session.ranks.broadcast(sizes)  # the same on all ranks, as each takes a part of a batch
     # a task's encoded images are let go when its batches are made
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
@@ -196,16 +200,6 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         time=_estimate_time(session, work, has_head=head is not None) if target is not None else None,
         device=str(session.device),
     )
-
-
-def _choose_sizes(
-    session: Session, merged: Model, architecture: Architecture, longest: Mapping[str, Batch]
-) -> dict[str, int]:
-    """Choose the number of examples in a batch for each task, the same on all ranks, as each takes a part of it."""
-    device, size = session.device, session.options.batch_size
-    if size:
-        return session.ranks.broadcast(dict.fromkeys(longest, size))
-    return session.ranks.broadcast(choose_batch_sizes(merged.module, architecture, longest, device, memory_of(device)))
 
 
 def _estimate(work: Workload) -> Estimate:
