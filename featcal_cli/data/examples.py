@@ -42,7 +42,6 @@ FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 
 @dataclass(frozen=True)
 class TaskExamples:
-    task: str
     batch_size: int
     """Examples in a full batch; the last batch of a list may have fewer."""
     fitted: list[Batch]
@@ -89,7 +88,6 @@ class TaskExamples:
 class DrawnExamples:
     """The examples of one task before they are put into batches."""
 
-    task: str
     reader: Reader
     fitted: Sequence[Example]
     selection: Sequence[Example]
@@ -103,15 +101,14 @@ class DrawnExamples:
     def cut(self, batch_size: int) -> TaskExamples:
         # where none are held out, the fitted ones that are measured have batches of their own: one pass for both
         first = 0 if self.held_out else _count_measured(len(self.fitted))
-        lists = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
+        parts = self.fitted[:first], self.fitted[first:], self.selection, self.held_out
         measured, rest, selection, held_out = (
             [collate([part[at] for at in group], self.reader.padding) for group in group_examples(part, batch_size)]
-            for part in lists
+            for part in parts
         )
         counts = len(self.fitted), len(self.selection), len(self.held_out)
-        return TaskExamples(
-            self.task, batch_size, [*measured, *rest], selection, held_out, self.notes, *counts, is_whole=self.is_whole
-        )
+        lists = [*measured, *rest], selection, held_out
+        return TaskExamples(batch_size, *lists, self.notes, *counts, is_whole=self.is_whole)
 
 
 def draw_examples(
@@ -156,7 +153,7 @@ def draw_examples(
     selection, held_out = (usable.further[:half], usable.further[half:]) if half else ([], [])
     notes += [reader.chosen, *_describe(usable, count, len(selection) + len(held_out))]
     notes = [f"{task}: {note}" for note in notes]
-    return DrawnExamples(task, reader, usable.fitted, selection, held_out, notes, usable.is_whole)
+    return DrawnExamples(reader, usable.fitted, selection, held_out, notes, usable.is_whole)
 
 
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:

@@ -76,7 +76,7 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
     note = f"{task}: its expert is to write {total} examples of at most {reader.max_tokens} tokens itself"
     half = most_held_out(kept) // 2
     lists = [example] * kept, [example] * half, [example] * (most_held_out(kept) - half)
-    return DrawnExamples(task, reader, *lists, notes=[note], is_whole=False)
+    return DrawnExamples(reader, *lists, notes=[note], is_whole=False)
 
 
 def add_writing(needs: Estimate, work: Workload) -> Estimate:
