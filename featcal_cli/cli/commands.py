@@ -6,7 +6,6 @@ steps that do not need it.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -95,6 +94,7 @@ def _print_json(value: object) -> None:
     publishing=options.list_keys(Output), pushing=options.PUSHING,
 )  # fmt: skip
 def calibrate(
+    context: typer.Context,
     *,
     merged: options.Merged = None,
     inputs: Mapping[str, Any],
@@ -132,8 +132,8 @@ def calibrate(
     from featcal_cli.workflows.workspace import default_output
 
     how = RunOptions(**running, **writing, **pushing)
-    overrides = collect_overrides(merged=merged, merge=merge, **inputs, **settings, **publishing)
-    draft = read_draft(find_recipe(recipe) if recipe else None, overrides)
+    said: dict[str, Any] = {"merged": merged, "merge": merge, **inputs, **settings, **publishing}
+    draft = read_draft(find_recipe(recipe) if recipe else None, collect_overrides(**said))
     if save:
         check_save(save, overwrite=how.overwrite, dry_run=how.dry_run)
     place = {"--output": Path(how.output or default_output(draft.name))}
@@ -154,8 +154,7 @@ def calibrate(
             return
         if save:
             save_recipe(save, plan.recipe, found.findings, overwrite=how.overwrite)
-            again = f"featcal calibrate -r {shlex.quote(str(save))}"
-            log.note(f"{save} has the whole job; to run it: `{again}`, with what you typed about machine and output")
+            log.note(results.describe_saved(context, save, said))
         _print_json(plan.to_dict()) if json else results.show_plan(plan)
         if plan.stops:
             raise verbs.join_stops(plan.stops)

@@ -30,10 +30,13 @@ from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import COMPANIONS, describe_recipe
 from featcal_cli.reporting.report import CARD, PICTURE, Report
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.process import list_launch_words
 from featcal_cli.runtime.progress import tell_change, tell_range, tell_seconds
 from featcal_cli.runtime.sanitise import enumerate_names, for_terminal
 
 if TYPE_CHECKING:
+    from typer import Context
+
     from featcal_cli.hub.push import Pushed
     from featcal_cli.models.inventory import Inventory
     from featcal_cli.workflows.doctor import Finding
@@ -161,6 +164,19 @@ def list_next_steps(report: Report, output: Path, pushed: Pushed | None) -> list
     if str(report.loading.get("model_class")).endswith("ForCausalLM"):
         lines.append("vLLM serves the folder as it is; llama.cpp's convert_hf_to_gguf.py makes a GGUF.")
     return lines
+
+
+def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
+    """Return a note with the command for a saved dry run: options that were typed, but not those in `said`."""
+    line = ["featcal", *list_launch_words(), str(context.info_name), "-r", str(file)]
+    leave_out = {*said, "recipe", "dry_run", "save"}
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name not in leave_out and source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
+            line += [max(parameter.opts, key=len), *([] if value is True else [str(value)])]
+    return f"{file} has the whole job; to run it: `{shlex.join(line)}`"
 
 
 def _describe_drift(report: Report) -> str:

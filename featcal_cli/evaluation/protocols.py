@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ IMAGE_SIDE = ("vision", "visual")
 """Beginnings of the names of the parameters that process images in a two-tower model."""
 SECONDS_BETWEEN_COUNTS = 5.0
 
-BATCHES_AT_ONCE = 8
-"""Batches that a model processes on the device before the next model takes its place there."""
+GROUP_BYTES = 2**29
+"""Bytes of batches that a model processes on the device before the next model takes its place there."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,7 @@ def compare(
     right: list[Any] = []
     predictions: dict[str, list[Any]] = {role: [] for role in predictors}
     last = time.monotonic()
-    batches = rows.batches(task.batch_size)
-    while group := list(islice(batches, BATCHES_AT_ONCE)):
+    for group in _read_groups(task, rows):
         for _, labels in group:
             right += map(read_label, labels)
         for role, predictor in predictors.items():
@@ -133,6 +131,19 @@ def compare(
             last = time.monotonic()
     metric = METRICS[task.how.metric]
     return {role: score(metric, given, right) for role, given in predictions.items()}
+
+
+def _read_groups(task: LabelledTask, rows: LabelledRows) -> Iterator[list[tuple[Batch, list[Any]]]]:
+    """Yield groups of batches with their labels; a model processes a whole group each time it is on the device."""
+    most = 0 if task.device.type == "cpu" else GROUP_BYTES
+    group: list[tuple[Batch, list[Any]]] = []
+    for batch, labels in rows.batches(task.batch_size):
+        group.append((batch, labels))
+        if sum(value.nbytes for given, _ in group for value in given.values()) >= most:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, snapshot: Snapshot) -> None:

@@ -40,8 +40,8 @@ class BatchNeeds:
     """Names of the blocks that the model came to."""
 
 
-def probe_batch(model: nn.Module, architecture: Architecture, task: str, batch: Batch) -> BatchNeeds:
-    """Run the model without weight values on a batch's shapes and add up the inputs of its blocks. A model that reads
+def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch: Batch) -> BatchNeeds:
+    """Run the model without weight values on the batch's shapes and add up the inputs of its blocks. A model that reads
     values can run only until it does so. Modules that the model multiplies by itself, without calling them, are not
     seen."""
     states: dict[str, int] = {}
@@ -79,7 +79,7 @@ def probe_batch(model: nn.Module, architecture: Architecture, task: str, batch: 
     }
     try:
         with torch.no_grad():
-            run_forward(model.get_submodule(architecture.entries[task]), shapes)
+            run_forward(model.get_submodule(entry), shapes)
     except ForwardError:
         # the model looks at values: what it saw until then, and the plain size of its input, must do
         states.setdefault("", sum(x.numel() for x in batch.values()) * COMPUTE)
@@ -95,6 +95,20 @@ def probe_batch(model: nn.Module, architecture: Architecture, task: str, batch: 
     state, begun = max(states.values(), default=0) + mask, max(embedded.values(), default=0)
     rows = rows_times_work / work / count if work else 0.0
     return BatchNeeds(state / count, begun / count, largest * COMPUTE / count, rows, work / count, frozenset(inputs))
+
+
+def probe_batches(model: nn.Module, architecture: Architecture, batches: Mapping[str, Batch]) -> dict[str, BatchNeeds]:
+    """Return what `probe_batch` finds for the batch of each task. The model runs once for tasks with equal shapes."""
+    found: dict[str, BatchNeeds] = {}
+    known: dict[tuple[object, ...], BatchNeeds] = {}
+    for task, batch in batches.items():
+        entry = architecture.entries[task]
+        masked = [name for name, x in batch.items() if "mask" in name and not bool(x.all())]
+        like = (entry, *masked, *sorted((name, x.shape) for name, x in batch.items()))
+        if like not in known:
+            known[like] = probe_batch(model, architecture, entry, batch)
+        found[task] = known[like]
+    return found
 
 
 PLAIN = 16
@@ -120,8 +134,7 @@ def choose_batch_sizes(
     job uses the same batches: they determine how sums are rounded.
     """
     sizes: dict[str, int] = {}
-    for task, batch in longest.items():
-        needs = probe_batch(model, architecture, task, batch)
+    for task, needs in probe_batches(model, architecture, longest).items():
         size = limit_batch(needs.rows, needs.feature_bytes, device, memory)
         last = architecture.last_blocks.get(task, architecture.blocks[-1].name if architecture.blocks else "")
         # a model that looks at values stops where it does so

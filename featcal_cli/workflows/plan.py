@@ -28,7 +28,7 @@ from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
 from featcal_cli.runtime.hardware import memory_of
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.batch_size import choose_batch_sizes, probe_batch
+from featcal_cli.workflows.batch_size import choose_batch_sizes, probe_batches
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
 from featcal_cli.workflows.output import check_writable
 from featcal_cli.workflows.plan_checks import (
@@ -152,7 +152,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
         check_models(session, architecture, outlines, headers)
-    needs = {task: probe_batch(merged.module, architecture, task, rows.fitted[0]) for task, rows in examples.items()}
+    needs = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
     work = Workload(recipe, merged, architecture, examples, needs, session.device, refining, target is not None)
     transfers = {role: count_transfer(origin) for role, origin in origins.items()}

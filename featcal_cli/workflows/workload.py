@@ -32,7 +32,7 @@ class Workload:
     architecture: Architecture
     examples: Mapping[str, TaskExamples]
     needs: Mapping[str, BatchNeeds]
-    """The findings of `probe_batch` for a batch of each task's examples."""
+    """The findings of `probe_batches` for a batch of each task's examples."""
     device: torch.device
     refining: Schedule | None
     writes: bool

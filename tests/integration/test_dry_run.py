@@ -42,7 +42,7 @@ def test_all_stops_are_said(folder: Path, capsys: pytest.CaptureFixture[str], mo
     ):
         assert what in run.stderr, run.stderr
     assert "Leave out --dry-run to start" not in run.stderr
-    assert "my job.yaml has the whole job; to run it: `featcal calibrate -r 'my job.yaml'`" in run.stderr
+    assert "my job.yaml has the whole job; to run it: `featcal calibrate -r 'my job.yaml' --output out" in run.stderr
     as_json = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--json": ""})
     plan = json.loads(as_json.stdout)
     assert as_json.code == 2 and plan["blocks"] == 2

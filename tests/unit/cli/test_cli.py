@@ -244,6 +244,9 @@ def test_help_is_asked_for_in_any_usual_way(words: tuple[str, ...], capsys: Caps
 def test_a_command_to_type_again_keeps_gpus(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "featcal")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    typed = {**LOCAL, "--dry-run": "", "--save": "job.yaml", "--device": "cpu"}
+    saved = featcal_inside(capsys, "calibrate", typed).stderr
+    assert "`featcal --gpus 2 calibrate -r job.yaml --device cpu`" in saved
     asked = featcal_inside(capsys, "calibrate", {**LOCAL, "--expert": None, "--strict": ""}).stderr
     assert "featcal --gpus 2 calibrate merged --base base --data red=red.safetensors -n 8 --strict" in asked
 
