@@ -158,9 +158,18 @@ def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
 
 
 def _read_reference(model: Any) -> str:
-    if not isinstance(model, str) or not model.strip():
+    """Read a model, which mergekit takes as text or as a mapping of the parts of that text."""
+    parts = [model]
+    if isinstance(model, dict) and "model" in model:
+        parts = [model["model"], *([lora] if (lora := model.get("lora")) is not None else [])]
+    return "+".join(map(_read_path, parts))
+
+
+def _read_path(part: Any) -> str:
+    path, revision = (part.get("path"), part.get("revision")) if isinstance(part, dict) else (part, None)
+    if not isinstance(path, str) or not path.strip():
         raise MalformedError("a model in it has no name")
-    return model.strip()
+    return path.strip() if revision is None else f"{path.strip()}@{revision}"
 
 
 def _read_range(value: object) -> tuple[int, int]:
