@@ -358,7 +358,9 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
     parameters = dict(wrapped.named_parameters(remove_duplicate=False))
     missing = set(loaded.missing_keys)
     filled = {id(parameter) for name, parameter in parameters.items() if name not in missing}
-    empty = [name for name in loaded.missing_keys if "default" in name.split(".") and name in parameters]
+    # AdaLoRA's ranknum, the number of a tensor's rows, is never saved
+    expected = (name for name in loaded.missing_keys if ".ranknum." not in name)
+    empty = [name for name in expected if "default" in name.split(".") and name in parameters]
     empty = [name for name in empty if id(parameters[name]) not in filled]  # some kinds share one tensor
     for unmatched, what in ((loaded.unexpected_keys, "the base has no place for"), (empty, "it has no tensor for")):
         if unmatched:

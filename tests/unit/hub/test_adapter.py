@@ -123,6 +123,7 @@ FOLDED: list[tuple[str, torch.dtype, Any, str]] = [
     *((name, torch.float32, lora(name), "LORA, rank 8") for name in BASES),
     *(("bert", torch.float32, lora("bert", **{kind: True}), "LORA, rank 8") for kind in ("use_rslora", "use_dora")),
     ("llama", torch.bfloat16, lora("llama", modules_to_save=["lm_head"]), "LORA, rank 8"),
+    ("llama", torch.float32, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9), "ADALORA"),
     ("bert", torch.float32, peft.IA3Config(target_modules=["key", "value"], feedforward_modules=[]), "IA3"),
     ("bert", torch.float32, peft.VeraConfig(r=4, target_modules=["query"], vera_dropout=0.0), "VERA"),
     ("bert", torch.float32, peft.LoraConfig(r=4, target_modules=["query"], bias="all",
