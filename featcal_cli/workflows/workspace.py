@@ -141,10 +141,11 @@ class Workspace:
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         """Raises OutputError if the path cannot be that of a folder."""
-        self.target = target
         self._overwrite = overwrite
         how = "folder", str(target), "choose another --output"
         place = resolve_path(target, *how)
+        # a folder that `..` leaves again need not be there
+        self.target = place if ".." in target.parts else target
         self.folder = place.parent / f".{place.name}.featcal"
         resolve_path(self.folder, *how)  # its name may be too long
         self.journal = self.folder / "journal"

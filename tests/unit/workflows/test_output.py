@@ -92,7 +92,7 @@ def test_a_finished_output_says_what_was_done_and_is_not_made_again(tmp_path: Pa
     """What differs from the job that is asked for is said; and is replaced where --overwrite says so, but for files
     that featcal did not write."""
     saved, output = save_family(tmp_path, BY_NAME["vit"]), tmp_path / "out"
-    calibrate(saved.recipe(), output=output)
+    calibrate(saved.recipe(), output=tmp_path / "gone" / ".." / "out")
     report = json.loads((output / "featcal_report.json").read_text())
     assert report["settings"]["ridge"] == 0.05 and report["settings"]["chosen_by"] == "given"
     assert set(report["drift"]) == set(saved.inputs)
