@@ -116,7 +116,7 @@ def find_head(
     name = next((path for path, module in merged.module.named_modules() if module is head), "")
     if type(head) is not nn.Linear or name not in architecture.head or any(architecture.entries.values()):
         return None
-    if any(block.calls > 1 for block in architecture.blocks):
+    if merged.lacks_head or any(block.calls > 1 for block in architecture.blocks):
         return None
     for expert in experts:
         own = expert.module.get_output_embeddings()

@@ -60,6 +60,13 @@ class Model:
     unread: frozenset[str] = frozenset()
     """Names, in the files, of the tensors that no part of this model reads."""
 
+    @property
+    def lacks_head(self) -> bool:
+        """Whether the files lack weights of the language model's head, whose values are random then."""
+        head = self.module.get_output_embeddings()
+        weights = [] if head is None else [id(x) for x in head.parameters()]
+        return any(id(x) in weights and name in self.missing for name, x in self.module.named_parameters())
+
     def own_path(self, path: str) -> str | None:
         """Return the path in this model of the module or parameter at `path` in the merged model; None if it is not in
         this model."""

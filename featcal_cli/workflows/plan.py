@@ -173,7 +173,9 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     with look():
         for task in examples if refining else ():
-            check_teacher(outlines[f"{EXPERT}{task}"], merged.module)
+            check_teacher(outlines[f"{EXPERT}{task}"], merged)
+    if merged.lacks_head:
+        session.note("merged has no head in its files: whoever loads it gets a random one")
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if head and refining:
         work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=work.texts_for_blocks))
@@ -247,7 +249,7 @@ def _refine_shortly(
     try:
         check_refinable(work.examples)
         for task in work.examples:
-            check_teacher(outlines[f"{EXPERT}{task}"], work.model)
+            check_teacher(outlines[f"{EXPERT}{task}"], work.merged)
         needs = _estimate(larger)
         check_memory(needs, estimated, work.device)
         check_disk(needs, transfers, target if session.ranks.is_first else None)

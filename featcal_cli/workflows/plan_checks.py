@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 from torch import nn
-from transformers import PreTrainedModel
 
 from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER
@@ -94,15 +93,17 @@ def check_refinable(examples: Mapping[str, TaskExamples]) -> None:
         raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
 
 
-def check_teacher(expert: Model, merged: PreTrainedModel) -> None:
+def check_teacher(expert: Model, merged: Model) -> None:
     """Raise RecipeError if an expert has no probabilities under its own head that the merged model could learn."""
-    module = expert.module
+    module, ours = expert.module, merged.module
+    if merged.lacks_head:  # what is below it would learn to undo a random one
+        raise refuse_refining(merged, "has no head in its files")
     if expert.missing:
         lacks = "has no head in its files"
     elif (problem := expert.snapshot.config.get("problem_type")) in NO_PROBABILITIES:
         lacks = f"gives no probabilities of one choice (problem_type: {problem})"
-    elif merged.get_output_embeddings() is None and (  # else all tasks share merged's head
-        type(module.base_model) is not type(merged.base_model) or module.base_model is module
+    elif ours.get_output_embeddings() is None and (  # else all tasks share merged's head
+        type(module.base_model) is not type(ours.base_model) or module.base_model is module
     ):
         lacks = "has no head on merged's body"
     else:
@@ -110,10 +111,10 @@ def check_teacher(expert: Model, merged: PreTrainedModel) -> None:
     raise refuse_refining(expert, lacks)
 
 
-def refuse_refining(expert: Model, lacks: str) -> RecipeError:
-    """Return the error for an expert that cannot be learnt from."""
-    what = f"refining needs experts' probabilities, and {expert.role} {lacks}"
-    return RecipeError(what, where=expert.snapshot.name, fix="leave out --refine")
+def refuse_refining(model: Model, lacks: str) -> RecipeError:
+    """Return the error for an expert that cannot be learnt from, or a merged model that cannot learn."""
+    what = f"refining needs experts' probabilities, and {model.role} {lacks}"
+    return RecipeError(what, where=model.snapshot.name, fix="leave out --refine")
 
 
 def check_adapter(

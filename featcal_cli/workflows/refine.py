@@ -80,7 +80,7 @@ class Refiner:
     def _put_under_head(self, expert: Model) -> PreTrainedModel:
         """Return the student itself if all tasks share its head; else the expert's model with the student in place of
         all that is below the head."""
-        check_teacher(expert, self._student)
+        check_teacher(expert, self._setup.models.merged)
         if self._choices is not None:
             return self._student
         headed = share_model(expert).module

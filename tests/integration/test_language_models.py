@@ -400,6 +400,20 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
         dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")
 
 
+def test_a_merged_model_without_its_head_gets_its_blocks_calibrated(tmp_path: Path) -> None:
+    """A config that does not say that the head shares the embeddings' weight: it is random then, and in no file."""
+    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
+    with changed_tensors(tmp_path / "merged") as tensors:
+        before = {**tensors}
+        del before["lm_head.weight"], tensors["lm_head.weight"]
+    found, report = run(saved, "out", refine=None)
+    assert found.keys() == before.keys() and any(not torch.equal(found[name], x) for name, x in before.items())
+    assert report["refined"] is None
+    assert any(note.startswith("merged has no head in its files: ") for note in report["notes"])
+    with pytest.raises(RecipeError, match="merged has no head in its files"):
+        dry_run(saved.recipe(ridge=None, refine=True), output=tmp_path / "asked")
+
+
 def test_an_expert_with_a_broken_head_teaches_nothing(tmp_path: Path) -> None:
     saved = save(tmp_path, *CASES["llama"][:2])
     task = next(iter(saved.inputs))
