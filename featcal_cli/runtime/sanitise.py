@@ -38,7 +38,7 @@ def plain(text: str) -> str:
 
 def exception_text(error: BaseException) -> str:
     """Return an exception's text for a message: one line, shortened, with its type if it says too little."""
-    text = " ".join(for_terminal(str(error)).split())
+    text = for_terminal(" ".join(str(error).split()))
     if not text or isinstance(error, KeyError | AssertionError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return text.rstrip(".") if len(text) <= LONGEST_WORDS else f"{text[: LONGEST_WORDS - 3].rstrip()}..."

@@ -16,7 +16,7 @@ from families import BY_NAME, save_family
 from featcal_cli.runtime.errors import BugError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.runtime.sanitise import list_some, redact
+from featcal_cli.runtime.sanitise import exception_text, list_some, redact
 
 TOKEN = "hf_" + "aB3dE6gH" * 3
 WORD = "opensesame"
@@ -122,6 +122,12 @@ def test_a_bug_of_the_command_is_exit_code_1_and_one_message(
     assert shown and shown[1].endswith("LookupError: no figures here"), run.stderr
     assert re.fullmatch(r"featcal_cli/\S+\.py, line \d+", shown[2])
     assert "--log-file FILE" in shown[3]
+
+
+def test_lines_and_tabs_of_an_exception_are_spaces_and_what_terminals_obey_is_shown() -> None:
+    assert exception_text(ValueError("Errors in loading:\n\tsize mismatch\x1b[2J.")) == (
+        "Errors in loading: size mismatch�[2J"
+    )
 
 
 def test_every_name_of_a_list_is_short_and_inert() -> None:
