@@ -83,25 +83,31 @@ class BlockRunner:
         self._is_open = False
         self._undo = ExitStack()
         self._install()
+        for entry in architecture.token_logits:
+            if (module := self._find_entry(entry)) is not None:
+                self._undo.callback(module.register_forward_hook(_separate_tokens).remove)
         if model.module.dtype != dtype:
             self._convert_stem()
 
     def prepare(self, batch: Batch, entry: str) -> tuple[nn.Module, Batch]:
         """Return the module at `entry`, which runs on these examples, and the inputs that it takes, moved to the
         device. Call this inside `on_device`. Raises CheckpointError if the model has no such module."""
-        own = self.model.own_path(entry) if entry else ""
-        if own is None:
+        module = self._find_entry(entry)
+        if module is None:
             raise CheckpointError(
                 f"{self.model.role} has no {entry}, which these examples are for",
                 where=self.model.snapshot.name,
                 fix="give examples of the kind that this expert was trained on",
             )
-        module = self.model.module.get_submodule(own)
         for stem in self._stems:  # what calls one may look at its dtype first
             self.bring(stem)
         names = forward_names(module) if self.model.part or self.model.body else set(batch)
         self.reach(batch.values())  # it may be that of a pass
         return module, self.place({name: tensor for name, tensor in batch.items() if name in names})
+
+    def _find_entry(self, entry: str) -> nn.Module | None:
+        own = self.model.own_path(entry) if entry else ""
+        return None if own is None else self.model.module.get_submodule(own)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -359,6 +365,11 @@ class BlockRunner:
         dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
         for name, buffer in self.model.module.named_buffers():
             buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
+
+
+def _separate_tokens(_: nn.Module, __: Any, output: Any) -> None:
+    """Give logits [B, length], one for each token, the shape [B, length, 1] that other heads for tokens give them."""
+    output.logits = output.logits[..., None]
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

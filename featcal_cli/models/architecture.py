@@ -133,6 +133,8 @@ class Architecture:
     tokens, or because the length of a batch decides how positions are encoded."""
     draws: bool = False
     """Whether the model's forward draws random numbers."""
+    token_logits: frozenset[str] = frozenset()
+    """Those of `entries` whose logits [B, length] are one for each token."""
     notes: tuple[str, ...] = ()
     """Notes to show the user, such as lists of blocks that no example reaches."""
 
@@ -189,6 +191,7 @@ def find_architecture(
             for rows in (block.rows, *(rows for module in block.modules for rows in module.rows))
         ),
         draws=any(run.first.depth.draws for run in runs.values()),
+        token_logits=frozenset(run.entry for run in runs.values() if run.has_token_logits),
         notes=tuple(
             f"{path} is left unchanged: no example reaches it" for path in unreached_lists(model, order, called)
         ),

@@ -46,6 +46,12 @@ class ProbeRun:
     other_inputs: bool = False
     """Whether the model has other inputs than text, and the text's length differs between the probes."""
 
+    @property
+    def has_token_logits(self) -> bool:
+        """Whether the model's logits [B, length] are one for each token, and not one for each class."""
+        lengths = tuple(shape[1] for shape in (self.first.logits, self.second.logits) if len(shape) == 2)
+        return any(lengths == axis and axis[0] != axis[1] for axis in self.axes.values())
+
 
 class BlockProbe:
     """The facts that the probes show of one block."""

@@ -33,10 +33,10 @@ class HookError(Exception):
     """Raised if one of featcal's hooks on a model's forward fails, as this is featcal's bug and not the model's."""
 
 
-def run_forward(model: nn.Module, inputs: Batch) -> None:
-    """Run a model. Raises ForwardError if it cannot run on these inputs."""
+def run_forward(model: nn.Module, inputs: Batch) -> Any:
+    """Run a model and return its output. Raises ForwardError if it cannot run on these inputs."""
     try:
-        model(**inputs)
+        return model(**inputs)
     except FORWARD_ERRORS as error:
         raise ForwardError(str(error) or type(error).__name__) from error
 
@@ -93,6 +93,8 @@ class Trace:
         """Number of successive products with weights that the first input of each module depends on."""
         self.depth = MatmulDepth()
         self._lists = {name for name, module in model.named_modules() if isinstance(module, CONTAINERS)}
+        self.logits = torch.Size()
+        """Shape of the model's logits; empty if it has none."""
         self._pending: dict[str, list[tuple[Tensor, int]]] = {}
         self._flow: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
@@ -263,10 +265,11 @@ def trace(model: nn.Module, batch: Batch, dtype: torch.dtype, entry: str = "") -
     )
     try:
         with hardware.drawing_alike(), torch.no_grad(), products, traced.depth:
-            run_forward(runs, {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
+            output = run_forward(runs, {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()})
     finally:
         for handle in handles:
             handle.remove()
+    traced.logits = getattr(getattr(output, "logits", None), "shape", traced.logits)
     return traced
 
 

@@ -104,7 +104,7 @@ class Refiner:
         placed = {name: x.to(device, self._dtype if x.is_floating_point() else x.dtype) for name, x in taken.items()}
         with hardware.drawing_alike(self._setup.architecture.draws, device):
             output = module(**placed)
-        if expert is not None and not gives_logits(module, output):
+        if expert is not None and (not gives_logits(module, output) or self._setup.architecture.token_logits):
             raise refuse_refining(expert, f"gives no probabilities of one choice ({type(module).__name__})")
         z = read_output(output)
         if expert is not None and (z.isnan() | z.isposinf()).any():

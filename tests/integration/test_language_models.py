@@ -366,6 +366,9 @@ def test_experts_of_several_choices_are_no_teachers_and_nobody_need_know_it_befo
     assert any(note.startswith("the result is not refined: refining needs experts' probabilities") for note in notes)
     with pytest.raises(RecipeError, match="gives no probabilities of one choice"):
         run(saved, "asked", refine=True)
+    of_tokens = save(tmp_path / "tokens", "ElectraForPreTraining", TEXT_SIZES)
+    with pytest.raises(RecipeError, match="gives no probabilities of one choice"):
+        run(of_tokens, "asked", refine=True)
 
 
 def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,9 @@ ENCODERS = [
     Family("albert", "AlbertModel", _ALBERT, text, "encoder.albert_layer_groups.0.albert_layers.0"),
     Family("albert-groups", "AlbertModel", _ALBERT_GROUPS, text, "encoder.albert_layer_groups.{}.albert_layers.{}"),
     Family("electra", "ElectraModel", TEXT_SIZES | {"embedding_size": 16}, text, "encoder.layer.{}"),
+    # a logit for each token, and no choice among them
+    Family("electra-tokens", "ElectraForPreTraining", TEXT_SIZES | {"embedding_size": 16}, text,
+           "electra.encoder.layer.{}"),
     Family("modernbert", "ModernBertModel", _MODERNBERT, text, "layers.{0,1,2}"),
     Family("nomic-bert", "NomicBertModel", TEXT_SIZES, text, "layers.{}"),
     Family("eurobert", "EuroBertModel", GROUPED_SIZES | {"mask_token_id": 3}, text, "layers.{}"),

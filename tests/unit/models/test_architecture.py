@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from families import BY_NAME, build_lively, few_of, images
+from families import BY_NAME, build_lively, few_of, images, text
 from families_text import MIXTURES
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -54,6 +54,15 @@ KINDS = {
 @pytest.mark.parametrize(("kind", "modules"), KINDS.items(), ids=str)
 def test_kinds_of_modules_are_told_by_what_they_compute(kind: str | None, modules: list[nn.Module]) -> None:
     assert {kind_of(module.eval()) for module in modules} == {kind}
+
+
+@pytest.mark.parametrize(("name", "has_them"), [("electra-tokens", True), ("xlm-roberta", False), ("bert", False)])
+def test_logits_of_tokens_are_told_from_those_of_classes(name: str, has_them: bool) -> None:
+    """Though a text may have as many tokens as there are classes."""
+    batch = {name: of[:, :2] for name, of in text(4).items()}
+    model = build_lively(BY_NAME[name])
+    assert model.config.num_labels == batch["input_ids"].shape[1]
+    assert find_architecture(model, {"task": batch}, "layernorm").token_logits == ({""} if has_them else set())
 
 
 def test_a_module_whose_input_is_overwritten_is_marked() -> None:
