@@ -76,12 +76,14 @@ class TaskExamples:
         kept, aside = take_range(self.fitted, 0, count), take_range(self.fitted, count, self.fitted_count)
         return replace(self, fitted=kept, aside=aside)
 
-    def remove_padding(self) -> None:
+    def remove_padding(self, *, alone: bool = False) -> None:
+        """Put the examples into batches without padding, or with `alone` each into a batch of its own."""
+        size = 1 if alone else self.batch_size
         first = 0 if self.held_out else self.measured_count
         parts = (take_range(self.fitted, start, stop) for start, stop in ((0, first), (first, self.fitted_count)))
-        self.fitted[:] = [batch for part in parts for batch in remove_padding(part, self.batch_size)]
+        self.fitted[:] = [batch for part in parts for batch in remove_padding(part, size)]
         for batches in (self.selection, self.held_out):
-            batches[:] = remove_padding(batches, self.batch_size)
+            batches[:] = remove_padding(batches, size)
 
 
 @dataclass(frozen=True)

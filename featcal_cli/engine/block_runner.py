@@ -51,7 +51,7 @@ class BlockRunner:
         self.model = model
         self.token_ids = None if token_ids is None else token_ids.to(device)
         self.device, self.dtype = device, dtype
-        self.drawing = partial(hardware.drawing_alike, architecture.draws, device)
+        self.draws = architecture.draws
         self.bytes_read = 0
         """Bytes of this model's parameters that have been read so far; each parameter is counted once."""
         self.offloader: Offloader | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -12,13 +13,14 @@ from greenlet import GreenletExit, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from featcal_cli.data.batches import Batch, token_masks
+from featcal_cli.data.batches import Batch, seed_examples, token_masks
 from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.loading import Model
 from featcal_cli.models.tracing import BlockCall, StopBlock, copy_caches, tensors_in
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.hardware import drawing_alike
 from featcal_cli.runtime.sanitise import exception_text
 
 INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
@@ -88,6 +90,9 @@ class PausedForward(greenlet):
         self.block_output: Any = None
         """The output of the block that the pass went through last, if it is kept."""
         self.runner = runner
+        # batches of models that draw hold one example
+        seed = seed_examples({name: x.cpu() for name, x in batch.items()}, 0)[0] if runner.draws else 0
+        self._drawing = partial(drawing_alike, runner.draws, runner.device, seed)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -112,7 +117,7 @@ class PausedForward(greenlet):
         runner = self.runner
         self.outputs.clear()
         explaining = _explaining_failure(runner.model)
-        with torch.set_grad_enabled(gradients), runner.drawing(), runner.within_reach(), explaining:
+        with torch.set_grad_enabled(gradients), self._drawing(), runner.within_reach(), explaining:
             result = self.switch(*output)
         self.call, self.output = (None, result) if self.dead else (result, None)
 
@@ -140,7 +145,7 @@ class PausedForward(greenlet):
         runner.bring(block.name)
         given.runner.reach(tensors_in(call))
         args, kwargs = copy_caches(call.args, call.kwargs)
-        with torch.set_grad_enabled(gradients), runner.drawing(), _explaining_failure(runner.model):
+        with torch.set_grad_enabled(gradients), self._drawing(), _explaining_failure(runner.model):
             if block.overwritten:
                 args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             try:

@@ -130,9 +130,10 @@ class Architecture:
     """Paths of the blocks that are stems, which run before all others."""
     needs_full_batches: bool = False
     """Whether batches must be made without padding, because in some module's rows padding cannot be told from
-    tokens, or because the length of a batch decides how positions are encoded."""
+    tokens, or because the length of a batch decides how positions are encoded, or which numbers are drawn."""
     draws: bool = False
-    """Whether the model's forward draws random numbers."""
+    """Whether the model's forward draws random numbers. Batches must then hold one example, as else each example's
+    numbers depend on the others."""
     token_logits: frozenset[str] = frozenset()
     """Those of `entries` whose logits [B, length] are one for each token."""
     notes: tuple[str, ...] = ()
@@ -178,6 +179,7 @@ def find_architecture(
     blocks = tuple(_describe(model, name, by_block[name], norms, holders) for name in order)
     reached = frozenset(name for run in runs.values() for name in find_called_before_end(run.first, run.blocks))
     called = frozenset(name for run in runs.values() for name in run.first.calls)
+    draws = any(run.first.depth.draws for run in runs.values())
     return Architecture(
         blocks,
         entries={task: run.entry for task, run in by_task.items()},
@@ -185,12 +187,13 @@ def find_architecture(
         reached=reached,
         head=called - reached,
         stems=frozenset(before),
-        needs_full_batches=any(
+        needs_full_batches=draws
+        or any(
             rows.may_hold_padding
             for block in blocks
             for rows in (block.rows, *(rows for module in block.modules for rows in module.rows))
         ),
-        draws=any(run.first.depth.draws for run in runs.values()),
+        draws=draws,
         token_logits=frozenset(run.entry for run in runs.values() if run.has_token_logits),
         notes=tuple(
             f"{path} is left unchanged: no example reaches it" for path in unreached_lists(model, order, called)

@@ -99,13 +99,13 @@ def reuse_memory() -> None:
 
 
 @contextmanager
-def drawing_alike(draws: bool = True, device: torch.device | None = None) -> Iterator[None]:
+def drawing_alike(draws: bool = True, device: torch.device | None = None, seed: int = 0) -> Iterator[None]:
     """Context manager in which a model draws the same random numbers every time; others are left alone."""
     if not draws:
         yield
         return
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         yield
 
 

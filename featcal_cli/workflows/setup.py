@@ -67,7 +67,7 @@ def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = 
         architecture = replace(architecture, needs_full_batches=True)
     if architecture.needs_full_batches:
         for examples in plan.examples.values():
-            examples.remove_padding()
+            examples.remove_padding(alone=architecture.draws)
     check_stems(architecture, calibration, merged)
     note(*architecture.notes)
     check_alignment(architecture, merged, merged)

@@ -12,10 +12,12 @@ import torch
 from families import BY_NAME, Family, Saved, few_of, images, save_family, text
 from family import TEXT_SIZES, VISION_SIZES, Batch
 from family_checks import check_oracle
+from outcome import distance
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.bert import modeling_bert
+from transformers.models.vit_mae import modeling_vit_mae
 
 from featcal_cli.models.module_kinds import EXPERTS_SQUARES, split_systems
 from featcal_cli.reporting.report import Report
@@ -48,6 +50,29 @@ def test_all_sides_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     merged, calibrated = (dict(load(tmp_path / name).named_parameters()) for name in ("merged", "out"))
     assert max(drift.before for drift in result.report.drift.values()) < 1e-6
     assert all(torch.allclose(value, merged[name], rtol=1e-5, atol=1e-6) for name, value in calibrated.items())
+
+
+@pytest.mark.parametrize("method", ["paper", "featcal"])
+def test_each_example_draws_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Whatever batches they are in; and not all examples leave out the same patches."""
+    masks: set[tuple[float, ...]] = set()
+    plain: Any = modeling_vit_mae.ViTMAEEmbeddings.random_masking
+
+    def random_masking(*args: Any, **kwargs: Any) -> Any:
+        kept, mask, order = plain(*args, **kwargs)
+        masks.update(map(tuple, mask.tolist()))
+        return kept, mask, order
+
+    monkeypatch.setattr(modeling_vit_mae.ViTMAEEmbeddings, "random_masking", random_masking)
+    saved = save_family(tmp_path, DRAWING).only(1)
+    results = []
+    for batch_size in (1, 5):
+        masks.clear()
+        calibrate(saved.recipe(method=method, ridge=0.1), output=tmp_path / str(batch_size), batch_size=batch_size)
+        assert len(masks) > 12
+        results.append(load_file(tmp_path / str(batch_size) / "model.safetensors"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert distance(*results) <= 1e-5 * distance(results[0], merged)
 
 
 def test_an_example_may_be_several_texts_of_which_one_is_chosen(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def calibrate_both_ways(models: Models, inputs: Batch, folder: Path, batch_size:
     for method, calibration in METHODS.items():
         examples = drawn.cut(batch_size)
         if architecture.needs_full_batches:
-            examples.remove_padding()
+            examples.remove_padding(alone=architecture.draws)
         fresh = replace(models, student=share_model(models.merged))
         setup = Setup(fresh, architecture, {TASK: examples}, calibration, torch.device("cpu"), lambda *_: None)
         if calibration.uses_output_metric:
