@@ -200,7 +200,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def count_short_positions(model: PreTrainedModel) -> int | None:
     """Return the number of tokens up to which a batch's positions are encoded in one way, and beyond it, for all of its
-    texts, in another (LongRoPE); None if there is one way only."""
+    texts, in another (LongRoPE, dynamic NTK); None if there is one way only."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
@@ -209,6 +209,8 @@ def count_short_positions(model: PreTrainedModel) -> int | None:
         for kind in kinds
         if kind.get("rope_type") == "longrope"
     ]
+    if any("dynamic" in str(kind.get("rope_type")) for kind in kinds):
+        lengths.append(getattr(config, "max_position_embeddings", None))
     return min((length for length in lengths if isinstance(length, int)), default=None)
 
 

@@ -179,6 +179,15 @@ def make_readable(module: PreTrainedModel) -> None:
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         # a block that is run twice would write to a captured cache twice
         config.use_cache = False
+    for part in module.modules():
+        if "dynamic" in str(getattr(part, "rope_type", "")):  # a word, or one for each type of layer
+            part.register_forward_pre_hook(_forget_lengths)
+
+
+def _forget_lengths(rope: nn.Module, _: object) -> None:
+    """Let a dynamic RoPE compute its frequencies for each text anew: it would keep those of the longest one so far."""
+    for name in [name for name in vars(rope) if name.endswith("max_seq_len_cached")]:
+        setattr(rope, name, 0)
 
 
 def load_outline(

@@ -13,7 +13,7 @@ from families import BY_NAME, Family, Saved, few_of, images, save_family, text
 from family import TEXT_SIZES, VISION_SIZES, Batch
 from family_checks import check_oracle
 from outcome import distance
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.bert import modeling_bert
@@ -73,6 +73,23 @@ def test_each_example_draws_its_own_numbers(tmp_path: Path, monkeypatch: pytest.
         results.append(load_file(tmp_path / str(batch_size) / "model.safetensors"))
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert distance(*results) <= 1e-5 * distance(results[0], merged)
+
+
+def test_frequencies_that_grow_with_a_text_are_its_own(tmp_path: Path) -> None:
+    """By dynamic NTK, which else keeps those of the longest text of a batch, and of all before it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    llama = BY_NAME["llama"]
+    config = {**llama.config, "rope_parameters": rope, "max_position_embeddings": 5}
+    saved = save_family(tmp_path, replace(llama, config=config)).only(1)
+    file, results = tmp_path / "red.safetensors", []
+    inputs = load_file(file)
+    assert inputs["attention_mask"][:12].sum(1).unique().numel() > 3
+    for name, order, batch_size in (("alone", range(12), 1), ("together", range(12), 5), ("back", range(11, -1, -1), 5)):
+        save_file({key: torch.cat([value[[*order]], value[12:]]) for key, value in inputs.items()}, file)
+        calibrate(saved.recipe(ridge=0.1), output=tmp_path / name, batch_size=batch_size)
+        results.append(load_file(tmp_path / name / "model.safetensors"))
+    update = distance(results[0], load_file(tmp_path / "merged" / "model.safetensors"))
+    assert all(distance(results[0], other) <= 1e-5 * update for other in results[1:])
 
 
 def test_an_example_may_be_several_texts_of_which_one_is_chosen(tmp_path: Path) -> None:
