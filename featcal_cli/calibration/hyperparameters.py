@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from featcal_cli.data.batches import DECODER_AXIS, forward_names
 from featcal_cli.recipe.schema import Calibration
 
 
@@ -79,14 +80,16 @@ def describe_settings(method: str, used: Hyperparameters, whose: str) -> str:
 
 def kind_of(model: PreTrainedModel) -> str:
     """Return the key of PAPER_KINDS for a model, with or without its head, according to what its blocks are. A T5
-    encoder counts as an encoder-decoder, being half of one; text encoders and vision models count as encoders, like the
-    towers of CLIP."""
-    if model.config.is_encoder_decoder:
+    encoder counts as an encoder-decoder, being half of one; text encoders, vision models and the encoder of a Whisper
+    that classifies sounds count as encoders, like the towers of CLIP."""
+    inputs = forward_names(model)
+    reads_text_or_writes = "input_ids" in inputs or any(name.startswith(f"{DECODER_AXIS}_") for name in inputs)
+    if model.config.is_encoder_decoder and reads_text_or_writes:
         return "encoder-decoder"
     if model.can_generate():
         return "causal"
     with suppress(Exception):  # configs of strangers may need arguments
-        if type(model.config)().is_encoder_decoder:
+        if type(model.config)().is_encoder_decoder and reads_text_or_writes:
             return "encoder-decoder"
     return "causal" if _is_causal(model) else "encoder"
 

@@ -101,6 +101,7 @@ def test_the_method_says_whether_updates_are_checked_and_the_recipe_in_the_outpu
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+WHISPER = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
 HEADLESS: dict[str, tuple[dict[str, Any], str]] = {
     "LlamaModel": (SMALL, "causal"),
     "Qwen2Model": (SMALL, "causal"),
@@ -109,6 +110,8 @@ HEADLESS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen2ForSequenceClassification": (SMALL, "causal"),
     "T5EncoderModel": ({"d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 4}, "encoder-decoder"),
     "BartModel": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
+    "WhisperModel": (WHISPER, "encoder-decoder"),
+    "WhisperForAudioClassification": (WHISPER, "encoder"),
     "BertModel": (SMALL, "encoder"),
     "RobertaModel": (SMALL, "encoder"),
     "BertGenerationEncoder": (SMALL, "encoder"),
