@@ -11,6 +11,7 @@ from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
+from featcal_cli.runtime.structured_text import parse_json
 
 SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -39,6 +40,16 @@ def is_text(value: Any) -> TypeGuard[str]:
 
 def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def parse_conversation(text: str) -> Any:
+    """Return the messages of a text that is a list of them in JSON, or else the text itself."""
+    messages: Any = None
+    if text.lstrip().startswith("["):
+        with suppress(ValueError):
+            messages = parse_json(text)
+    are_messages = is_conversation(messages) and all(message.keys() & {"role", "from"} for message in messages)
+    return messages if are_messages else text
 
 
 def answer_of(value: Any) -> str | None:
@@ -113,6 +124,8 @@ ABOUT = {
     "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),
 }  # fmt: skip
 """Columns that may hold the text that a prompt is about, by the name of the prompt's column."""
+TRANSLATION = "translation"
+"""Name of a column of mappings from languages to texts. A row has a further column for each: translation.de."""
 FIELD = re.compile(r"\{\{|\}\}|\{([^{}\[\]]+)(?:\[([^{}\[\]]+)\])?\}")
 """A field of a template: {column}, or {column[key]} for a column of mappings or lists; {{ and }} are braces. It asks
 for nothing but values of the row, because a template may come from a recipe by somebody else."""
@@ -218,6 +231,9 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str
     messages = [names[name] for name in NAMES["messages"] if name in talks]
     if messages and kind == "causal" and (chat or "text" not in texts):
         return {"messages": messages[0]}
+    languages = [name for name in samples if bare_name(name).startswith(f"{TRANSLATION}.")]
+    if kind != "encoder" and len(languages) == 2:
+        return {"prompt": languages[0], "response": languages[1]}
     if kind != "encoder":
         prompt = next((name for name in NAMES["prompt"] if name in [*texts, *talks]), "")
         responses = [name for name in NAMES["response"] if name in [*answers, *talks] and name != prompt]

@@ -15,7 +15,7 @@ from random import Random
 from stat import S_ISREG
 from typing import Any, TypeVar
 
-from featcal_cli.data.columns import BadRowError
+from featcal_cli.data.columns import TRANSLATION, BadRowError, bare_name, parse_conversation
 from featcal_cli.data.files import Note, ignore, list_files, open_local
 from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split
 from featcal_cli.recipe.data_formats import (
@@ -166,7 +166,7 @@ def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterato
             # turn, as files may hold one class each, and shuffles these in a buffer
             options = {"buffer_size": BUFFER_ROWS, "max_buffer_input_shards": MOST_SHARDS}
             stream = _open_stream(split).shuffle(seed=Random(seed).getrandbits(32), **options)
-            yield from map(shorten_row, islice(stream, 2 * count))
+            yield from map(read_cells, islice(stream, 2 * count))
             return
         ends = list(accumulate(table.length for table in tables))
         total = ends[-1] if ends else 0
@@ -179,10 +179,10 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
     """Read all rows of one split in order. Raises DataError and HubError like `draw_rows`."""
     if data.dataset is not None:
         with explaining_hub(data):
-            yield from map(shorten_row, read_hub_rows(find_split(data, split)))
+            yield from map(read_cells, read_hub_rows(find_split(data, split)))
         return
     for table in open_local(data, split):
-        yield from map(shorten_row, table.read(range(table.length)))
+        yield from map(read_cells, table.read(range(table.length)))
 
 
 def read_classes(data: Data, split: str | None, column: str) -> list[str] | None:
@@ -210,7 +210,7 @@ def _read_scattered(tables: Sequence[Table], ends: Sequence[int], positions: Seq
         number, inside = part
         start = ends[number] - tables[number].length
         rows = tables[number].read([position - start for position in inside])
-        return [(position, shorten_row(row)) for position, row in zip(inside, rows, strict=True)]
+        return [(position, read_cells(row)) for position, row in zip(inside, rows, strict=True)]
 
     row_at = {position: row for found in at_once(read, parts) for position, row in found}
     for position in positions:
@@ -226,10 +226,16 @@ def _names_of(feature: Any) -> list[str] | None:
 # Cells
 
 
-def shorten_row(row: Row) -> Row:
-    """Return the row without the middle of very long texts and without bytes too large for an image. Hundreds of rows
-    are in memory at once, and a tokenizer would take minutes for a book."""
-    return {name: _shorten(value, MOST_LEVELS) for name, value in row.items()}
+def read_cells(row: Row) -> Row:
+    """Return the row with the conversations that are texts in JSON, and a column for each language of a translation;
+    without the middle of very long texts and without bytes too large for an image. Hundreds of rows are in memory at
+    once, and a tokenizer would take minutes for a book."""
+    parsed = {name: parse_conversation(value) if isinstance(value, str) else value for name, value in row.items()}
+    cells = {name: _shorten(value, MOST_LEVELS) for name, value in parsed.items()}
+    for name, value in row.items():
+        if bare_name(name) == TRANSLATION and isinstance(value, dict):
+            cells |= {f"{name}.{key}": text for key, text in cells[name].items() if isinstance(text, str)}
+    return cells
 
 
 def _shorten(value: Any, levels: int) -> Any:

@@ -377,6 +377,9 @@ def test_what_no_model_can_read_is_refused(
         {"messages": TURNS},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}, TURNS[1]]},
         {"conversations": SHARED, "text": "w9 w9"},
+        {"messages": json.dumps(TURNS, indent=1), "source": "w9 w9"},
+        {"conversations": json.dumps(SHARED), "text": "w9 w9"},
+        {"prompt": "w1", "chosen": json.dumps(TURNS), "rejected": json.dumps(TURNS[:1])},
         {"instruction": "w1", "output": "w2", "input": ""},
         {"instruction": "w1", "response": "w2", "category": "w9 w9"},
         {"inputs": "w1", "targets": "w2"},
@@ -447,6 +450,9 @@ def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
     assert "the chat template refuses the messages: System role not supported" in error.what
 
 
+_ENGLISH_FIRST = {"columns": {"prompt": "translation.en", "response": "translation.de"}}
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "source", "target"),
     [
@@ -457,6 +463,10 @@ def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
         ({"source": "w1", "target": "w2"}, {}, "w1", "w2"),
         ({"question": "w1", "answer": "w2"}, {}, "w1", "w2"),
         ({"conversations": SHARED}, {}, "w1", "w2"),
+        ({"messages": json.dumps(TURNS)}, {}, "w1", "w2"),
+        ({"id": "w9", "translation": {"de": "w1", "en": "w2"}}, {}, "w1", "w2"),
+        ({"translation": {"en": "w1", "de": "w2"}}, {}, "w1", "w2"),
+        ({"translation": {"de": "w1", "en": "w2"}}, _ENGLISH_FIRST, "w2", "w1"),
         ({"a": "w1", "b": "w2", "c": "w3", "text": "w9"}, {"columns": {"prompt": "b", "response": "c"}}, "w2", "w3"),
     ],
 )
