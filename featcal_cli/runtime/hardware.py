@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from errno import ENOMEM
 from functools import cache
 from importlib.metadata import version
@@ -182,6 +182,21 @@ def choose_device(name: str) -> torch.device:
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # as tensors say it: cuda is not equal to cuda:0
     return device
+
+
+@contextmanager
+def usual_modes() -> Iterator[None]:
+    """Context manager in which torch computes as in a fresh process, whatever modes its caller has entered."""
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            modes.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        modes.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        yield
 
 
 @contextmanager

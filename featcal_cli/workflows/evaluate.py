@@ -20,7 +20,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, find_inputs
-from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, in_usual_modes
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.evaluation.protocols import LabelledTask
@@ -32,6 +32,7 @@ TEXTS = 256
 """Texts of a task on which language models are measured if the recipe does not say how, and the user not how many."""
 
 
+@in_usual_modes
 def evaluate(
     recipe: RecipeSource,
     models: Sequence[str] = (),

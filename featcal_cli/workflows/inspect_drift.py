@@ -19,7 +19,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.files import write_requested
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.inputs import Inputs, check_file, find_inputs
-from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session
+from featcal_cli.workflows.session import EXPERT, RecipeSource, RunOptions, Session, in_usual_modes
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.engine.job import Job
@@ -32,6 +32,7 @@ SEED = 43
 """Default seed of the examples, not calibration's: it is not judged by the examples it was fitted to."""
 
 
+@in_usual_modes
 def inspect_drift(
     recipe: RecipeSource,
     *,

@@ -3,12 +3,13 @@ run."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from featcal_cli.hub.client import expect_answers
 from featcal_cli.hub.repo import Opener, open_repo
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 RecipeSource = Draft | Mapping[str, Any] | str | Path
 """A Recipe or a Draft, a dict of its keys, a YAML file, or the name of a shipped recipe."""
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 EXPERT = "expert "
 """Prefix of an expert's role; the name of its task follows."""
 
@@ -126,3 +129,18 @@ class Session:
         self.notes += map(for_terminal, texts)
         for text in join_notes(map(for_terminal, texts), tasks):
             self.listener.note(text)
+
+
+def in_usual_modes(verb: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Make a verb compute alike in a program that has turned gradients off, or is in another mode of torch."""
+
+    @wraps(verb)
+    def call(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
+        if "torch" not in sys.modules:
+            return verb(*args, **options)
+        from featcal_cli.runtime.hardware import usual_modes
+
+        with usual_modes():
+            return verb(*args, **options)
+
+    return call

@@ -24,7 +24,7 @@ from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.inputs import Inputs, find_inputs
-from featcal_cli.workflows.session import RecipeSource, RunOptions, Session
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, in_usual_modes
 from featcal_cli.workflows.workspace import check_apart, check_replaceable, describe_output, read_finished
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Result:
         return self.models.merged
 
 
+@in_usual_modes
 def calibrate(
     recipe: RecipeSource,
     *,
@@ -112,6 +113,7 @@ def calibrate(
     return run(session, *find(session))
 
 
+@in_usual_modes
 def calibrate_modules(
     merged: PreTrainedModel,
     base: PreTrainedModel,
@@ -133,10 +135,15 @@ def calibrate_modules(
     not grow with their number. Raises FeatCalError as `calibrate` does.
     """
     from safetensors.torch import save_file
+    from torch import Tensor
 
     if not experts or experts.keys() != inputs.keys():
         what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
         raise RecipeError(what, where="calibrate_modules", fix="give both for the same tasks, and for one at least")
+    for task, given in inputs.items():
+        if not isinstance(given, Mapping) or not given or not all(isinstance(x, Tensor) for x in given.values()):
+            fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
+            raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
     with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:
         here, tasks, counts = Path(room), {}, []
         merged.save_pretrained(here / "merged")
@@ -155,6 +162,7 @@ def calibrate_modules(
         return made.to(merged.device).train(merged.training), result.report
 
 
+@in_usual_modes
 def dry_run(
     recipe: RecipeSource, *, listener: Listener | None = None, raise_stops: bool = True, **options: Any
 ) -> Plan:

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from families import BY_NAME, TASKS, Saved, save_family, save_tokenizer
 from hub_server import HubServer
@@ -86,12 +87,20 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
 
     experts = {task: load(spec["expert"]) for task, spec in recipe["tasks"].items()}
     inputs = {task: load_file(spec["data"]) for task, spec in recipe["tasks"].items()}
-    merged = load(recipe["merged"])
+    merged, base = load(recipe["merged"]), load(recipe["base"])
     before = {name: x.clone() for name, x in merged.state_dict().items()}
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
+    batches: Any = {task: [given] for task, given in inputs.items()}
     with pytest.raises(RecipeError, match="there are experts of red"):
         calibrate_modules(merged, merged, experts, {}, **options)
-    made, report = calibrate_modules(merged, load(recipe["base"]), experts, inputs, **options)
+    with pytest.raises(RecipeError, match="the inputs of red are not tensors by name"):
+        calibrate_modules(merged, merged, experts, batches, **options)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        torch.set_default_dtype(torch.float64)
+        made, report = calibrate_modules(merged, base, experts, inputs, **options)
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+    assert modes == (True, True, torch.float64)
     found, left = made.state_dict(), merged.state_dict()
     assert all(found[name].equal(x) for name, x in plain.items()) and found.keys() >= plain.keys()
     assert all(left[name].equal(x) for name, x in before.items()) and not all(found[n].equal(left[n]) for n in plain)
