@@ -118,7 +118,7 @@ text, in a list), `transcript` (the text of a recording) and `caption` (a text a
 TEXT_PAIRS = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
     ("question", "passage"), ("question", "context"), ("query", "passage"), ("text1", "text2"), ("text_a", "text_b"),
-    ("sentence_a", "sentence_b"), ("sent1", "sent2"), ("query", "document"),
+    ("text", "text_pair"), ("sentence_a", "sentence_b"), ("sent1", "sent2"), ("query", "document"),
 )  # fmt: skip
 ABOUT = {
     "instruction": ("input", "context"), "question": ("context",), "query": ("context",), "prompt": ("context",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -345,5 +345,12 @@ def open_labelled(
             reader, rows = _open_rows(data, first, target, labelled=labelled), chain(first, read)
             if labelled:
                 column = find_column("label", data, dict.fromkeys(first[0], ()))
-                label_of = itemgetter(column)
+                label_of = partial(_read_label, column)
     return LabelledRows(task, data, reader, rows, label_of, column)
+
+
+def _read_label(column: str, row: Row) -> Any:
+    if (label := row.get(column)) is None:
+        fix = "take the rows without one out, or evaluate another split"
+        raise DataError(f"a row has no label in column {column}", fix=fix)
+    return label
