@@ -344,7 +344,7 @@ def open_labelled(
             first = list(islice(read, PEEKED_ROWS))
             reader, rows = _open_rows(data, first, target, labelled=labelled), chain(first, read)
             if labelled:
-                column = find_column("label", data, dict.fromkeys(first[0], ()))
+                column = find_column("label", data, {name: () for row in first for name in row})
                 label_of = partial(_read_label, column)
     return LabelledRows(task, data, reader, rows, label_of, column)
 

@@ -138,7 +138,8 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         if len(splits) < 2 and sum(map(len, splits.values())) < len(media):
             splits = {"train": media}
         # the classes of all splits, so that one that a split lacks does not shift the others; one alone labels nothing
-        found = sorted({files[name].parent.name for name in media} - set(SPLIT_WORDS))
+        # a file beside the folders has no class
+        found = sorted({PurePosixPath(name).parent.name for name in media} - {*SPLIT_WORDS, ""})
         classes = found if len(found) > 1 else []
     else:
         splits = group_by_name(tables)

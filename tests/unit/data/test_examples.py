@@ -599,7 +599,7 @@ def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, label: obj
         ([{"text": "w1", "label": "fine"}], "train", "is no class"),
         ([{"text": "w1", "label": 0.5}], "train", "is no class"),
         ([{"text": "w1", "label": -1}], "train", "hides its labels"),
-        ([{"text": "w1", "label": 0}, {"text": "w2"}], "train", "a row has no label in column label"),
+        ([{"text": "w1"}, {"text": "w2", "label": 0}], "train", "a row has no label in column label"),
         ([*({"text": "w1", "label": 0} for _ in range(9)), {"text": "", "label": 1}], "train", "row 10 cannot be used"),
         ([{"text": "w1", "label": 0}], "test", "it has no split test"),
     ],

@@ -105,6 +105,8 @@ def test_a_folder_of_images_has_splits_and_classes_that_are_called_like_folders(
     assert rows == [(("test", "bus"), 0), (("test", "cat"), 1)]
     one_class = at.images(dict.fromkeys(("bus/1.png", "train/1.png"), image), "classes")
     assert len(list(read_rows(one_class, None))) == 2
+    beside = at.images(dict.fromkeys(("cat/1.png", "cover.png", "dog/1.png"), image), "beside")
+    assert [row.get("label") for row in read_rows(beside, None)] == [0, None, 1]
     endings = ("png", "jpg", "bmp", "webp", "gif", "tiff", "JPEG")
     deep = at.images({f"deep/class{number % 2}/{number}.{end}": image for number, end in enumerate(endings)}, "deep")
     assert len(list(read_rows(deep, None))) == 7 and read_classes(deep, None, "label") == ["class0", "class1"]
