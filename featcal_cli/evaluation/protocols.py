@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch
+from featcal_cli.data.batches import Batch, count_positions
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.hub_dataset import naming_task
@@ -29,6 +29,7 @@ from featcal_cli.data.preprocessing import (
     renumber,
 )
 from featcal_cli.data.rows import read_classes
+from featcal_cli.data.text import MAX_TOKENS
 from featcal_cli.evaluation.results import Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
@@ -212,13 +213,21 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str]) -> T
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
     module: Any = base.module
-    directions = []
+    most = int(min(tokenizer.model_max_length, count_positions(module)[0] or MAX_TOKENS))
+
+    def embed(some: Sequence[str], padding: bool | str, *, masked: bool = True) -> Tensor:
+        options = {"padding": padding, "max_length": most, "truncation": True, "return_attention_mask": True}
+        tokens = tokenizer(some, padding_side="right", return_tensors="pt", **options)
+        names = ("input_ids", "attention_mask") if masked else ("input_ids",)
+        given = {name: tokens[name].to(task.device) for name in names}
+        return normalize(_pool(module.get_text_features(**given)).float(), dim=-1)
+
     with on_device(module, task.device), torch.inference_mode():
-        for start in range(0, len(texts), TEXTS):
-            some = texts[start : start + TEXTS]
-            tokens = tokenizer(some, padding=True, padding_side="right", truncation=True, return_tensors="pt")
-            given = {name: tokens[name].to(task.device) for name in ("input_ids", "attention_mask")}
-            directions.append(normalize(_pool(module.get_text_features(**given)).float(), dim=-1))
+        # what reads the last place, padding or not, was trained on texts that are padded to its full length (SigLIP)
+        is_full = not torch.allclose(embed(texts[:1], False), embed(texts[:1], "max_length"), atol=1e-3)
+        padding = "max_length" if is_full else True
+        starts = range(0, len(texts), TEXTS)
+        directions = [embed(texts[start : start + TEXTS], padding, masked=not is_full) for start in starts]
         return normalize(torch.cat(directions).unflatten(0, (len(classes), len(prompts))).mean(1), dim=-1)
 
 

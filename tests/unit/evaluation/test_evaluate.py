@@ -20,7 +20,7 @@ import yaml
 from command_line import featcal_inside
 from hub_server import HubServer
 from PIL import Image
-from recipe_world import TINY, build, draw, save_tokenizer, shake, write_table, write_text
+from recipe_world import TINY, VOCABULARY, build, draw, save_tokenizer, shake, write_table, write_text
 from safetensors.torch import save_file
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -118,6 +118,36 @@ def test_zero_shot_is_what_the_formulas_say(clip: Path) -> None:
     slow = {name: classify_slowly(clip, name) for name in ("expert", "merged", "full")}
     assert values(evaluate(draft, [str(clip / "full")], batch_size=7)) == pytest.approx(slow)
     assert len(set(slow.values())) > 1
+
+
+@torch.no_grad()
+def test_a_tower_that_reads_the_last_place_gets_texts_of_its_full_length(tmp_path: Path) -> None:
+    """As SigLIP was trained: padded, and without a mask."""
+    text = {**TINY, "vocab_size": VOCABULARY, "max_position_embeddings": 24, "pad_token_id": 0}
+    config = library.SiglipConfig(text_config=text, vision_config={**TINY, "image_size": 16, "patch_size": 8})
+    names = ("base", "expert", "merged")
+    models = {name: save(library.SiglipModel(config), tmp_path / name, seed) for seed, name in enumerate(names)}
+    base = models["base"]
+    save_tokenizer(tmp_path / "base", chat=False)
+    processor = library.SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    processor.save_pretrained(tmp_path / "base")
+    random, right = Random(0), dict.fromkeys(("expert", "merged"), 0)
+    pictures = [draw(random) for _ in range(ROWS)]
+    rows = [{"image": {"bytes": picture, "path": None}, "label": random.randrange(3)} for picture in pictures]
+    (tmp_path / "data").mkdir()
+    write_table(tmp_path / "data" / "test.parquet", rows, {"label": {"names": CLASSES, "_type": "ClassLabel"}})
+    tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / "base")
+    full = {"padding": "max_length", "max_length": 24}
+    texts = [tokenizer(f"w1 {known}", return_tensors="pt", **full).input_ids for known in CLASSES]
+    directions = normalize(torch.cat([base.get_text_features(ids).pooler_output for ids in texts]), dim=-1)
+    for row in rows:
+        image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB")  # type: ignore[index]
+        pixels = processor(images=image, return_tensors="pt")
+        for name in right:
+            features = models[name].get_image_features(**pixels).pooler_output[0]
+            right[name] += int((directions @ features).argmax() == row["label"])
+    found = values(evaluate(draft_of(tmp_path, {"prompts": ["w1 {}"]})))
+    assert found == pytest.approx({name: count / ROWS for name, count in right.items()})
 
 
 def test_classes_of_the_recipe_replace_those_of_the_dataset(clip: Path) -> None:
