@@ -7,6 +7,7 @@ The steps of a job are: find its models and data (`inputs`), plan (`plan`), load
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -146,11 +147,11 @@ def calibrate_modules(
             raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
     with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:
         here, tasks, counts = Path(room), {}, []
-        merged.save_pretrained(here / "merged")
-        base.save_pretrained(here / "base")
+        _save(merged, here / "merged")
+        _save(base, here / "base")
         for number, (task, expert) in enumerate(experts.items()):
             place, data = here / f"expert{number}", here / f"inputs{number}.safetensors"
-            expert.save_pretrained(place)
+            _save(expert, place)
             # copies, as two names may share one tensor
             save_file({name: x.detach().cpu().contiguous().clone() for name, x in inputs[task].items()}, data)
             tasks[task] = {"expert": str(place), "data": {"path": str(data)}}
@@ -159,7 +160,22 @@ def calibrate_modules(
         models = {"merged": str(here / "merged"), "base": str(here / "base")}
         result = calibrate({**models, "tasks": tasks, "calibration": settings}, output=here / "result", **options)
         made = type(merged).from_pretrained(here / "result", dtype="auto")
+        for own, of_merged in zip(made.parameters(), merged.parameters(), strict=True):
+            own.requires_grad_(of_merged.requires_grad)
         return made.to(merged.device).train(merged.training), result.report
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model as the class of transformers that it is or extends, and leave its config as it was."""
+    kept = dict(vars(model.config))
+    model.save_pretrained(folder)
+    vars(model.config).clear()
+    vars(model.config).update(kept)
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    ours = (made_of for made_of in type(model).__mro__ if made_of.__module__.startswith("transformers.models."))
+    config["architectures"] = [made_of.__name__ for made_of in ours][:1] or config["architectures"]
+    file.write_text(json.dumps(config), encoding="utf-8")
 
 
 @in_usual_modes

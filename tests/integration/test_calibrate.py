@@ -88,7 +88,10 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
     experts = {task: load(spec["expert"]) for task, spec in recipe["tasks"].items()}
     inputs = {task: load_file(spec["data"]) for task, spec in recipe["tasks"].items()}
     merged, base = load(recipe["merged"]), load(recipe["base"])
-    before = {name: x.clone() for name, x in merged.state_dict().items()}
+    # a class of the caller's own, which is not in transformers
+    merged.__class__ = type("Extended", (type(merged),), {})
+    merged.requires_grad_(False)
+    before, config = {name: x.clone() for name, x in merged.state_dict().items()}, merged.config.to_dict()
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
     batches: Any = {task: [given] for task, given in inputs.items()}
     with pytest.raises(RecipeError, match="there are experts of red"):
@@ -105,6 +108,8 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
     assert all(found[name].equal(x) for name, x in plain.items()) and found.keys() >= plain.keys()
     assert all(left[name].equal(x) for name, x in before.items()) and not all(found[n].equal(left[n]) for n in plain)
     assert report.drift.keys() == experts.keys()
+    assert merged.config.to_dict() == config and type(made).__name__ == "Extended"
+    assert not any(x.requires_grad for x in made.parameters())
 
 
 def test_an_interrupted_run_may_change_where_its_result_goes_and_nothing_else(
