@@ -135,7 +135,7 @@ class Architecture:
     """Whether the model's forward draws random numbers. Batches must then hold one example, as else each example's
     numbers depend on the others."""
     token_logits: frozenset[str] = frozenset()
-    """Those of `entries` whose logits [B, length] are one for each token."""
+    """The `entries` whose logits [B, length] are one for each token."""
     notes: tuple[str, ...] = ()
     """Notes to show the user, such as lists of blocks that no example reaches."""
 
