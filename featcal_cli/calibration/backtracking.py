@@ -27,8 +27,9 @@ from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch
 
 PARTLY, ALMOST_WHOLE = 0.5, 0.75
-"""Steps up to which a module's update is scaled as it says, and from which it is applied in full: there are too few
-held-out rows to tell such steps from 1. Between the two it rises steadily, so that rounding does not decide."""
+"""The best step up to which a module's update is scaled by just that step, and the one from which the update is applied
+in full, as there are too few held-out rows to tell such steps from 1. In between, the scale rises steadily to 1, so
+that rounding does not decide."""
 NOISE = 1e-6
 """Mean drift below which differences are only float32 rounding, for example when an expert equals the merged model."""
 PARTIAL = {step: f"{step:g} of all updates" for step in (0.5, 0.25)}
@@ -77,8 +78,8 @@ def backtrack_block(
 
 
 def choose_step(curvature: float, descent: float) -> float:
-    """Return the t from 0 to 1 that minimises t² `curvature` − 2 t `descent`; more than that if it is over PARTLY, and
-    1 from ALMOST_WHOLE on."""
+    """Return the scale of an update, given the coefficients of its error t² `curvature` − 2 t `descent`: the t from 0
+    to 1 with the least error, raised if that is more than PARTLY, to 1 from ALMOST_WHOLE on."""
     if descent >= ALMOST_WHOLE * curvature:
         return 1.0
     step = max(0.0, descent / curvature) if curvature > 0 else 0.0

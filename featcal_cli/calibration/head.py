@@ -41,11 +41,12 @@ RIDGE = 0.3
 """λ as a share of the mean curvature of L in the elements of W, or in the scales, if all tokens were equally likely."""
 NEWTON_STEPS, INNER_STEPS = 3, 8
 """Number of Newton steps, and of the steps of conjugate gradients that approximate each."""
-HALVINGS, OVERSHOT = 6, 0.5
-"""Number of times that a Newton step may be halved, until L rises at its end by at most this share of what it falls by
-at its start. Slopes decide, and not values of L, of which the last steps change little more than rounding does."""
-NEGLIGIBLE = 1e-12
-"""Descent of L, in nats, that no further step is made for."""
+HALVINGS, OVERSHOT = 6, 0.25
+"""Number of times that a Newton step may be halved, until the slope of L along it is no steeper upwards at its end than
+this share of the slope downwards at its start. Slopes decide, and not values of L, which the last steps change by
+little more than rounding does."""
+NEGLIGIBLE, ROUNDING = 1e-12, 1e-6
+"""Descent of L, in nats, that no further step is made for, and by how much rounding may change the values of L."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the update at which the slope of L along it is measured."""
 DAMPING = RIDGE / (1 + RIDGE)
@@ -338,7 +339,7 @@ def _solve(job: Job, head: Head) -> tuple[list[ModuleReport], tuple[float, float
         line = own["weight"].float(), unknown.weight(update)
         share = choose_share([slope for _, slope in held_out.along(*line, SHARES)])
         (before, _), (after, _) = held_out.along(*line, (0.0, share))
-        share, after = (share, after) if after < before else (0.0, before)
+        share, after = (share, after) if after < before + ROUNDING else (0.0, before)
         update, divergence = update.mul_(share), (before, after)
         del line
     size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start, dtype=update.dtype))

@@ -22,6 +22,10 @@ SPEAKERS = {
 OTHER_COLUMNS = "name the right columns with --columns TASK=ROLE:COLUMN, fix these rows, or give other data"
 
 
+LONGEST_CONVERSATION = 1 << 20
+"""Most characters of a text that is parsed to see whether it is a conversation: parsed, it takes many times as much."""
+
+
 class BadRowError(Exception):
     """Raised for a row that cannot become an example; says why, and how to fix rows with this fault."""
 
@@ -45,10 +49,14 @@ def is_conversation(value: Any) -> bool:
 def parse_conversation(text: str) -> Any:
     """Return the messages of a text that is a list of them in JSON, or else the text itself."""
     messages: Any = None
-    if text.lstrip().startswith("["):
+    if len(text) <= LONGEST_CONVERSATION and text.lstrip().startswith("["):
         with suppress(ValueError):
             messages = parse_json(text)
-    are_messages = is_conversation(messages) and all(message.keys() & {"role", "from"} for message in messages)
+    # lists of flights, too, go from a place to another
+    are_messages = is_conversation(messages) and all(
+        message.keys() >= {"from", "value"} or ("role" in message and message.keys() & {"content", "tool_calls"})
+        for message in messages
+    )
     return messages if are_messages else text
 
 

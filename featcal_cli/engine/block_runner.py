@@ -369,7 +369,9 @@ class BlockRunner:
 
 def _separate_tokens(_: nn.Module, __: Any, output: Any) -> None:
     """Give logits [B, length], one for each token, the shape [B, length, 1] that other heads for tokens give them."""
-    output.logits = output.logits[..., None]
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        output.logits = logits[..., None]
 
 
 def _pausing(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,6 +45,8 @@ IMAGE_SIDE = ("vision", "visual")
 """Beginnings of the names of the parameters that process images in a two-tower model."""
 SECONDS_BETWEEN_COUNTS = 5.0
 
+SAME_DIRECTION = 0.99
+"""Cosine above which two directions of a text differ by rounding alone."""
 GROUP_BYTES = 2**29
 """Bytes of batches that a model processes on the device before the next model takes its place there."""
 
@@ -224,7 +226,7 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str]) -> T
 
     with on_device(module, task.device), torch.inference_mode():
         # what reads the last place, padding or not, was trained on texts that are padded to its full length (SigLIP)
-        is_full = not torch.allclose(embed(texts[:1], False), embed(texts[:1], "max_length"), atol=1e-3)
+        is_full = float((embed(texts[:1], False) * embed(texts[:1], "max_length")).sum()) < SAME_DIRECTION
         padding = "max_length" if is_full else True
         starts = range(0, len(texts), TEXTS)
         directions = [embed(texts[start : start + TEXTS], padding, masked=not is_full) for start in starts]

@@ -33,8 +33,7 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Names of a single weight file and of a sharded model's index, in the order in which transformers looks for them."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
-    "sentencepiece*.model",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.spm",
 )  # fmt: skip
 PREPROCESSOR_FILES = ("*processor_config.json", "chat_template*", *TOKENIZER_FILES)
 AT_THE_TOP = (

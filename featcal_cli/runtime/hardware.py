@@ -186,7 +186,8 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def usual_modes() -> Iterator[None]:
-    """Context manager in which torch computes as in a fresh process, whatever modes its caller has entered."""
+    """Context manager in which torch is in the modes of a fresh process: gradients are on, inference mode and autocast
+    off, the default device is the CPU, and the default dtype float32."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.enable_grad())

@@ -104,12 +104,12 @@ def one_line(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def cut_middle(text: str, room: int, measure: Callable[[str], int] = len) -> str:
-    """Cut a text in the middle to at most `room` columns, as long names often differ at their ends; `measure`: tells
-    the columns of a text."""
+    """Cut a text in the middle to at most `room` columns, but not to none, as long names often differ at their ends.
+    `measure`: returns the width of a text in columns."""
     if measure(text) <= room:
         return text
     start, end = text[: room // 2], text[-(room // 2) :]
-    while measure(start) + measure(end) + 1 > room:
+    while measure(start) + measure(end) + 1 > max(room, 1):
         start, end = (start[:-1], end) if measure(start) >= measure(end) else (start, end[1:])
     return f"{start}…{end}"
 

@@ -37,7 +37,7 @@ from featcal_cli.runtime.progress import Progress
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan_checks import check_teacher, refuse_refining
-from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.setup import Setup
 from featcal_cli.workflows.workload import choose_dtype
 from featcal_cli.workflows.workspace import ANSWERS
@@ -104,7 +104,9 @@ class Refiner:
         placed = {name: x.to(device, self._dtype if x.is_floating_point() else x.dtype) for name, x in taken.items()}
         with hardware.drawing_alike(self._setup.architecture.draws, device):
             output = module(**placed)
-        if expert is not None and (not gives_logits(module, output) or self._setup.architecture.token_logits):
+        architecture = self._setup.architecture
+        entry = None if expert is None else architecture.entries.get(expert.role.removeprefix(EXPERT))
+        if expert is not None and (not gives_logits(module, output) or entry in architecture.token_logits):
             raise refuse_refining(expert, f"gives no probabilities of one choice ({type(module).__name__})")
         z = read_output(output)
         if expert is not None and (z.isnan() | z.isposinf()).any():

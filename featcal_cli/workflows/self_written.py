@@ -6,7 +6,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -22,12 +21,12 @@ from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import Target
 from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
 from featcal_cli.hub.snapshot import Origin
-from featcal_cli.hub.weight_files import keep_copy
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import SELF, Data, Recipe
 from featcal_cli.runtime import hardware
-from featcal_cli.runtime.errors import DataError, FeatCalError, ShortageError
+from featcal_cli.runtime.errors import DataError, FeatCalError, OutputError, ShortageError
+from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix, write_file
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
@@ -100,34 +99,26 @@ def write_examples(
     reused. Raises FeatCalError."""
     calibration = recipe.calibration
     count, seed = calibration.examples, calibration.seed
-    written: dict[str, str] = {}
-    keys: dict[str, str] = {}
+    written: dict[str, list[Row]] = {}
+    files: dict[str, Path] = {}
     for task, target in targets.items():
         reader = _open(task, target)
         total, expert = count + most_held_out(count), origins[f"{EXPERT}{task}"]
         about = [VERSION, expert.key, total, seed, reader.max_tokens, reader.tokenizer.chat_template]
-        keys[task] = sha256(json.dumps(about).encode()).hexdigest()[:32]
+        files[task] = cache_folder() / "self-written" / f"{sha256(json.dumps(about).encode()).hexdigest()[:32]}.jsonl"
         if task in session.ranks.own(recipe.tasks):
-            write = partial(_write_rows, session, task, expert, reader, total, seed)
-            written[task] = _keep(keys[task], write).read_text(encoding="utf-8")
+            written[task] = _read_kept(files[task]) or _write_rows(session, task, expert, reader, total, seed)
     drawn = {}
-    for task, text in session.ranks.unite(written).items():
-        data = Data(path=str(_keep(keys[task], partial(str, text))))
+    for task, rows in session.ranks.unite(written).items():
+        _keep(rows, files[task])
+        data = Data(path=str(files[task]))
         drawn[task] = draw_examples(task, data, targets[task], count=count, seed=seed)
         session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
     return drawn
 
 
-def _keep(key: str, make: Callable[[], str]) -> Path:
-    """Return the file of these rows in featcal's cache, of this run or an earlier one; else it gets the text that
-    `make` returns. Raises HubError."""
-    name = "rows.jsonl"
-    return keep_copy("self-written", key, lambda draft: (draft / name).write_text(make(), encoding="utf-8")) / name
-
-
-def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader, count: int, seed: int) -> str:
-    """Load the whole expert onto the run's device and let it write `count` rows. Returns them as lines of JSON. Raises
-    FeatCalError."""
+def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader, count: int, seed: int) -> list[Row]:
+    """Load the whole expert onto the run's device and let it write `count` rows. Raises FeatCalError."""
     session.stage(f"downloading {origin.name}")
     snapshot, device = session.fetch(origin), session.device
     session.stage(f"writing examples of {task}")
@@ -149,7 +140,26 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
         hardware.give_back(model.parameters())
     del model
     release_memory(device)
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    return rows
+
+
+def _read_kept(file: Path) -> list[Row]:
+    """Read the rows that an earlier run has written; an empty list if there are none."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError):
+        return []
+
+
+def _keep(rows: Sequence[Row], file: Path) -> None:
+    """Store the rows in the cache, for this run and later ones. Raises OutputError."""
+    try:
+        if _read_kept(file) != rows:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, "".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        fix = tell_fix(error, "point FEATCAL_CACHE to a folder that can be written")
+        raise OutputError(f"cannot write: {name_reason(error)}", where=str(file), fix=fix) from error
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Session:
 
 
 def in_usual_modes(verb: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Make a verb compute alike in a program that has turned gradients off, or is in another mode of torch."""
+    """Make a verb give the same results in a program that has turned gradients off, or is in another mode of torch."""
 
     @wraps(verb)
     def call(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:

@@ -160,21 +160,29 @@ def calibrate_modules(
         models = {"merged": str(here / "merged"), "base": str(here / "base")}
         result = calibrate({**models, "tasks": tasks, "calibration": settings}, output=here / "result", **options)
         made = type(merged).from_pretrained(here / "result", dtype="auto")
-        for own, of_merged in zip(made.parameters(), merged.parameters(), strict=True):
-            own.requires_grad_(of_merged.requires_grad)
+        given = dict(merged.named_parameters())
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name not in given or given[name].requires_grad)
         return made.to(merged.device).train(merged.training), result.report
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:
     """Write a model as the class of transformers that it is or extends, and leave its config as it was."""
     kept = dict(vars(model.config))
-    model.save_pretrained(folder)
-    vars(model.config).clear()
-    vars(model.config).update(kept)
+    try:
+        model.save_pretrained(folder)
+    finally:
+        vars(model.config).clear()
+        vars(model.config).update(kept)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    ours = (made_of for made_of in type(model).__mro__ if made_of.__module__.startswith("transformers.models."))
-    config["architectures"] = [made_of.__name__ for made_of in ours][:1] or config["architectures"]
+    for parent in type(model).__mro__:
+        # what only its abstract class is in transformers is no model of theirs
+        if parent.__module__.startswith("transformers.") and not parent.__name__.endswith("PreTrainedModel"):
+            config["architectures"] = [parent.__name__]
+            break
+        if parent.__name__.endswith("PreTrainedModel"):
+            break
     file.write_text(json.dumps(config), encoding="utf-8")
 
 

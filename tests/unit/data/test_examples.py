@@ -442,6 +442,12 @@ def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, message
     assert words_of(at.load(tiny("llama"), at.rows(row)).fitted) == [f"[CLS] {joined} [SEP]"]
 
 
+@pytest.mark.parametrize("text", ['[{"from": "w1", "to": "w2"}]', '[{"role": "w1"}, {"role": "w2"}]', "[w1 w2"])
+def test_a_list_that_is_no_conversation_stays_text(at: Folder, text: str) -> None:
+    at.tokenizer(chat=True)
+    assert at.load(tiny("llama"), at.rows({"text": text})).fitted
+
+
 def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     at.tokenizer(chat=True)

@@ -200,6 +200,7 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
         ("a.csv", "text,text\nw1,w2\n", "several columns are called 'text'"),
         ("a.csv", "text;label\nw1 w2;0\n", r"separated by ';' and not by ','\nin: [^\n]*a.csv, line 1\n"),
         ("a.tsv", "text,label\nw1 w2,0\n", r"separated by ',' and not by '\\t'"),
+        ("a.csv", '"text; label, both"\nw1 w2\n', r"separated by ';' and not by ','"),
         ("a.csv", zipped(TABLE), r"is not UTF-8[^\n]*\nin: [^\n]*a.csv, line 1\n"),
         ("a.csv.gz", zipped(TABLE * 99)[:-40], "cannot be read"),
         ("a.csv.gz", zipped(TABLE)[:-12] + bytes(12), "cannot be read"),

@@ -263,6 +263,10 @@ def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(ba
     assert (folder / "tokenizer.json").read_text() == '"adapter"'
     assert not (folder / "special_tokens_map.json").exists()
     assert (folder / "preprocessor_config.json").read_text() == '"base"'
+    (adapter / "tokenizer.json").unlink()
+    (adapter / "spm.model").write_text("adapter")
+    folder = resolve(str(adapter)).folder
+    assert (folder / "spm.model").exists() and not (folder / "tokenizer.json").exists()
 
 
 # The copy in the cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def recipe(world: Path, **data: Any) -> dict[str, Any]:
 
 
 def kept(world: Path) -> list[list[dict[str, Any]]]:
-    files = sorted((world / "cache" / "self-written").glob("*/*"))
+    files = sorted((world / "cache" / "self-written").glob("*"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
@@ -88,6 +89,13 @@ def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkey
     card = (world / "out" / "README.md").read_text()
     assert "The experts wrote the examples of math, law themselves" in card
     assert "| the expert itself | data math | none |" in card
+
+    whole = kept(world)
+    for damage in ("", '{"text": "\u00e9"'):
+        sorted((world / "cache" / "self-written").glob("*"))[0].write_text(damage, encoding="latin-1")
+        assert weights(calibrate(recipe(world), output=world / "rewritten").output) == weights(first.output)
+        assert kept(world) == whole
+        shutil.rmtree(world / "rewritten")
 
     def refuse(*_: object) -> None:
         raise AssertionError("written a second time")
