@@ -244,6 +244,9 @@ _KEYS = [
     key for section in (Draft, Merge, TaskDraft, Data, Evaluate, Calibration, Output) for key in section.model_fields
 ]
 
+_RENAMED = {"select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)"}
+"""Keys and options of earlier versions, each with its fix."""
+
 
 class RecipeMistakesError(SeveralErrors, RecipeError):
     """Several mistakes in one recipe."""
@@ -299,7 +302,7 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     if problem["type"] == "extra_forbidden":
         section = f" in {name.rpartition('.')[0]}" if place[1:] else ""
         hint = "" if place[-1] in _KEYS else did_you_mean(place[-1][:80], _KEYS, cutoff=0.5)
-        fix = hint.strip() or "take the key out, or move it to the section that has it"
+        fix = _RENAMED.get(place[-1]) or hint.strip() or "take the key out, or move it to the section that has it"
         return f"unknown key {plain(place[-1])}{section}", fix
     if list(place) == ["merged"] and problem["type"] == "missing":
         return "no merged model given", "give MERGED or --merge, or the key merged: in a recipe"
@@ -347,10 +350,12 @@ def tell_wanted(text: str) -> str:
 
 
 def suggest_for_option(option: str, known_options: Iterable[str]) -> str:
-    """Return the fix for an unknown option: its place, the key of a recipe, or a similar one."""
+    """Return the fix for an unknown option: its new name, its place, the key of a recipe, or a similar one."""
     if option == "--gpus":
         return "write it before the command: featcal --gpus N COMMAND"
     key = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if key in _RENAMED:
+        return _RENAMED[key]
     for section, fields in (("calibration", Calibration.model_fields), ("output", Output.model_fields)):
         if key in fields:
             is_option = AsOption.of(fields[key])

@@ -52,6 +52,7 @@ CASES: list[Case] = [
     (options(seed=10**30), ["seed"]),
     (options(refine=""), ["expert red has no head on merged's body", "leave out --refine"]),
     (options(method="best"), ["--method", "featcal or paper"]),
+    (options(select="preset"), ["no such option: --select", "--method featcal and --method paper"]),
     (options(norms="all"), ["no such option: --norms", "write norms: in the section calibration: of a recipe"]),
     (options(commit_message="x"), ["no such option: --commit-message", "commit_message: in the section output:"]),
     (options(dtype="float64"), ["dtype", "float32"]),
