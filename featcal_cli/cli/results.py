@@ -123,7 +123,8 @@ def _describe_examples(plan: Plan) -> Iterator[str]:
     for task, counts in plan.example_counts.items():
         tasks.setdefault(counts, []).append(task)
     for (fitted, held_out), named in tasks.items():
-        at_most = "" if all(plan.examples[task].is_whole for task in named) else "at most "
+        at_most = "at most " if fitted == plan.recipe.calibration.examples else "about "
+        at_most = "" if all(plan.examples[task].is_whole for task in named) else at_most
         whose = "per task" if len(tasks) == 1 else f"of {enumerate_names(named)}"
         yield f"{at_most}{fitted} to fit and {held_out} to hold out {whose}"
 

@@ -94,6 +94,25 @@ def read_messages(value: Any) -> list[Message]:
     return messages
 
 
+def join_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation for a chat template that refuses system messages, or two messages in a row by one speaker:
+    a system message becomes the beginning of the user's next one, and such messages are joined."""
+    joined: list[Message] = []
+    for message in messages:
+        turn = {**message, "role": "user" if message["role"] == "system" else message["role"]}
+        last = joined[-1] if joined else {}
+        texts = (last.get("content"), turn["content"])
+        if (
+            last.keys() == turn.keys() == {"role", "content"}
+            and last["role"] == turn["role"]
+            and all(isinstance(text, str) for text in texts)
+        ):
+            turn["content"] = "\n\n".join(filter(is_text, texts))
+            joined.pop()
+        joined.append(turn)
+    return joined
+
+
 def _calls(message: Mapping[str, Any]) -> bool:
     return any(message.get(key) for key in ("tool_calls", "function_call"))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
+from math import ceil
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ SEED = 42
 """Seed for choosing labelled rows when only some of them are evaluated."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 """One in HELD_OUT_SHARE of FEWEST_ROWS different rows or more is held out, at least FEWEST_IN_HALF a half."""
+TOKENS_AN_EXAMPLE, FEWEST_LONG = 512, 64
+"""When texts are long, FEWEST_LONG of them are taken, and then further ones until they hold TOKENS_AN_EXAMPLE for each
+example that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class TaskExamples:
     """Number of calibration examples, even where the lists were emptied since; so with the next two fields."""
     selection_count: int
     held_out_count: int
+    expected: tuple[int, int]
+    """Number of examples that a run fits, and that it holds out; a dry run, which reads only a few, estimates them."""
     is_whole: bool = False
     """Whether all rows of the source were read, so that there are no others."""
     aside: list[Batch] = field(default_factory=list)
@@ -95,6 +102,7 @@ class DrawnExamples:
     selection: Sequence[Example]
     held_out: Sequence[Example]
     notes: list[str]
+    expected: tuple[int, int]
     is_whole: bool
 
     def longest(self) -> Batch:
@@ -110,7 +118,7 @@ class DrawnExamples:
         )
         counts = len(self.fitted), len(self.selection), len(self.held_out)
         lists = [*measured, *rest], selection, held_out
-        return TaskExamples(batch_size, *lists, self.notes, *counts, is_whole=self.is_whole)
+        return TaskExamples(batch_size, *lists, self.notes, *counts, self.expected, is_whole=self.is_whole)
 
 
 def draw_examples(
@@ -124,7 +132,7 @@ def draw_examples(
     sampled: int | None = None,
 ) -> DrawnExamples:
     """Draw up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, as inputs of the
-    target's model.
+    target's model; of long texts, fewer (`_is_enough`).
 
     Rows are chosen at random but are equal for equal seeds (.safetensors: in file order). Equal rows are never both
     fitted and held out. hold_out: if the source has too few rows for both, hold out some of the `count`. sampled: read
@@ -134,7 +142,7 @@ def draw_examples(
     bad.
     """
     notes: list[str] = []
-    wanted = min(count, sampled or count)
+    asked, wanted = count, min(count, sampled or count)
     further = most_held_out(wanted)
     reader: Reader
     rows: Iterable[Any]
@@ -153,9 +161,12 @@ def draw_examples(
         count = wanted
     half = len(usable.further) // 2
     selection, held_out = (usable.further[:half], usable.further[half:]) if half else ([], [])
+    expected = len(usable.fitted), len(selection) + len(held_out)
+    if sampled and not usable.is_whole:
+        expected = usable.expect(asked, FEWEST_LONG), usable.expect(most_held_out(asked), most_held_out(FEWEST_LONG))
     notes += [reader.chosen, *_describe(usable, count, len(selection) + len(held_out))]
     notes = [f"{task}: {note}" for note in notes]
-    return DrawnExamples(reader, usable.fitted, selection, held_out, notes, usable.is_whole)
+    return DrawnExamples(reader, usable.fitted, selection, held_out, notes, expected, usable.is_whole)
 
 
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
@@ -191,9 +202,21 @@ class _UsableRows:
     further: list[Example] = field(default_factory=list)
     """Examples that all differ from each other and from the fitted ones."""
     bad: list[str] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Number of tokens of the texts in `fitted` and in `further`."""
     left_out: int = 0
     """Number of rows that are neither fitted nor held out, because they equal a row on the other side."""
     is_whole: bool = False
+
+    def is_enough(self, part: str, most: int, fewest: int) -> bool:
+        """Tell whether `part` holds `most` examples, or `fewest` and enough tokens."""
+        number = len(getattr(self, part))
+        return number >= most or (number >= fewest and self.tokens[part] >= TOKENS_AN_EXAMPLE * most)
+
+    def expect(self, most: int, fewest: int) -> int:
+        """Return how many examples would be enough if all were as long as those that were read."""
+        each = self.tokens["fitted"] / len(self.fitted)
+        return min(most, max(fewest, ceil(TOKENS_AN_EXAMPLE * most / max(each, 1))))
 
     def divide(self, count: int, *, hold_out: bool) -> None:
         """Fit `count` rows, or as many as there are; with `hold_out`, fewer if too few rows would be left."""
@@ -236,13 +259,15 @@ def _read_usable(reader: Reader, rows: Iterable[Any], count: int, further: int) 
         _check_finite(example, number)
         is_copy = example.key in keys
         keys.add(example.key)
-        if len(usable.fitted) < count:
+        if not usable.is_enough("fitted", count, FEWEST_LONG):
             usable.fitted.append(example)
+            usable.tokens["fitted"] += reader.count_tokens(example)
         elif is_copy:
             usable.left_out += 1
         else:
             usable.further.append(example)
-        if len(usable.further) == further:
+            usable.tokens["further"] += reader.count_tokens(example)
+        if usable.is_enough("further", further, most_held_out(FEWEST_LONG)):
             usable.is_whole = False
             break
     good = len(usable.fitted) + len(usable.further) + usable.left_out
@@ -267,7 +292,9 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
         some = "1 row is" if usable.left_out == 1 else f"{usable.left_out} rows are"
         yield f"{some} left out, because equal rows may not be both fitted and held out"
     fitted = len(usable.fitted)
-    if fitted < count and held_out:
+    if fitted < count and not usable.is_whole:
+        yield f"{fitted} texts are fitted and {held_out} held out, as they are long; a larger -n takes more"
+    elif fitted < count and held_out:
         rows = fitted + held_out + usable.left_out
         yield f"only {rows} usable rows: {fitted} are fitted ({count} requested) and {held_out} held out"
     elif fitted < count:

@@ -28,6 +28,7 @@ from featcal_cli.data.columns import (
 )
 from featcal_cli.data.files import folder_of
 from featcal_cli.data.preprocessing import (
+    MAX_TOKENS,
     Reader,
     Target,
     TextTokens,
@@ -37,7 +38,7 @@ from featcal_cli.data.preprocessing import (
     renumber,
 )
 from featcal_cli.data.rows import decode_cell
-from featcal_cli.data.text import MAX_TOKENS, RowFormatter, TextReader, open_text
+from featcal_cli.data.text import RowFormatter, TextReader, open_text
 from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -123,7 +124,8 @@ class AudioReader(MediaReader):
         text, config = row.get(self.transcript), self.target.model.config
         if not is_text(text):
             raise BadRowError(f"column {plain(self.transcript)} has no text")
-        tokens = self.tokens.encode([text], getattr(config, "max_target_positions", MAX_TOKENS))["input_ids"]
+        most = getattr(config, "max_target_positions", None) or MAX_TOKENS
+        tokens = self.tokens.encode([text], self.target.max_length or most)["input_ids"]
         self.target.check_ids(tokens, is_target=True)
         if tokens[:1] == [config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
@@ -195,14 +197,15 @@ class DialogueReader(Reader):
         process = partial(self.processor, images=[picture], text=[text], return_tensors="pt")
         inputs = self.target.preprocess("input_ids", process)
         ids, image = inputs["input_ids"][0].tolist(), self.processor.tokenizer.convert_tokens_to_ids(token)
-        most = MAX_TOKENS + ids.count(image)
+        most_words = self.target.most_tokens(self.processor.tokenizer)
+        most = most_words + ids.count(image)
         if len(ids) > most:
             per_token = [name for name, x in inputs.items() if x.shape[:2] == inputs["input_ids"].shape]
             inputs |= {name: inputs[name][:, :most] for name in per_token}
             if image in ids[most:]:
-                raise BadRowError(f"its image stands behind more than {MAX_TOKENS} tokens")
+                raise BadRowError(f"its image stands behind more than {most_words} tokens")
         if self.tokens.others:
-            self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], MAX_TOKENS)
+            self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], most_words)
         inputs = renumber(inputs, self.tokens.table)
         self.target.check_ids(inputs["input_ids"][0].tolist())
         return Example(inputs)

@@ -18,6 +18,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 from featcal_cli.data.batches import (
     Batch,
     Example,
+    count_positions,
     count_target_vocabulary,
     count_vocabulary,
     forward_names,
@@ -29,6 +30,7 @@ from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json, walk
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
+MAX_TOKENS = 2048
 SHOWN = 3
 """Tokens that a message shows when it quotes a text or a list of tokens."""
 
@@ -277,6 +279,14 @@ class Target:
     folders: Folders = ()
     text_models: TextModels = field(default_factory=TextModels)
     """The models that read the task's texts together; by default, all have the tokenizer's vocabulary."""
+    max_length: int | None = None
+    """Number of tokens of the longest text; None for what the model and its tokenizer allow, at most MAX_TOKENS."""
+
+    def most_tokens(self, tokenizer: Any) -> int:
+        """Return the number of tokens at which texts are cut."""
+        own = (tokenizer.model_max_length, MAX_TOKENS) if self.max_length is None else (self.max_length,)
+        limits = (*own, count_positions(self.model)[0])
+        return int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
 
     @cached_property
     def names(self) -> set[str]:
@@ -316,6 +326,10 @@ class Reader(ABC):
     def padding(self) -> int:
         """The token id that pads texts in batches."""
         return padding_id(self.target.model)
+
+    def count_tokens(self, _: Example) -> int:
+        """Return the number of tokens of an example that is a text; 0 for any other."""
+        return 0
 
     @abstractmethod
     def read(self, row: Any) -> Example:

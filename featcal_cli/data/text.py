@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from featcal_cli.data.batches import GLOBAL_MASK, Example, count_positions, count_vocabulary, decoder_inputs
+from featcal_cli.data.batches import GLOBAL_MASK, Example, count_vocabulary, decoder_inputs
 from featcal_cli.data.columns import (
     FIELD,
     NAMES,
@@ -22,6 +24,7 @@ from featcal_cli.data.columns import (
     find_about,
     is_conversation,
     is_text,
+    join_turns,
     name_among,
     read_messages,
 )
@@ -29,8 +32,6 @@ from featcal_cli.data.preprocessing import Reader, Target, TextTokens, open_toke
 from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
-
-MAX_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,7 @@ class RowFormatter:
         """Format a conversation by the chat template. Without one, join its turns with line breaks; in an
         encoder-decoder, the last turn becomes the decoder's target."""
         if self.kind == "causal" and self.tokenizer.chat_template:
-            try:
-                text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-            except Exception as error:  # a template is a program, and raises what it likes
-                reason = f"the chat template refuses the messages: {exception_text(error)}"
-                raise BadRowError(reason, "give conversations that the model's chat template takes") from error
-            return TokenizerInput(text, has_special_tokens=True)
+            return TokenizerInput(self._apply_template(messages), has_special_tokens=True)
         turns = [message["content"] for message in messages if is_text(message["content"])]
         if not turns or not all(isinstance(message["content"], str) for message in messages):
             raise BadRowError("the messages have no text")
@@ -121,6 +117,23 @@ class RowFormatter:
         if self.kind == "encoder-decoder" and len(turns) > 1:
             return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
         return TokenizerInput("\n".join(turns))
+
+    def _apply_template(self, messages: list[Message]) -> str:
+        """Format messages as they are, or joined if the template refuses them."""
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # a template is a program, and raises what it likes
+            with suppress(Exception):
+                return str(self.tokenizer.apply_chat_template(join_turns(messages), tokenize=False))
+            reason = f"the chat template refuses the messages: {exception_text(error)}"
+            raise BadRowError(reason, "give conversations that the model's chat template takes") from error
+
+    def beginnings(self, row: Row) -> Iterator[TokenizerInput]:
+        """Yield what comes before each turn of a conversation that follows an answer, the shortest first."""
+        messages = self._read_turns(row)
+        for number, (last, _) in enumerate(pairwise(messages), start=1):
+            if last["role"] == "assistant":
+                yield self._join(messages[:number])
 
     def describe(self, samples: Samples) -> str:
         """Describe which of the columns plays which role, for a note."""
@@ -169,10 +182,18 @@ class TextReader(Reader):
         """The tokenizer that cuts the texts. Examples hold other ids if the model has another vocabulary."""
         return self.tokens.cutting.tokenizer
 
+    def count_tokens(self, example: Example) -> int:
+        return example.inputs["input_ids"].numel()
+
     def read(self, row: Row) -> Example:
         given = self.formatter.compose(row)
-        texts = [given.text] if given.pair is None else [given.text, given.pair]
-        encoded = self.tokens.encode(texts, self.max_tokens, add_special_tokens=not given.has_special_tokens)
+        encoded = self._encode(given)
+        if given.has_special_tokens and len(encoded["input_ids"]) == self.max_tokens:
+            for beginning in self.formatter.beginnings(row):
+                shorter = self._encode(beginning)
+                if len(shorter["input_ids"]) == self.max_tokens:
+                    break
+                encoded = shorter
         target = []
         if given.target is not None:
             target = self.tokens.encode([given.target], self.max_tokens, is_target=True)["input_ids"]
@@ -189,6 +210,10 @@ class TextReader(Reader):
             inputs[GLOBAL_MASK] = torch.zeros_like(inputs["input_ids"])
             inputs[GLOBAL_MASK][:, 0] = 1
         return Example(inputs | decoder_inputs(self.target.model, target))
+
+    def _encode(self, given: TokenizerInput) -> dict[str, list[int]]:
+        texts = [given.text] if given.pair is None else [given.text, given.pair]
+        return self.tokens.encode(texts, self.max_tokens, add_special_tokens=not given.has_special_tokens)
 
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
@@ -207,8 +232,6 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
         kind = "causal" if causal else "encoder"
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template))
     formatter = RowFormatter(roles, find_about(data, roles, samples), data.template, kind, tokenizer)
-    limits = (tokenizer.model_max_length, count_positions(model)[0], MAX_TOKENS)
-    max_tokens = int(min(limit for limit in limits if isinstance(limit, int | float) and limit >= 1))
-    used = formatter.describe(samples)
+    max_tokens, used = target.most_tokens(tokenizer), formatter.describe(samples)
     chosen = f"{used}, at most {max_tokens} tokens, tokenizer from {tokens.source}"
     return TextReader(chosen, target, formatter, tokens, max_tokens)

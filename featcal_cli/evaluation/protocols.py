@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch, count_positions
+from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
 from featcal_cli.data.hub_dataset import naming_task
@@ -29,7 +29,6 @@ from featcal_cli.data.preprocessing import (
     renumber,
 )
 from featcal_cli.data.rows import read_classes
-from featcal_cli.data.text import MAX_TOKENS
 from featcal_cli.evaluation.results import Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting
@@ -89,13 +88,16 @@ class LabelledTask:
     """Number of examples, chosen at random; None for all examples."""
     text_models: TextModels
     """The models that read the task's texts, by role."""
+    max_length: int | None
+    """Number of tokens of the longest text; None for what a model and its tokenizer allow."""
     note: Callable[[str], None]
     """Function that is told of a choice that the user did not make."""
 
     def open(self, model: PreTrainedModel) -> LabelledRows:
         """Open the rows, with their labels if the metric needs any, as inputs for models of this architecture. Raises
         DataError."""
-        target, labelled = Target(model, self.folders, self.text_models), not METRICS[self.how.metric].of_texts
+        target = Target(model, self.folders, self.text_models, self.max_length)
+        labelled = not METRICS[self.how.metric].of_texts
         return open_labelled(self.name, self.data, self.how.split, target, limit=self.limit, labelled=labelled)
 
     def open_tokens(self) -> Vocabulary:
@@ -215,7 +217,7 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str]) -> T
     prompts = task.how.prompts
     texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
     module: Any = base.module
-    most = int(min(tokenizer.model_max_length, count_positions(module)[0] or MAX_TOKENS))
+    most = Target(module).most_tokens(tokenizer)
 
     def embed(some: Sequence[str], padding: bool | str, *, masked: bool = True) -> Tensor:
         options = {"padding": padding, "max_length": most, "truncation": True, "return_attention_mask": True}

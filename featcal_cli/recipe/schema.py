@@ -267,7 +267,10 @@ class Calibration(Section):
     """`featcal`: errors measured by their effect on outputs, module by module, every update checked on held-out rows;
     `paper`: features, block by block, the paper's λ, ρ and α for the kind of model, no checks."""
     examples: Annotated[int, AsOption("N", ("--examples", "-n"))] = Field(default=256, ge=1, le=10**9)
-    """Examples per task to calibrate with."""
+    """Examples per task to calibrate with, at most; of long texts, the first 64 and further ones up to 512 N tokens."""
+    max_length: Annotated[int | None, AsOption("N", ("--max-length",))] = Field(default=None, ge=8, le=10**6)
+    """Longest text in tokens; the rest is cut off, of a chat at the end of an answer where possible. If left out, what
+    the model and its tokenizer allow, at most 2048."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], AsOption(group="machine")] = "auto"
     """Precision of forward passes; `auto` is the merged model's precision, with float32 in place of float16."""
     ridge: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)

@@ -158,7 +158,7 @@ def halve_batches(examples: Mapping[str, TaskExamples], device: torch.device, ra
     largest = max(sizes.values())
     if largest == 1:
         what = f"the memory of {device} does not suffice for one block of every model, with one example at a time"
-        fix = "close what else uses it, give shorter examples, or --dtype bfloat16"
+        fix = "close what else uses it, give shorter examples (texts: --max-length 512), or --dtype bfloat16"
         raise ShortageError(what, fix=fix + ("" if device.type == "cpu" else ", or --device cpu"))
     halved = {}
     for task, rows in examples.items():

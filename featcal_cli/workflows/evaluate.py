@@ -248,7 +248,8 @@ class _Models:
         text_models = TextModels(Vocabularies(own), EXPERT, [role for role in own if role != EXPERT])
         data, device = self._recipe.tasks[task].data, self._session.device
         size = self._session.options.batch_size or BATCH[device.type]
-        return LabelledTask(task, data, how, folders, device, size, self._limit, text_models, self._session.note)
+        most = self._recipe.calibration.max_length
+        return LabelledTask(task, data, how, folders, device, size, self._limit, text_models, most, self._session.note)
 
     def name(self, model: str) -> str:
         """Return what a model is: a repo with its commit, a folder, or the merge that builds it."""

@@ -11,7 +11,7 @@ from typing import Any
 from featcal_cli.calibration.distillation import LONG, PEAK_FOR_TEXTS, SHORT, Schedule
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.data.batches import Batch
-from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples, most_held_out
+from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.preprocessing import Target, TextModels, Vocabularies
 from featcal_cli.engine.head import find_head
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
@@ -92,13 +92,8 @@ class Plan:
 
     @property
     def example_counts(self) -> dict[str, tuple[int, int]]:
-        """The numbers of examples to fit and to hold out, by task: those that a source has if it was read to its end,
-        otherwise the most that a run takes."""
-        most = self.recipe.calibration.examples, most_held_out(self.recipe.calibration.examples)
-        return {
-            task: (rows.fitted_count, rows.selection_count + rows.held_out_count) if rows.is_whole else most
-            for task, rows in self.examples.items()
-        }
+        """The numbers of examples to fit and to hold out, by task, as a run takes them."""
+        return {task: rows.expected for task, rows in self.examples.items()}
 
     def to_dict(self) -> dict[str, Any]:
         names = "model_class", "dtype", "parameters", "blocks", "modules", "head", "settings", "device"
@@ -137,7 +132,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     targets = {}
     for task in recipe.tasks:
         text_models = TextModels(vocabularies, f"{EXPERT}{task}", readers, MERGED)
-        targets[task] = Target(merged.module, _find_folders(task, origins), text_models)
+        targets[task] = Target(merged.module, _find_folders(task, origins), text_models, calibration.max_length)
     drawn = _draw_examples(session, recipe, outlines, targets, held_out=target is not None)
     longest = {task: rows.longest() for task, rows in drawn.items()}
 
@@ -242,7 +237,7 @@ def _refine_shortly(
 ) -> tuple[Workload, Estimate]:
     """Return the work of a job that also refines its result for a short while, as language models are by default, and
     what it needs; where any of the processes cannot do it, what is given, and a note on the reason."""
-    fitted = (rows.fitted_count if rows.is_whole else work.calibration.examples for rows in work.examples.values())
+    fitted = (rows.expected[0] for rows in work.examples.values())
     short = replace(SHORT, steps=min(SHORT.steps, *fitted), blocks_on=work.texts_for_blocks)
     larger = replace(work, refining=short)
     obstacle = ""

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Example, text_config
-from featcal_cli.data.examples import DrawnExamples, draw_examples, most_held_out
+from featcal_cli.data.examples import TOKENS_AN_EXAMPLE, DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import Target
-from featcal_cli.data.text import MAX_TOKENS, TextReader, open_text
+from featcal_cli.data.text import TextReader, open_text
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.models.loading import find_class, load_model
 from featcal_cli.recipe.data_formats import Row
@@ -60,7 +60,8 @@ def open_self_written(task: str, model_class: type[PreTrainedModel], target: Tar
 
 def _open(task: str, target: Target) -> TextReader:
     with naming_task(task, WRITTEN):
-        return open_text(WRITTEN, {"text": [MARK]}, target)
+        most = target.max_length or TOKENS_AN_EXAMPLE
+        return open_text(WRITTEN, {"text": [MARK]}, replace(target, max_length=most))
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
@@ -75,7 +76,7 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
     note = f"{task}: its expert is to write {total} examples of at most {reader.max_tokens} tokens itself"
     half = most_held_out(kept) // 2
     lists = [example] * kept, [example] * half, [example] * (most_held_out(kept) - half)
-    return DrawnExamples(reader, *lists, notes=[note], is_whole=False)
+    return DrawnExamples(reader, *lists, [note], (count, most_held_out(count)), is_whole=False)
 
 
 def add_writing(needs: Estimate, work: Workload) -> Estimate:
@@ -86,7 +87,8 @@ def add_writing(needs: Estimate, work: Workload) -> Estimate:
     width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     cached = 2 * getattr(config, "num_hidden_layers", 0) * (getattr(config, "num_key_value_heads", None) or heads)
     logits = LOGITS * torch.float32.itemsize * getattr(config, "vocab_size", 0)
-    whole = weights + AT_ONCE * (MAX_TOKENS * cached * width * model.dtype.itemsize + logits)
+    most = work.calibration.max_length or TOKENS_AN_EXAMPLE
+    whole = weights + AT_ONCE * (most * cached * width * model.dtype.itemsize + logits)
     if work.device.type == "cpu":
         return replace(needs, host_bytes=max(needs.host_bytes, resident_bytes() + whole))
     return replace(needs, device_bytes=max(needs.device_bytes, whole))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from featcal_cli.calibration.distillation import FEWEST_TEXTS, TOKENS_PER_WIDTH, Schedule
 from featcal_cli.data.batches import count_tokens
-from featcal_cli.data.examples import TaskExamples, most_held_out
+from featcal_cli.data.examples import TaskExamples
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
@@ -93,13 +93,12 @@ class Workload:
         return max(of_one * min(sizes[task], limit_logits(of_one)) for task, of_one in self.logit_bytes.items())
 
     def count_examples(self, task: str) -> tuple[int, int]:
-        """Return how many of a task's examples are fitted and on how many drift is measured. A dry run has read a few
-        of them: there are as many as are asked for, unless the source has no more."""
+        """Return how many of a task's examples are fitted and on how many drift is measured."""
         rows = self.examples[task]
-        fitted = rows.fitted_count if rows.is_whole else self.calibration.examples
+        fitted, held_out = rows.expected
         if not self.writes:
             return fitted, fitted
-        return fitted, rows.measured_count if rows.is_whole else most_held_out(fitted) // 2
+        return fitted, rows.measured_count if rows.is_whole else held_out // 2
 
     @property
     def texts_for_blocks(self) -> int:

@@ -226,7 +226,7 @@ def test_a_broken_head_of_an_expert_is_said_and_measures_nothing(tmp_path: Path)
 
 def examples(*sizes: int) -> TaskExamples:
     batches = [{"x": torch.arange(size), "y": torch.arange(2 * size)} for size in sizes]
-    return TaskExamples(max(sizes), batches, [], [], [], sum(sizes), 0, 0)
+    return TaskExamples(max(sizes), batches, [], [], [], sum(sizes), 0, 0, (sum(sizes), 0))
 
 
 def test_halved_batches_hold_the_same_examples_in_the_same_order() -> None:

@@ -448,13 +448,55 @@ def test_a_list_that_is_no_conversation_stays_text(at: Folder, text: str) -> Non
     assert at.load(tiny("llama"), at.rows({"text": text})).fitted
 
 
-def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previtem or {}).role == m['role'] %}
+{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "w3"}, *TURNS],
+        [{"role": "system", "content": ""}, {"role": "user", "content": "w3"}, *TURNS],
+        [{"role": "user", "content": "w3"}, *TURNS],
+    ],
+)
+def test_messages_are_joined_for_a_template_that_refuses_them(at: Folder, messages: Any) -> None:
     at.tokenizer(chat=True)
-    (at.expert / "chat_template.jinja").write_text(refusing + CHAT_TEMPLATE)
-    row = {"messages": [{"role": "system", "content": "w3"}, *TURNS]}
-    error = at.refuse(tiny("llama"), at.rows(row), "System role")
-    assert "the chat template refuses the messages: System role not supported" in error.what
+    (at.expert / "chat_template.jinja").write_text(REFUSING + CHAT_TEMPLATE)
+    assert words_of(at.load(tiny("llama"), at.rows({"messages": messages})).fitted) == ["user w3 w1 assistant w2"]
+
+
+def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
+    at.tokenizer(chat=True)
+    (at.expert / "chat_template.jinja").write_text("{{ raise_exception('Only French') }}")
+    error = at.refuse(tiny("llama"), at.rows({"messages": TURNS}), "Only French")
+    assert "the chat template refuses the messages: Only French" in error.what
+
+
+@pytest.mark.parametrize(("most", "text"), [(8, 4), (9, 8), (12, 8), (13, 12), (None, 16)])
+def test_a_long_chat_is_cut_behind_an_answer(at: Folder, most: int | None, text: int) -> None:
+    at.tokenizer(chat=True)
+    row = {"messages": TURNS * 4}
+    target = Target(tiny("llama"), [at.expert], max_length=most)
+    [batch] = draw_examples("red", at.rows(row), target, count=1, seed=1).cut(1).fitted
+    assert batch["input_ids"].shape == (1, text)
+    answer = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 " * 20}]
+    [cut] = draw_examples("red", at.rows({"messages": answer}), target, count=1, seed=1).cut(1).fitted
+    assert cut["input_ids"].shape == (1, most or 23)
+
+
+def test_of_long_texts_fewer_are_taken_so_that_they_hold_512_tokens_an_example(at: Folder) -> None:
+    at.tokenizer()
+    data = at.file("long.jsonl", [{"text": f"w{number % 50} w{number // 50} " * 700} for number in range(200)])
+    target = Target(tiny("llama"), [at.expert])
+    found = draw_examples("red", data, target, count=120, seed=1)
+    assert len(found.fitted) == 64 and len(found.selection) == len(found.held_out) == 8
+    assert any("64 texts are fitted and 16 held out, as they are long" in note for note in found.notes)
+    assert all(len(draw_examples("red", data, target, count=n, seed=1).fitted) == n for n in (8, 64))
+    short = draw_examples("red", data, Target(tiny("llama"), [at.expert], max_length=700), count=120, seed=1)
+    assert len(short.fitted) == -(-512 * 120 // 700)
+    # a dry run reads eight and foresees what a run takes
+    assert draw_examples("red", data, target, count=120, seed=1, sampled=8).expected == found.expected == (64, 16)
 
 
 _ENGLISH_FIRST = {"columns": {"prompt": "translation.en", "response": "translation.de"}}
@@ -562,10 +604,21 @@ def test_texts_are_not_padded_for_models_that_would_read_the_padding(at: Folder,
     assert all(bool(batch["attention_mask"].all()) for batch in batches if "attention_mask" in batch)
 
 
-@pytest.mark.parametrize(("model", "limit", "length"), [("bert", 10**30, 16), ("bert", 7, 7), ("roberta", 10**30, 14)])
-def test_texts_are_cut_at_the_shortest_limit(at: Folder, model: str, limit: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "limit", "asked", "length"),
+    [
+        ("bert", 10**30, None, 16), ("bert", 7, None, 7), ("bert", 7, 12, 12), ("bert", 7, 1500, 16),
+        ("roberta", 10**30, None, 14), ("llama", 10**30, None, 2048), ("llama", 900, None, 900),
+        ("llama", 900, 1500, 1500), ("llama", 900, 9000, 2048),
+    ],
+)  # fmt: skip
+def test_texts_are_cut_at_the_shortest_limit(
+    at: Folder, model: str, limit: int, asked: int | None, length: int
+) -> None:
+    """What the user asks for counts more than what the tokenizer says, but nothing is read beyond the positions."""
     at.tokenizer(model_max_length=limit)
-    [batch] = at.load(tiny(model), at.rows({"text": "w1 " * 600})).fitted
+    target = Target(tiny(model), [at.expert], max_length=asked)
+    [batch] = draw_examples("red", at.rows({"text": "w1 " * 3000}), target, count=1, seed=1).cut(1).fitted
     assert batch["input_ids"].shape == (1, length)
 
 
