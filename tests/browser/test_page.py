@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -127,6 +127,19 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 
 
 Open = Callable[..., "Page"]
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("compare", [True, False])
+def test_axe_finds_nothing_that_keeps_anybody_out(opened: Open, compare: bool, width: int, colours: Any) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = opened(make_inspection(compare), width)
+    page.emulate_media(color_scheme=colours)
+    page.evaluate("document.querySelectorAll('details').forEach(part => { part.open = true })")
+    found = axe.run(page).response
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found["violations"]] == []
+    assert len(found["passes"]) > 40
 
 
 def cell(page: Page, task: int, block: int, role: str = "model") -> Locator:
