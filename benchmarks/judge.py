@@ -81,8 +81,12 @@ def read_rows(folder: Path, task: str, split: str) -> list[Row]:
     if file.exists():
         with file.open(encoding="utf-8") as lines:  # splitlines() would also cut at U+2028 inside a text
             return [json.loads(line) for line in lines]
-    rows = pq.read_table(file.with_suffix(".parquet")).to_pylist()
-    return [{**row, "image": Image.open(io.BytesIO(row["image"]["bytes"]))} for row in rows]
+    return [decode_row(row) for row in pq.read_table(file.with_suffix(".parquet")).to_pylist()]
+
+
+def decode_row(row: Mapping[str, Any]) -> Row:
+    """The row with its image, if it has one, as a PIL image."""
+    return {**row, "image": Image.open(io.BytesIO(row["image"]["bytes"]))} if "image" in row else dict(row)
 
 
 def train(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps: int, lr: float, decay: float) -> float:
@@ -162,9 +166,13 @@ class Judge:
 
 def load_judge(folder: Path, family: Family, task: str, split: str = "test") -> Judge:
     """The judge of one task on the rows of a split."""
+    return make_judge(folder, family, task, read_rows(folder, task, split), ROWS_A_BATCH)
+
+
+def make_judge(folder: Path, family: Family, task: str, rows: list[Row], size: int) -> Judge:
+    """The judge of one task on these rows, in batches of a size."""
     expert = folder / "experts" / task
-    rows = read_rows(folder, task, split)
-    parts = [rows[start : start + ROWS_A_BATCH] for start in range(0, len(rows), ROWS_A_BATCH)]
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     encode = _image_encoder(expert) if "image" in rows[0] else _text_encoder(expert, family.kind)
     return Judge(family.kind, load_model(expert), [encode(part) for part in parts])
 
