@@ -18,11 +18,16 @@ PAPER = ("--method", "paper", "--ridge", "0.05", "--rho", "2", "--alpha", "0.3")
 SAME = 0.01
 """Two results of one job differ by less than this, over the size of the update: both compute in float32."""
 CLIP_LAYERS, CLIP_TASKS = 12, 8
-FASTER, RSS, READ = {8: 2.2, 32: 1.8}, {8: 1.1 * 2**30, 32: 1.5 * 2**30}, 1.05
-"""Bars: times faster than the official code, process against process; bytes of resident memory; bytes read over the
-bytes of the experts' blocks and stems."""
-DEFAULT_EXAMPLES, DEFAULT_TIMES = (8, 64), 2.2
-"""Examples that the default's cost is measured with; and its bar: times the paper's settings'."""
+ENDS = ("out", "official", "merged")
+DEFAULT, PAPERS, OFFICIAL = "default", "paper's settings", "official code"
+OVER = {DEFAULT: {8: 1.6, 64: 1.6, 256: 1.4}}
+"""Bars by process and examples: its time over that of the paper's settings."""
+FASTER = {PAPERS: {8: 2.0, 32: 1.4}}
+"""The official code's time over its own."""
+RSS = {DEFAULT: {64: 1.6 * 2**30}, PAPERS: {8: 1.1 * 2**30, 32: 1.5 * 2**30}}
+"""Bytes of resident memory."""
+READ = 1.05
+"""Bar: bytes read over the bytes of the experts' blocks and stems."""
 EXPERTS, EXPERT_LAYERS, EXPERT_EXAMPLES, DISTINCT = (4, 8, 16, 32), 3, 16, 4
 GROWTH, LINEAR = 0.1, 1.1
 """Bars: of anonymous memory beyond the cached features, over that at the fewest experts; of the time for one more of
@@ -40,50 +45,57 @@ def _describe_range(values: list[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} … {max(values):.2f})"
 
 
-def _mark_if(text: str, bar: str, *, wanted: bool, kept: bool) -> str:
-    """The figure with its bar, where there is one for it."""
-    return mark(text, bar, kept) if wanted else text
+def _mark_if(bar: float | None, text: str, value: float, *, at_least: bool = False) -> str:
+    """The figure with its bar, if there is one."""
+    if bar is None:
+        return text
+    shown = gib(bar) if bar > 2**20 else f"{bar:g}"
+    return mark(text, f"{'≥' if at_least else '≤'} {shown}", value >= bar if at_least else value <= bar)
 
 
 def measure_clip(asked: Asked, folder: Path) -> Section:
-    """Rows: the command and, where there is a clone of it, the official process, for each number of examples."""
+    """Rows: the default, the paper's settings and, where there is a clone of it, the official process, for each number
+    of examples."""
     make_clip(folder, layers=CLIP_LAYERS, tasks=CLIP_TASKS, examples=asked.examples, distinct=CLIP_TASKS)
     needed, rows = _needed_bytes(folder), []
     for examples in asked.examples:
-        ours, theirs = [], []
+        runs: dict[str, list[Measured]] = {DEFAULT: [], PAPERS: [], OFFICIAL: []}
         for _ in range(asked.rounds):
-            ours.append(_run(asked, folder, examples, *PAPER))
+            runs[DEFAULT].append(_run(asked, folder, examples))
+            runs[PAPERS].append(_run(asked, folder, examples, *PAPER))
             if official := run_official(asked, folder, examples):
-                theirs.append(official)
-        times = [other.seconds / own.seconds for own, other in zip(ours, theirs, strict=False)]
-        faster = "" if not times else _mark_if(
-            _describe_range(times), f"≥ {FASTER.get(examples)}",
-            wanted=examples in FASTER, kept=median(times) >= FASTER.get(examples, 0),
-        )  # fmt: skip
-        rss, bar = max(run.peak_rss for run in ours), RSS.get(examples, 0)
-        memory = _mark_if(gib(rss), f"≤ {gib(bar)}", wanted=bar > 0, kept=rss <= bar)
-        read = ours[0].printed["cost"]["expert_bytes_read"]
-        bytes_read = mark(f"{gib(read)}, {read / needed:.2f} of what is needed", f"≤ {READ}", read <= READ * needed)
-        rows.append([str(examples), "featcal", *_describe(ours), faster, memory, bytes_read])
-        if theirs:
-            apart = _compare(*(_open(folder / name) for name in ("out", "official", "merged")))
-            if not apart < SAME:
-                raise SystemExit(f"{examples} examples: the official code's updates differ by {apart:.1e}")
-            name = f"official (its updates differ by {apart:.0e})"
-            rows.append([str(examples), name, *_describe(theirs), "1", gib(max(run.peak_rss for run in theirs)), ""])
+                runs[OFFICIAL].append(official)
+        for name, found in ((name, of) for name, of in runs.items() if of):
+            over = [own.seconds / paper.seconds for own, paper in zip(found, runs[PAPERS], strict=True)]
+            times = _mark_if(OVER.get(name, {}).get(examples), _describe_range(over), median(over))
+            faster, read, apart = "", "", ""
+            if runs[OFFICIAL]:
+                shares = [other.seconds / own.seconds for own, other in zip(found, runs[OFFICIAL], strict=True)]
+                bar = FASTER.get(name, {}).get(examples)
+                faster = _mark_if(bar, _describe_range(shares), median(shares), at_least=True)
+            if name == PAPERS:
+                share = found[0].printed["cost"]["expert_bytes_read"] / needed
+                read = mark(f"{share:.2f}", f"≤ {READ}", share <= READ)
+            if name == OFFICIAL:
+                apart = f"{_compare(*(_open(folder / end) for end in ENDS)):.0e}"
+                if not float(apart) < SAME:
+                    raise SystemExit(f"{examples} examples: the official code's updates differ by {apart}")
+            rss = max(run.peak_rss for run in found)
+            memory = _mark_if(RSS.get(name, {}).get(examples), gib(rss), rss), gib(max(x.peak_anonymous for x in found))
+            seconds = f"{median(run.seconds for run in found):.1f} s"
+            rows.append([str(examples), name, seconds, times, faster, *memory, read, apart])
     return Section(
         "clip",
         f"CLIP-ViT-B/32's shapes, {CLIP_TASKS} tasks",
-        f"Whole processes: `featcal calibrate {' '.join(PAPER)}`, which also measures drift before and after and reads "
-        f"back what it wrote, and the official code. Median of {asked.rounds} rounds, in which they take turns. The "
-        "family's files are read once before each, so that they are in the system's memory.",
-        ["examples", "process", "time", "anonymous", "official's time over it", "peak RSS", "expert bytes"],
+        f"Whole processes: `featcal calibrate`, the same with `{' '.join(PAPER)}`, and the official code. Median of "
+        f"{asked.rounds} rounds, in which they take turns; the files are read once before each, so that they are in "
+        "the system's memory. featcal also measures drift before and after and reads back what it wrote. Expert bytes "
+        "are those read over those of the experts' blocks and stems; the last column is how far the official code's "
+        "updates are from featcal's with the paper's settings, over their size.",
+        ["examples", "process", "time", "over the paper's", "official's over it", "peak RSS", "anonymous",
+         "expert bytes", "apart"],
         rows,
-    )
-
-
-def _describe(runs: list[Measured]) -> list[str]:
-    return [f"{median(run.seconds for run in runs):.1f} s", gib(max(run.peak_anonymous for run in runs))]
+    )  # fmt: skip
 
 
 def _needed_bytes(folder: Path) -> int:
@@ -107,30 +119,6 @@ def _open(folder: Path) -> Tensors:
         for file in sorted(folder.glob("*.safetensors"))
         for name, x in load_file(file).items()
     }
-
-
-def measure_default(asked: Asked, folder: Path) -> Section:
-    """Rows: the default and the paper's settings, for each number of examples."""
-    make_clip(folder, layers=CLIP_LAYERS, tasks=CLIP_TASKS, examples=DEFAULT_EXAMPLES, distinct=CLIP_TASKS)
-    rows = []
-    for examples in DEFAULT_EXAMPLES:
-        runs: list[tuple[Measured, Measured]] = []
-        for _ in range(asked.rounds):
-            default = _run(asked, folder, examples)
-            runs.append((default, _run(asked, folder, examples, "--method", "paper")))
-        times = [default.seconds / paper.seconds for default, paper in runs]
-        seconds = [f"{median(run[at].seconds for run in runs):.0f} s" for at in (0, 1)]
-        memory = [gib(max(run[at].peak_rss for run in runs)) for at in (0, 1)]
-        share = mark(_describe_range(times), f"≤ {DEFAULT_TIMES}", median(times) <= DEFAULT_TIMES)
-        rows.append([str(examples), *seconds, share, *memory])
-    return Section(
-        "default",
-        f"CLIP-ViT-B/32's shapes, {CLIP_TASKS} tasks: the default beside the paper's settings",
-        "The whole command, without settings and with `--method paper`, in turns; medians. The family's files are "
-        "read once before each, so that they are in the system's memory.",
-        ["examples", "default", "paper's settings", "times", "default's peak RSS", "with the paper's"],
-        rows,
-    )
 
 
 def measure_experts(asked: Asked, folder: Path) -> Section:

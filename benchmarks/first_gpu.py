@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from clip import CLIP_LAYERS, CLIP_TASKS, DEFAULT_EXAMPLES
+from clip import CLIP_LAYERS, CLIP_TASKS
 from safetensors.torch import load_file
 from shapes import make_clip, recipe_of
 from torch.profiler import ProfilerActivity, profile
@@ -26,6 +26,7 @@ FAMILIES = (
 )  # fmt: skip
 CHOSEN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {"paper": (TASKS, {}), "featcal": (TASKS[:1], {"rho": 1.0})}
 """Tasks and settings of each method: several random experts have nothing in common, and all updates would be undone."""
+EXAMPLES = 8, 64
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 """What the processor waits for the card in; events are those of the thread that copies weights."""
 
@@ -56,8 +57,8 @@ def compare_with_cpu(folder: Path) -> None:
 
 def count_kernels(folder: Path) -> None:
     """Print time, kernels and waits of a block and task, all that is done counted, by method and examples."""
-    make_clip(folder, layers=CLIP_LAYERS, tasks=CLIP_TASKS, examples=DEFAULT_EXAMPLES, distinct=CLIP_TASKS)
-    for method, examples in ((method, count) for method in CHOSEN for count in DEFAULT_EXAMPLES):
+    make_clip(folder, layers=CLIP_LAYERS, tasks=CLIP_TASKS, examples=EXAMPLES, distinct=CLIP_TASKS)
+    for method, examples in ((method, count) for method in CHOSEN for count in EXAMPLES):
         started, recipe = time.perf_counter(), recipe_of(folder, examples, method=method)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             calibrate(recipe, output=folder / f"{method}-{examples}", device="cuda")

@@ -1,12 +1,11 @@
 """What calibrations cost: time, operations a second, memory, bytes read; into RESULTS.md (a GPU's: RESULTS-cuda.md).
 
-    python benchmarks/speed.py [clip default experts mixture slice plan] [--examples 8 32] [--rounds 3]
+    python benchmarks/speed.py [clip experts mixture slice plan] [--examples 8 64] [--rounds 3]
                                [--device cpu] [--work FOLDER]
                                [--official CLONE --official-python ENVIRONMENT/bin/python]
 
-clip     CLIP-ViT-B/32's shapes, 8 tasks: the whole command with the paper's settings, and the official code's process
-         on the same weights and pixel values, turn about.
-default  The same family: the whole command with featcal's settings, beside the paper's.
+clip     CLIP-ViT-B/32's shapes, 8 tasks: the whole command as it is and with the paper's settings, and the official
+         code's process on the same weights and pixel values, turn about.
 experts  The same shapes, 3 blocks, 4 to 32 experts: what more of them cost.
 mixture  A layer of 64 experts, of OLMoE's shapes, beside a dense one: memory.
 slice    8 of the 32 blocks of Llama-3.1-8B's shapes: a dry run's estimate of memory, and what the run takes.
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 import transformers
-from clip import measure_clip, measure_default, measure_experts
+from clip import measure_clip, measure_experts
 from language import measure_mixture, measure_plan, measure_slice
 from meters import describe_machine, gemm_speed
 from results import Section, write_section
@@ -38,7 +37,6 @@ from runs import Asked
 
 MEASURES: dict[str, Callable[[Asked, Path], Section]] = {
     "clip": measure_clip,
-    "default": measure_default,
     "experts": measure_experts,
     "mixture": measure_mixture,
     "slice": measure_slice,
@@ -59,7 +57,7 @@ def main() -> None:
     """Generate, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measures", nargs="*", metavar="MEASURE", help=", ".join(MEASURES))
-    parser.add_argument("--examples", nargs="+", type=int, default=[8, 32], help="a task, for clip")
+    parser.add_argument("--examples", nargs="+", type=int, default=[8, 64], help="a task, for clip")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--work", metavar="FOLDER")
