@@ -139,7 +139,7 @@ class Refinement:
         of_merged, before, after = (fmean(of.values()) for of in (self.merged, self.before, self.after))
         spent = f"{self.steps} steps in {self.seconds:.0f} s"
         if not self.share:
-            return f"refining did not help on held-out rows ({spent}), so the calibrated weights stay"
+            return f"refining did not help on held-out rows ({spent}), and is left out"
         part = "" if self.share == 1 else f"{self.share:g} of "
         updates = f"refined by {part}the updates after step {self.best} ({spent})"
         return f"{updates}: KL from the experts is {after:.3f} ({of_merged:.3f} merged, {before:.3f} calibrated)"
