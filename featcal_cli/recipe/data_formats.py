@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -158,7 +159,10 @@ def _parse_json(text: str, file: Path, line: int) -> Any:
 
 
 def _open_json(file: Path) -> list[Table]:
-    """Open a list of JSON objects, which is read whole."""
+    """Open a list of JSON objects, which is read whole, or what many programs write: an object on each line."""
+    first = islice((line.strip() for line in read_lines(file, LONGEST_JSON + 1) if line.strip()), 2)
+    if [(line[:1], line[-1:]) for line in first] == [("{", "}")] * 2:
+        return _open_lines(file, _parse_line)
     pieces, size = [], 0
     for piece in read_lines(file, LONGEST_JSON + 1):
         pieces.append(piece)
