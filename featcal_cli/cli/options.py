@@ -193,6 +193,7 @@ WRITING = {
     ),
     "strict": _flag(OUTPUT, "--strict", "Exit with 3, and do not push, if a task got farther from its expert."),
     "evaluate": _flag(OUTPUT, "--evaluate", "Also measure accuracy or perplexity of experts, merged and result."),
+    "allow_code": AllowCode,
     "dry_run": _flag(OUTPUT, "--dry-run", "Check and estimate everything; download no weights."),
 }
 PUSHING = {

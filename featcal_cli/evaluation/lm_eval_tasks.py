@@ -102,5 +102,5 @@ def _explain_code(name: str, task: str) -> RecipeError:
     return RecipeError(
         f"{name} runs code that a model wrote, on this machine",
         where=f"tasks.{task}.evaluate.lm_eval",
-        fix=f"give {ALLOW} to `featcal evaluate` where that can do no harm (a container), or take the task out",
+        fix=f"give {ALLOW} where that can do no harm (a container), or take the task out",
     )
