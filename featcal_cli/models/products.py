@@ -251,7 +251,8 @@ class MatmulInterceptor(TorchFunctionMode):
         if product is None or weight is None or not self._is_watched(weight):
             return func(*args, **kwargs)
         x = product.x
-        if x.ndim == 2 and len(x) == self._attending.numel():  # attention has made one dimension of two
+        # attention has made one dimension of two; an expert without tokens has no rows
+        if x.ndim == 2 and 0 < len(x) == self._attending.numel():
             x = x.view(*self._attending, -1)
         self._before(weight, x, None if product.bias is None else self._find(product.bias))
         if product.features_first and self._after is not None:  # which is to be told of [.., T, d]

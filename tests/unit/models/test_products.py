@@ -25,6 +25,7 @@ X = torch.randn(2, 5, 6)
         (lambda: linear(X, WIDE.chunk(3)[1]), "wide[4:8]", WIDE[4:8]),
         (lambda: X @ WIDE[:4].T, "wide[0:4]", WIDE[:4]),
         (lambda: X @ DEEP[1], "deep[1]", DEEP[1].T),
+        (lambda: linear(X[0, :0], WIDE), "wide", WIDE),  # of an expert that no token is routed to
         (lambda: X.matmul(DEEP[torch.tensor(2)]), "deep[2]", DEEP[2].T),
         (lambda: torch.addmm(torch.zeros(4), X[0], DEEP[1]), "deep[1]", DEEP[1].T),
         (lambda: torch.einsum("bsd,ed->bse", X, WIDE), "wide", WIDE),
