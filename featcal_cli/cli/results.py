@@ -197,12 +197,15 @@ def _describe_scores(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     before, after, of_texts = means[MERGED], means[CALIBRATED], find_metric(metric).of_texts
     verb = "fell" if after.value < before.value else "rose"
     if of_texts:
-        moved = f"perplexity {verb} from {before.value:.2f} to {after.value:.2f}"
-        yield f"won back {100 * share:.0f} % of the nats that merging lost ({moved})" if share > 0 else moved
+        was, now = f"{before.value:.2f}", f"{after.value:.2f}"
+        moved = f"perplexity {verb} from {was} to {now}" if was != now else f"perplexity stayed at {now}"
+        won_back = share > 0 and was != now
+        yield f"won back {100 * share:.0f} % of the nats that merging lost ({moved})" if won_back else moved
         return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
     won = f" ({100 * share:.0f} % of what merging lost)" if share > 0 else ""
-    yield f"{word} {verb} by {abs(after.subtract(before, metric)):.1f} points{won}"
+    points = f"{abs(after.subtract(before, metric)):.1f}"
+    yield f"{word} {verb} by {points} points{won}" if points != "0.0" else f"{word} stayed as it was"
 
 
 def _show_drift(report: Report) -> None:

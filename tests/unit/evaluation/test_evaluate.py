@@ -690,6 +690,9 @@ def test_what_is_won_back_is_counted_in_nats() -> None:
     assert list(_describe_scores(worse)) == ["perplexity rose from 4.00 to 8.00"]
     right = {"one": scores(0.9, 0.5, 0.7, "accuracy")}
     assert list(_describe_scores(right)) == ["accuracy rose by 20.0 points (50 % of what merging lost)"]
+    same = {"one": scores(2.0, 4.0, 4.0 - 1e-9, "perplexity")}
+    assert list(_describe_scores(same)) == ["perplexity stayed at 4.00"]
+    assert list(_describe_scores({"one": scores(0.9, 0.5, 0.5, "accuracy")})) == ["accuracy stayed as it was"]
 
 
 def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t5: Path, llama: Path) -> None:
