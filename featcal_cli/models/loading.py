@@ -129,10 +129,11 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     for config_class in mapping:
         if config_class.model_type == model_type and not isinstance(mapping[config_class], tuple):
             return cast(type[PreTrainedModel], mapping[config_class])
+    told = f" (it names {plain(str(name or model_type))})" if name or model_type else ""
     raise CheckpointError(
-        f"the config names no class that transformers {transformers.__version__} knows",
+        f"the config names no class that transformers {transformers.__version__} knows{told}",
         where=f"{snapshot.name}/config.json",
-        fix="set architectures in config.json, or update transformers",
+        fix="update transformers, or set architectures in config.json",
     )
 
 
