@@ -38,7 +38,7 @@ from featcal_cli.hub.weight_files import (
 )
 from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, resolve_links, split_revision
 from featcal_cli.runtime.errors import HubError, RecipeError
-from featcal_cli.runtime.sanitise import quoted
+from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]
 FULL_MODEL = "give a full model's repo or folder, with safetensors"
@@ -112,6 +112,12 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
 def check_model(name: str, files: Collection[str]) -> None:
     """Raise HubError if the files are not those of a transformers model."""
     if "config.json" not in files:
+        if inside := sorted(str(Path(file).parent) for file in files if Path(file).name == ADAPTER_CONFIG):
+            what = f"{name} is no model itself: it holds adapters in {list_some(inside)}"
+            here, fix = name, ""
+            if not existing_path(name):
+                here, fix = "FOLDER", f"download it with `hf download {name} --local-dir FOLDER`, and "
+            raise HubError(what, where=name, fix=f"{fix}give the folder of one adapter: {here}/{plain(inside[0])}")
         what = f"{name} is not a transformers model: it has no config.json{_name_other_weights(files)}"
         raise HubError(what, where=name, fix=FULL_MODEL)
 
@@ -158,8 +164,8 @@ class UnusableError(ValueError):
 
 def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
     """Turn a model's or dataset's name in a file of `repo` into a reference as a user would type it. A Hub repo may
-    only name Hub repos, never local paths; a folder may also name paths relative to itself or, if they look like paths,
-    to the current folder. Raises UnusableError."""
+    only name Hub repos, never local paths; a folder may also name paths relative to itself or, if they look like paths
+    or lead to a model, to the current folder, as for mergekit. Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(resolve_links(path))
@@ -178,8 +184,8 @@ def find(text: str, repo: Repo | None, kind: Kind = "model") -> str | None:
 
 def _locate_part(text: str, folder: Path | None, kind: Kind) -> str:
     if folder:
-        path = existing_path(str(folder / text)) or (existing_path(text) if looks_like_path(text) else None)
-        if path:
+        path = existing_path(str(folder / text)) or existing_path(text)
+        if path and (looks_like_path(text) or any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG))):
             return str(resolve_links(path))
     try:
         text = bare_id(text, kind)

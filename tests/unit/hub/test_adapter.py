@@ -392,6 +392,20 @@ def test_a_full_model_with_an_adapter_beside_it_is_a_full_model(base: Path, adap
 # Refusals
 
 
+def test_adapters_in_folders_of_a_repo_are_given_by_their_own_folder(
+    hub: HubServer, tmp_path: Path, adapter: Path
+) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(adapter, tmp_path / "several" / name)
+    message = refusal(tmp_path / "several")
+    assert (
+        "holds adapters in one, two" in message and f"give the folder of one adapter: {tmp_path}/several/one" in message
+    )
+    assert resolve(str(tmp_path / "several" / "one"))
+    hub.add_repo("user/several", tmp_path / "several")
+    assert "`hf download user/several --local-dir FOLDER`" in refusal("user/several")
+
+
 REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "another base": ({"base_model_name_or_path": "user/not-there"}, "there is no model user/not-there"),
     "no base": ({"base_model_name_or_path": None}, "does not say which base"),

@@ -154,17 +154,18 @@ def test_a_card_on_the_hub_leads_to_no_folder_here() -> None:
 
 
 def test_a_card_in_a_folder_may_name_paths(tmp_path: Path) -> None:
-    """From the folder, absolute, or (where it can be nothing else) from where the command runs."""
-    law = Path("law").resolve()
+    """From the folder, absolute, or (where a model is there, or it can be nothing else) from where the command runs."""
+    law, chat = Path("law").resolve(), Path("models/chat").resolve()
     for name, files in {
-        "merged": listed("ties", "../math", str(tmp_path / "code"), "./law", base_model="base"),
+        "merged": listed("ties", "../math", str(tmp_path / "code"), "./law", "models/chat", base_model="base"),
         "merged/base": {},
         "math": card(datasets=["rows"]),
         "math/rows": {},
         "code": lora("../merged/base", "../math/rows"),
         str(law): card(datasets=str(tmp_path / "math/rows")),
+        str(chat): {"config.json": "{}", **card(datasets=str(tmp_path / "math/rows"))},
     }.items():
-        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name).mkdir(exist_ok=True, parents=True)
         for path, text in files.items():
             (tmp_path / name / path).write_text(text)
     recipe = find_lineage(Draft(merged=str(tmp_path / "merged"))).recipe
@@ -173,6 +174,7 @@ def test_a_card_in_a_folder_may_name_paths(tmp_path: Path) -> None:
         "math": str(tmp_path / "math"),
         "code": str(tmp_path / "code"),
         "law": str(law),
+        "chat": str(chat),
     }
     assert {spec.data.path for spec in recipe.tasks.values()} == {str(tmp_path / "math/rows")}
 
