@@ -198,7 +198,10 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
 def _no_column(what: str, role: str, columns: Iterable[str]) -> DataError:
     """Return the error that lists the columns and says how to name the one of a role."""
     what = f"no column holds {what}; the columns are {list_some(columns)}"
-    return DataError(what, fix=f"name it: --columns TASK={role}:COLUMN (in a recipe, columns: {{{role}: COLUMN}})")
+    fix = f"name it: --columns TASK={role}:COLUMN (in a recipe, columns: {{{role}: COLUMN}})"
+    if "input_ids" in columns:
+        fix = "give the texts that its tokens are of, or put input_ids and attention_mask into a .safetensors file"
+    return DataError(what, fix=fix)
 
 
 # --- what names and values tell ---

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from featcal_cli.data.batches import (
     Batch,
@@ -242,6 +243,11 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
                 reasons.append(f"{_repo_name(folder)}: {exception_text(error)}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
+    installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    needed = [name for name, is_there in installed.items() if not is_there]
+    # transformers names another package where these lack
+    if needed and any(path.suffix in (".model", ".spm") for folder in folders for path in folder.glob("*")):
+        fix = f"`pip install {' '.join(needed)}`, which a tokenizer without tokenizer.json needs; or {fix}"
     raise DataError(f"no {kind} can be loaded ({tried})", fix=fix)
 
 

@@ -54,11 +54,15 @@ class RowFormatter:
     kind: TextKind
     tokenizer: Any
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether rows are conversations, as a prompt with its response is; an encoder reads it as a pair of texts."""
+        has_answers = self.kind != "encoder" and {"prompt", "response"} <= self.roles.keys()
+        return self.template is None and ("messages" in self.roles or has_answers)
+
     def compose(self, row: Row) -> TokenizerInput:
         """Return the tokenizer's input for a row. Raises BadRowError for a value that is missing or not text."""
-        # a prompt with its response is a conversation, except for an encoder, which reads it as a pair of texts
-        has_answers = self.kind != "encoder" and {"prompt", "response"} <= self.roles.keys()
-        if self.template is None and ("messages" in self.roles or has_answers):
+        if self.has_turns:
             return self._join(self._read_turns(row))
         pair = target = None
         if self.template is not None:
@@ -142,7 +146,10 @@ class RowFormatter:
         used = f"template {self.template!r}" if self.template else " and ".join(columns)
         if self.about:
             used += f", with {list_some(self.about)} behind the prompt"
-        return name_among(used, samples)
+        used = name_among(used, samples)
+        if self.kind != "causal" or not self.has_turns:
+            return used
+        return f"{used}, {'in' if self.tokenizer.chat_template else 'joined by line breaks without'} a chat template"
 
 
 def _say(role: str, content: str) -> Message:

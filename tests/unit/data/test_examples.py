@@ -343,6 +343,7 @@ def test_an_encoder_reads_columns_of_text_or_those_named(
 NUMBERS = {"n": 1, "kind": "a"}
 REFUSED: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("bert", [NUMBERS], {}, r"no column holds text; the columns are n, kind[^$]*--columns task="),
+    ("llama", [{"input_ids": [3, 4], "labels": [3, 4]}], {}, r"columns are input_ids, labels[^$]*\.safetensors"),
     ("vit", [NUMBERS], {}, r"no column holds images; the columns are n, kind[^$]*--columns task="),
     ("series", [{"text": "w1"}], {}, r"reads past_values[^$]*safetensors"),
     ("bert", [{"text": "w1", "n": 1}], {"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
@@ -434,18 +435,31 @@ CALL = {"function": {"name": "w8", "arguments": "{}"}}
     ],
 )
 def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, messages: Any, text: str, joined: str) -> None:
-    """Its turns are joined where there is no chat template."""
+    """Its turns are joined where there is no chat template, and a note says so."""
     row = {"messages": messages}
     at.tokenizer(chat=True)
-    assert words_of(at.load(tiny("llama"), at.rows(row)).fitted) == [text]
+    examples = at.load(tiny("llama"), at.rows(row))
+    assert words_of(examples.fitted) == [text] and "messages, in a chat template," in examples.notes[0]
     (at.expert / "chat_template.jinja").unlink()
-    assert words_of(at.load(tiny("llama"), at.rows(row)).fitted) == [f"[CLS] {joined} [SEP]"]
+    examples = at.load(tiny("llama"), at.rows(row))
+    assert words_of(examples.fitted) == [f"[CLS] {joined} [SEP]"]
+    assert "messages, joined by line breaks without a chat template," in examples.notes[0]
 
 
 @pytest.mark.parametrize("text", ['[{"from": "w1", "to": "w2"}]', '[{"role": "w1"}, {"role": "w2"}]', "[w1 w2"])
 def test_a_list_that_is_no_conversation_stays_text(at: Folder, text: str) -> None:
     at.tokenizer(chat=True)
     assert at.load(tiny("llama"), at.rows({"text": text})).fitted
+
+
+def test_a_tokenizer_that_needs_a_package_says_which(at: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever transformers says: it asks for tiktoken then."""
+    monkeypatch.setattr("featcal_cli.data.preprocessing.is_sentencepiece_available", lambda: False)
+    at.expert.mkdir()
+    (at.expert / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (at.expert / "tokenizer.model").write_bytes(b"pieces")
+    error = at.refuse(tiny("llama"), at.rows({"text": "w1"}), "no tokenizer can be loaded")
+    assert error.fix.startswith("`pip install sentencepiece")
 
 
 REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previtem or {}).role == m['role'] %}
