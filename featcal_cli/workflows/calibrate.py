@@ -26,7 +26,6 @@ from featcal_cli.hub.push import Target
 from featcal_cli.hub.weight_files import describe_files, divide_files, read_entries
 from featcal_cli.models.loading import find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
-from featcal_cli.recipe.schema import Merge
 from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.model_card import copy_merged_card
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT, Report
@@ -38,14 +37,14 @@ from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs, dump_recipe
-from featcal_cli.workflows.load import Models, fetch_models, load_models
+from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.output import names_on_disk, write_output
 from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.refine import prepare, read_groups, refine
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.setup import Setup, set_up
-from featcal_cli.workflows.workspace import GRADIENTS, MERGED_MODEL, describe_output, stamp_inputs
+from featcal_cli.workflows.workspace import GRADIENTS, describe_output, stamp_inputs
 
 
 def compute(session: Session, inputs: Inputs, target: Target | None) -> tuple[Report, Models]:
@@ -55,13 +54,9 @@ def compute(session: Session, inputs: Inputs, target: Target | None) -> tuple[Re
     stamps = stamp_inputs(recipe.local_paths)
     plan = make_plan(session, inputs, workspace.target)
     journal, check_inputs = _open_journal(session, plan)
-    snapshots = fetch_models(session, plan)
-    session.stage("loading models")
     with workspace.scratch() as folder:
-        scratch = ranks.of_machine(folder)
-        merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-        models = load_models(snapshots, merge, scratch / MERGED_MODEL, session.draft.name, ranks, scratch)
-        setup = set_up(session, plan, models, scratch)
+        setup = set_up(session, plan, ranks.of_machine(folder))
+        models = setup.models
         own = [models.experts[task] for task in ranks.own(recipe.tasks)]  # one rank reads all weights of a model
         session.note(*check_values(models.merged, [models.base, *own], setup.architecture))
         if ranks.is_first:

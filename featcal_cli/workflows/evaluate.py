@@ -71,7 +71,7 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
     from featcal_cli.data.tensors import is_tensor_file
     from featcal_cli.workflows.perplexity import has_perplexity, measure_perplexity
     from featcal_cli.workflows.plan import make_plan
-    from featcal_cli.workflows.setup import set_up_measuring
+    from featcal_cli.workflows.setup import set_up
 
     if session.ranks.size > 1 or not _writes_text(inputs):
         check_evaluable(session, inputs.recipe)
@@ -85,8 +85,8 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
     few = [task for task, rows in plan.examples.items() if rows.is_whole or is_tensor_file(recipe.tasks[task].data)]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
     with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
-        setup, measured = set_up_measuring(session, plan, others, Path(scratch) / MERGED)
-        job = setup.make_job({}, {MERGED: setup.models.merged, **measured, BASE: setup.models.base})
+        setup = set_up(session, plan, Path(scratch))
+        job = setup.make_job({}, {MERGED: setup.models.merged, **setup.models.others, BASE: setup.models.base})
         job.retire()
         if not has_perplexity(job):
             check_evaluable(session, recipe)
@@ -258,12 +258,19 @@ class _Models:
     def _fetch(self, model: str) -> Snapshot:
         """Return the model's files on this machine, downloaded or built if needed. Raises HubError, and CheckpointError
         if the experts cannot be merged."""
-        if model not in self._snapshots:
-            if model in self._origins:
-                self._session.stage(f"fetching {self._origins[model].name}")
-                self._snapshots[model] = self._session.fetch(self._origins[model])
-            else:
-                self._snapshots[model] = self._build()
+        if model in self._snapshots:
+            return self._snapshots[model]
+        if model in self._origins:
+            self._session.stage(f"fetching {self._origins[model].name}")
+            self._snapshots[model] = self._session.fetch(self._origins[model])
+        else:
+            from featcal_cli.workflows.load import build_merged
+
+            merge = self._recipe.merged
+            assert isinstance(merge, Merge)  # else it has an origin
+            parts = {name: self._fetch(name) for name in (BASE, *(f"{EXPERT} {task}" for task in self._recipe.tasks))}
+            self._session.stage("building the merged model")
+            self._snapshots[model] = build_merged(self._session, merge, parts, self._scratch)
         return self._snapshots[model]
 
     def _load(self, model: str) -> Model:
@@ -277,14 +284,3 @@ class _Models:
         if not model.startswith("expert "):  # one of those is of one task alone, and let go with it
             self._models[model] = loaded
         return loaded
-
-    def _build(self) -> Snapshot:
-        """Build the merged model from all experts."""
-        from featcal_cli.workflows.load import load_models
-
-        merge = self._recipe.merged
-        assert isinstance(merge, Merge)  # else it has an origin
-        parts = {model: self._fetch(model) for model in (BASE, *(f"expert {task}" for task in self._recipe.tasks))}
-        self._session.stage("building the merged model")
-        load_models(parts, merge, self._scratch / MERGED, str(merge))
-        return Snapshot(str(merge), self._scratch / MERGED, None)

@@ -96,16 +96,16 @@ def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     """Run the job; return its plan and the job with all measurements. Raises FeatCalError."""
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.workflows.plan import make_plan
-    from featcal_cli.workflows.setup import set_up_measuring
+    from featcal_cli.workflows.setup import set_up
 
     plan = make_plan(session, inputs)
     known = "the source has few rows, and a calibration with it was fitted to most of them"
     few = [task for task, examples in plan.examples.items() if examples.is_whole]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
-    setup, other = set_up_measuring(session, plan, [role for role in plan.origins if role == OTHER])
+    setup = set_up(session, plan)
     if session.ranks.is_first:
         session.note(*setup.describe_merge(plan.origins[MERGED]))
-    job = setup.make_job({}, {MODEL: setup.models.merged, BASE: setup.models.base, **other})
+    job = setup.make_job({}, {MODEL: setup.models.merged, BASE: setup.models.base, **setup.models.others})
     session.stage("measuring")
     for number, visit in enumerate(forward_order(job)):
         session.listener.progress(Progress(visit.block.name, number, len(setup.architecture.blocks)))

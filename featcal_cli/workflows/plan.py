@@ -42,7 +42,7 @@ from featcal_cli.workflows.plan_checks import (
     count_transfer,
 )
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
-from featcal_cli.workflows.self_written import add_writing, open_self_written, reserve_examples, write_examples
+from featcal_cli.workflows.self_written import open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.time_estimate import TimeEstimate, count_seconds, is_measured_kind, measure_speed
 from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
@@ -156,7 +156,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     with look():
         if refining:
             check_refinable(examples)
-    estimated = _estimate(work)
+    estimated = estimate(work)
     with look():
         check_disk(estimated, transfers, target if session.ranks.is_first else None)
 
@@ -174,7 +174,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
     if head and refining:
         work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=work.texts_for_blocks))
-        estimated = _estimate(work)
+        estimated = estimate(work)
     if head and calibration.refines_language_models:
         work, estimated = _refine_shortly(session, work, estimated, outlines, transfers, target)
     if not session.ranks.is_first:
@@ -197,11 +197,6 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         time=_estimate_time(session, work, has_head=head is not None) if target is not None else None,
         device=str(session.device),
     )
-
-
-def _estimate(work: Workload) -> Estimate:
-    writes = any(spec.data.is_self_written for spec in work.recipe.tasks.values())
-    return add_writing(estimate(work), work) if writes else estimate(work)
 
 
 def _estimate_time(session: Session, work: Workload, *, has_head: bool) -> TimeEstimate:
@@ -245,7 +240,7 @@ def _refine_shortly(
         check_refinable(work.examples)
         for task in work.examples:
             check_teacher(outlines[f"{EXPERT}{task}"], work.merged)
-        needs = _estimate(larger)
+        needs = estimate(larger)
         check_memory(needs, estimated, work.device)
         check_disk(needs, transfers, target if session.ranks.is_first else None)
     except FeatCalError as error:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -16,9 +15,9 @@ from featcal_cli.calibration.distillation import LARGE as LARGE_MODEL
 from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
-from featcal_cli.data.batches import count_tokens
+from featcal_cli.data.batches import count_tokens, text_config
+from featcal_cli.data.examples import TOKENS_AN_EXAMPLE
 from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
-from featcal_cli.engine.head import find_head
 from featcal_cli.engine.offload import LARGE, OUTPUT_BYTES
 from featcal_cli.engine.output_gradients import GRAPH_BYTES, KEPT_BYTES, MOST_TOKENS, SAVED_TENSORS
 from featcal_cli.models.loading import count_fused
@@ -57,6 +56,9 @@ VALUE_COPIES = 4
 """Copies of the largest updated parameter while a batch runs: its update, its new value, and the gradients of both."""
 UPDATE_COPIES = 5
 """Copies of the updates by which a result is refined: they, their gradients, two moments, and the best so far."""
+TEXTS_WRITTEN, TEXT_LOGITS = 32, 3
+"""Texts that an expert writes at a time, and copies of the logits of a step: the logits, the probabilities, and those
+sorted or sampled from."""
 HEAP_GAPS = 2 * LARGEST_REUSED
 """Bytes that the heap keeps without using them: a freed piece of the largest size, and gaps between features."""
 DEVICE_LIBRARIES = 5 << 28
@@ -81,45 +83,66 @@ class Estimate:
 def estimate(work: Workload) -> Estimate:
     """Estimate what a job needs.
 
-    1. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
-       machine's memory, and then to files.
-    2. Weights: the blocks that are in memory at once, or the stems if they are larger; and on a device those that stay
+    1. Weights: the blocks that are in memory at once, or the stems if they are larger; and on a device those that stay
        there after their use.
+    2. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
+       machine's memory, and then to files.
     3. Sums: matrices of d_in² and of d_out × d_in for each input [.., d_in] of a block's modules, and the features of
        one batch.
     4. Gradients: those of one expert's outputs at all its modules.
     5. Head: its inputs, and what it is solved with.
     6. Refining: the whole student, its updates, and the graph of a batch; and the experts' probabilities on the disk.
+    7. Writing: whole experts that write examples.
     """
-    on_device = work.device.type != "cpu"
-    features, weights = _count_features(work), _weigh(work)
+    on_device, models = work.device.type != "cpu", 2 + len(work.examples)
+    stored, used = work.model.dtype.itemsize, work.dtype.itemsize
+    blocks = [sum(x.numel() for x in block) for block in work.block_parameters]
+    block, stem = max(blocks, default=0), _count_stem(work)
+    stays = min(room_for_weights(work.device), models * (sum(blocks) + stem) * used)
+    at_work = max(BLOCKS_ON_DEVICE * block * used - stays, 0) if on_device else BLOCKS_ON_HOST * block * stored
+    if not on_device and stored != used:
+        at_work += (MODELS_CONVERTED * block + (models + MODELS_CONVERTED - 3) * stem) * used
+    itemsize = used if on_device else stored
+
+    features = _count_features(work)
     room, further_room = rooms_for_features(work.device)
     here = min(features.paused, room if on_device else further_room)
     elsewhere = min(features.paused - here, further_room) if on_device else 0.0
-    outputs = min(OUTPUT_BYTES, (room if on_device else further_room) - here, features.outputs)
-    gradients, kept_gradients = _count_gradients(work, weights)
+    outputs = min(OUTPUT_BYTES, (room if on_device else further_room) - here, _count_outputs(work))
+    gradients, kept_gradients = _count_gradients(work)
+    gradients += BLOCKS_ON_HOST * (max(block * used - stays, 0) if on_device else block * stored)
     solving, head_inputs, new_head = _count_head(work)
     student, lessons = _count_refining(work)
-    stem, block = (weights.stem_in_use, weights.block_in_use) if on_device else (weights.stem, weights.block)
-    calibrating = here + outputs + max(weights.at_work + _count_sums(work), STEMS * stem) + weights.stays
-    # examples lie in memory while gradients are measured; the head has the memory for itself
-    peak = max(calibrating, features.filed + gradients + weights.stays, solving, BLOCKS_WRITTEN * block, student)
+    peak = max(
+        here + outputs + max(at_work + _count_sums(work), STEMS * stem * itemsize) + stays,
+        # examples lie in memory while gradients are measured
+        features.filed + gradients + stays,
+        solving,
+        BLOCKS_WRITTEN * block * itemsize,
+        student,
+        _count_writing(work),
+    )
     # the machine's memory, with what a CPU's passes and sums take of it
     on_host = resident_bytes() + features.unread - features.filed + HEAP_GAPS + head_inputs
     if on_device:
-        on_host += max(STEMS * weights.stem, BLOCKS_WRITTEN * weights.block) + elsewhere + DEVICE_LIBRARIES
+        on_host += max(STEMS * stem, BLOCKS_WRITTEN * block) * stored + elsewhere + DEVICE_LIBRARIES
     else:
         on_host += peak
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
-    whole = sum(x.nbytes for x in work.model.parameters())
-    output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1) + weights.blocks + new_head + SMALL_FILES
-    in_files = features.aside + features.paused - here - elsewhere + lessons + kept_gradients * len(work.examples)
-    in_files += fused * (2 + len(work.examples)) * read_launch().local_size
+    output = sum(x.nbytes for x in work.model.parameters()) * (2 if isinstance(work.recipe.merged, Merge) else 1)
+    output += sum(blocks) * stored + new_head + SMALL_FILES
+    in_files = features.in_files + features.paused - here - elsewhere + lessons + kept_gradients * len(work.examples)
     return Estimate(
         host_bytes=round(max(on_host, resident_bytes() + fused)),
         device_bytes=round(peak) if on_device else 0,
-        disk_bytes=round(output + in_files),
+        disk_bytes=round(output + in_files + fused * models * read_launch().local_size),
     )
+
+
+def _count_stem(work: Workload) -> int:
+    """Return the number of weights outside of the blocks that run."""
+    inside = {id(x) for block in work.block_parameters for x in block}
+    return sum(x.numel() for x in work.merged.parameters_of(work.architecture.reached) if id(x) not in inside)
 
 
 @dataclass
@@ -132,88 +155,47 @@ class _Features:
     """Examples that a run reads and a dry run did not."""
     filed: float = 0.0
     """Large inputs on a CPU, which lie in files once passes have begun."""
-    aside: float = 0.0
+    in_files: float = 0.0
     """All that lies in files in any case."""
-    outputs: float = 0.0
-    """Modules' outputs that are kept if there is room."""
 
 
 def _count_features(work: Workload) -> _Features:
-    found, dtype, on_device, outputs = _Features(), work.dtype, work.device.type != "cpu", 0.0
+    found, used, on_device = _Features(), work.dtype.itemsize, work.device.type != "cpu"
     passes = DRIFT_PASSES + HEAD_PASSES * work.calibration.uses_output_metric + CHECK_PASSES * work.is_guarded
     for task, rows in work.examples.items():
-        (given, measured), need = work.count_examples(task), work.needs[task]
-        fitted = work.count_for_blocks(task)
-        scale = fitted / rows.fitted_count
+        (given, measured), fitted, need = work.count_examples(task), work.count_for_blocks(task), work.needs[task]
         tensors = [x for part in (*rows.fitted, *rows.selection, *rows.held_out) for x in part.values()]
-        floats = [x for x in tensors if x.is_floating_point()]
-        found.unread += sum(x.nbytes for x in tensors) * (given / rows.fitted_count - 1)
+        scale, read = fitted / rows.fitted_count, sum(x.nbytes for x in tensors)
+        found.unread += read * (given / rows.fitted_count - 1)
         # what is fitted and measured runs once for both
         fitted_too = FITTED_PASSES if work.writes and not rows.held_out_count else 0
         paused = FITTED_PASSES * fitted + (passes - fitted_too) * measured
-        state, begun = (x * dtype.itemsize / COMPUTE for x in (need.state_bytes, need.begun_bytes))
+        state, begun = need.state_bytes * used / COMPUTE, need.begun_bytes * used / COMPUTE
         if on_device:
-            found.paused += scale * sum(x.nbytes for x in tensors)
-            found.paused += scale * sum(x.numel() * (dtype.itemsize - x.itemsize) for x in floats)
+            widened = sum(x.numel() * (used - x.itemsize) for x in tensors if x.is_floating_point())
+            found.paused += scale * (read + widened)
         else:
-            large = scale * sum(x.nbytes for x in floats if x.nbytes >= LARGE)
+            large = scale * sum(x.nbytes for x in tensors if x.is_floating_point() and x.nbytes >= LARGE)
             found.filed += large
-            found.aside += large
+            found.in_files += large
             if begun * work.batch_sizes[task] >= LARGE:
-                found.aside += begun * paused
+                found.in_files += begun * paused
                 begun = 0.0
         found.paused += (state + begun) * paused
-        outputs += FITTED_PASSES * need.rows * (fitted + work.is_guarded * measured) * dtype.itemsize
-    if work.writes and work.calibration.solving_order == "module":
-        found.outputs = OUTPUTS_KEPT * outputs * _widest_block(work)
     return found
 
 
-def _widest_block(work: Workload) -> int:
-    """Return the largest sum of d_out over a block's Linear modules that keep their outputs between its parts."""
-    widths = [0]
-    for block in work.architecture.blocks:
-        kept = tuple(module for module in block.modules if not module.is_routed and module.functional is None)
-        widths.append(sum(d_out for _, d_out, _ in find_inputs(work.model, replace(block, modules=kept))))
-    return max(widths)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """Bytes of weights, in the dtype of the files and, `in_use`, in the dtype in which they run."""
-
-    block: int
-    """The largest block."""
-    block_in_use: int
-    stem: int
-    stem_in_use: int
-    blocks: int
-    """All blocks of one model."""
-    stays: int
-    """Weights that stay on the device after their use."""
-    at_work: int
-    """Weights that are in memory while blocks run."""
-
-
-def _weigh(work: Workload) -> _Weights:
-    """Return the weights that are in memory at once."""
-    blocks, itemsize = work.block_parameters, work.dtype.itemsize
-    inside = {id(x) for block in blocks for x in block}
-    stem_parameters = [x for x in work.merged.parameters_of(work.architecture.reached) if id(x) not in inside]
-    largest = max(blocks, key=lambda block: sum(x.nbytes for x in block), default=[])
-    (block, block_in_use), (stem, stem_in_use) = (
-        (sum(x.nbytes for x in part), sum(x.numel() for x in part) * itemsize) for part in (largest, stem_parameters)
+def _count_outputs(work: Workload) -> float:
+    """Return the bytes of modules' outputs that are kept between the parts of a block if there is room."""
+    if not work.writes or work.calibration.solving_order != "module":
+        return 0.0
+    blocks = (find_inputs(work.model, block) for block in work.architecture.blocks)
+    width = max((sum(x.d_out for x in block if not x.of_experts) for block in blocks), default=0)
+    rows = sum(
+        work.needs[task].rows * (work.count_for_blocks(task) + work.is_guarded * work.count_examples(task)[1])
+        for task in work.examples
     )
-    of_model, experts = sum(x.nbytes for block in blocks for x in block), len(work.examples)
-    of_all = (2 + experts) * (of_model + stem) * itemsize // work.model.dtype.itemsize
-    stays = min(room_for_weights(work.device), of_all)
-    if work.device.type != "cpu":
-        at_work = max(BLOCKS_ON_DEVICE * block_in_use - stays, 0)
-    else:
-        at_work = BLOCKS_ON_HOST * block
-        if (block, stem) != (block_in_use, stem_in_use):
-            at_work += MODELS_CONVERTED * block_in_use + (experts + MODELS_CONVERTED - 1) * stem_in_use
-    return _Weights(block, block_in_use, stem, stem_in_use, of_model, stays, at_work)
+    return OUTPUTS_KEPT * FITTED_PASSES * rows * width * work.dtype.itemsize
 
 
 def _count_sums(work: Workload) -> float:
@@ -221,60 +203,50 @@ def _count_sums(work: Workload) -> float:
     while a system is solved. If updates are checked, there are separate sums over held-out examples."""
     used, _ = choose_hyperparameters(work.calibration, kind_of(work.model))
     item, most = choose_precision(torch.float32, used.ridge, used.metric).itemsize, 0.0
-    times = 1 + work.is_guarded
-    for part in work.parts:
-        inputs = find_inputs(work.model, part)
-        square = sum(d_in**2 for d_in, _, _ in inputs)
-        cross = sum(d_in * d_out for d_in, d_out, _ in inputs)
-        largest = max((d_in**2 for d_in, _, _ in inputs), default=0)
+    times, batch = 1 + work.is_guarded, BATCH_COPIES * work.largest_batch
+    for inputs in work.parts:
+        square = sum(x.d_in**2 for x in inputs)
+        cross = sum(x.d_in * x.d_out for x in inputs)
+        largest = max((x.d_in**2 for x in inputs), default=0)
         adding = SQUARES * square * (times + 1) + cross * times
         solving = SQUARES * square * times + cross * (times + 1) + SQUARES_SOLVED * largest
         # each task's, to weight its errors
         kept = SQUARES_KEPT * square * len(work.examples) * times if work.calibration.uses_output_metric else 0
-        most = max(most, item * (adding + kept) + BATCH_COPIES * work.largest_batch, item * (solving + kept))
+        most = max(most, item * (adding + kept) + batch, item * (solving + kept))
     return most
 
 
-def _count_gradients(work: Workload, weights: _Weights) -> tuple[float, int]:
-    """Return the bytes that it takes to sum one expert's gradients at the outputs of its modules, and those of what is
-    stored of them; nothing if errors are measured by features."""
+def _count_gradients(work: Workload) -> tuple[float, int]:
+    """Return the bytes that it takes, beside weights, to sum one expert's gradients at the outputs of its modules, and
+    those of what is stored of them; nothing if errors are measured by features."""
     if not work.calibration.uses_output_metric:
         return 0.0, 0
-    summed, kept, directions = 0, 0, count_directions(len(work.examples))
-    for block, of_experts in product(work.architecture.blocks, (False, True)):
-        modules = tuple(module for module in block.modules if module.is_routed == of_experts)
-        for _, d_out, widest in find_inputs(work.model, replace(block, modules=modules)):
-            rows = count_sum_rows(widest, directions, of_experts=of_experts)
-            summed += d_out * rows
-            kept += d_out * min(rows, directions)
-    on_device, blocks = work.device.type != "cpu", len(work.architecture.blocks)
-    read = BLOCKS_ON_HOST * (max(weights.block_in_use - weights.stays, 0) if on_device else weights.block)
-    needed: float = summed * COMPUTE + read + LOGIT_COPIES * work.largest_logits
+    directions, blocks = count_directions(len(work.examples)), len(work.architecture.blocks)
+    rows = [(x.d_out, count_sum_rows(x.widest, directions, of_experts=x.of_experts)) for x in work.inputs]
+    needed: float = sum(d_out * count for d_out, count in rows) * COMPUTE + LOGIT_COPIES * work.largest_logits
     # a CPU that need not convert weights splits batches and groups none
-    is_split = not on_device and weights.block == weights.block_in_use
-    if not is_split:
+    if work.device.type != "cpu" or work.model.dtype != work.dtype:
         states = (work.needs[task].state_bytes * work.count_for_blocks(task) for task in work.examples)
         needed += min(KEPT_BYTES, blocks * max(states) * work.dtype.itemsize / COMPUTE)
-    if weights.stays or not on_device:
-        graphs = blocks * SAVED_TENSORS * work.largest_batch
-        needed += min(GRAPH_BYTES, graphs)
-    return needed, kept * COMPUTE
+    if work.device.type == "cpu" or room_for_weights(work.device):
+        needed += min(GRAPH_BYTES, blocks * SAVED_TENSORS * work.largest_batch)
+    return needed, sum(d_out * min(count, directions) for d_out, count in rows) * COMPUTE
 
 
 def _count_head(work: Workload) -> tuple[float, float, float]:
     """Return the bytes that it takes to calibrate the head, those of its inputs, which lie in the machine's memory, and
     those of the new head on the disk."""
-    found = find_head(work.merged, (), work.architecture) if work.writes and work.calibration.calibrates_head else None
-    if found is None:
+    if work.head is None:
         return 0.0, 0.0, 0.0
+    path, norm = work.head
     rows = 0.0
     for task, read in work.examples.items():
         tokens = sum(count for part in (*read.fitted, *read.selection) for count in count_tokens(part))
         rows += min(2 * MOST_TOKENS, tokens * work.count_for_blocks(task) / read.fitted_count)
-    weight = work.model.get_submodule(found[0]).get_parameter("weight")
+    weight = work.model.get_submodule(path).get_parameter("weight")
     logits = HEAD_LOGITS * min(work.largest_logits, LOGIT_BYTES)
     solving = HEAD_COPIES * weight.numel() * COMPUTE + weight.nbytes + logits
-    return solving, FITTED_PASSES * weight.shape[1] * rows * work.dtype.itemsize, 0.0 if found[1] else weight.nbytes
+    return solving, FITTED_PASSES * weight.shape[1] * rows * work.dtype.itemsize, 0.0 if norm else weight.nbytes
 
 
 def _count_refining(work: Workload) -> tuple[float, float]:
@@ -289,9 +261,8 @@ def _count_refining(work: Workload) -> tuple[float, float]:
         logits = max(logits, of_one * texts)
         kept = COMPUTE * (KEPT + 1) * count_places(work.examples[task].fitted[0])
         on_disk += 2 * min(of_one, kept) * sum(work.count_examples(task))
-    model, weights = work.model, [x for block in work.block_parameters for x in block]
-    found = find_head(work.merged, (), work.architecture) if work.calibration.calibrates_head else None
-    weights += model.get_submodule(found[1] or found[0]).parameters() if found else ()
+    weights = [x for block in work.block_parameters for x in block]
+    weights += work.model.get_submodule(work.head[1] or work.head[0]).parameters() if work.head else ()
     is_large = sum(x.numel() for x in weights) >= LARGE_MODEL
     learned = sum(
         RANK * prod(x.shape[:-2]) * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights
@@ -300,6 +271,21 @@ def _count_refining(work: Workload) -> tuple[float, float]:
     # a parameter with its update, and their gradients
     values = VALUE_COPIES * COMPUTE * max((x.numel() for x in weights), default=0)
     graph = SAVED_TENSORS * taught * (1 if is_large else len(work.architecture.blocks))
-    student = sum(x.numel() for x in model.parameters()) * work.dtype.itemsize
+    student = sum(x.numel() for x in work.model.parameters()) * work.dtype.itemsize
     # a state is written beside the one before
     return student + updates + values + graph + LOGIT_COPIES * logits, on_disk + 2 * updates
+
+
+def _count_writing(work: Workload) -> float:
+    """Return the bytes of a whole expert like the merged model that writes examples; nothing if none does."""
+    if not any(spec.data.is_self_written for spec in work.recipe.tasks.values()):
+        return 0.0
+    config = text_config(work.model)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width: int = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    cached: int = 2 * getattr(config, "num_hidden_layers", 0) * (getattr(config, "num_key_value_heads", None) or heads)
+    logits: int = TEXT_LOGITS * COMPUTE * getattr(config, "vocab_size", 0)
+    weights = sum(x.nbytes for x in work.model.parameters())
+    most: int = work.calibration.max_length or TOKENS_AN_EXAMPLE
+    whole: float = weights + TEXTS_WRITTEN * (most * cached * width * work.model.dtype.itemsize + logits)
+    return whole

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from featcal_cli.data.batches import Example, text_config
+from featcal_cli.data.batches import Example
 from featcal_cli.data.examples import TOKENS_AN_EXAMPLE, DrawnExamples, draw_examples, most_held_out
 from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import Target
@@ -28,20 +28,15 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import DataError, FeatCalError, OutputError, ShortageError
 from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix, write_file
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
-from featcal_cli.runtime.process import resident_bytes
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text
-from featcal_cli.workflows.resource_estimate import Estimate
+from featcal_cli.workflows.resource_estimate import TEXTS_WRITTEN as AT_ONCE
 from featcal_cli.workflows.session import EXPERT, Session
-from featcal_cli.workflows.workload import Workload
 
 VERSION = 1
 """Version of the sampling procedure; rows written by another version are not reused."""
-AT_ONCE = 32
 PASSES = 4
 """Factor by which more texts than needed may be generated, because some are empty or repeat others."""
-LOGITS = 3
-"""Copies of a step's logits that are in memory: the logits, the probabilities, and those sorted or sampled from."""
 WRITTEN = Data(dataset=SELF)
 MARK = "featcal"
 """Text that stands for the user's message while a chat template is split into the parts before and after it."""
@@ -77,21 +72,6 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
     half = most_held_out(kept) // 2
     lists = [example] * kept, [example] * half, [example] * (most_held_out(kept) - half)
     return DrawnExamples(reader, *lists, [note], (count, most_held_out(count)), is_whole=False)
-
-
-def add_writing(needs: Estimate, work: Workload) -> Estimate:
-    """Return the needs of a job in which whole experts like the merged model first write examples."""
-    model, config = work.model, text_config(work.model)
-    weights = sum(x.nbytes for x in model.parameters())
-    heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    cached = 2 * getattr(config, "num_hidden_layers", 0) * (getattr(config, "num_key_value_heads", None) or heads)
-    logits = LOGITS * torch.float32.itemsize * getattr(config, "vocab_size", 0)
-    most = work.calibration.max_length or TOKENS_AN_EXAMPLE
-    whole = weights + AT_ONCE * (most * cached * width * model.dtype.itemsize + logits)
-    if work.device.type == "cpu":
-        return replace(needs, host_bytes=max(needs.host_bytes, resident_bytes() + whole))
-    return replace(needs, device_bytes=max(needs.device_bytes, whole))
 
 
 def write_examples(
@@ -134,7 +114,7 @@ def _write_rows(session: Session, task: str, origin: Origin, reader: TextReader,
         raise
     except Exception as error:  # what it is like, or its tokenizer, may make any part of transformers raise anything
         if is_out_of_memory(error):
-            what = f"the memory of {device} does not suffice for a whole expert that writes {AT_ONCE} texts at a time"
+            what = f"the memory of {device} does not suffice for a whole expert that writes {AT_ONCE} texts at once"
             raise ShortageError(what, where=f"{task}: {SELF}", fix=fix) from error
         what = f"this expert cannot write examples: {exception_text(error)}"
         raise DataError(what, where=f"{task}: {SELF}", fix=fix) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,10 +35,10 @@ from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import describe_merge_fit
 from featcal_cli.hub.snapshot import Origin
-from featcal_cli.models.alignment import check_alignment, load_fitting
+from featcal_cli.models.alignment import check_alignment
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
-from featcal_cli.recipe.schema import Calibration, Merge
+from featcal_cli.recipe.schema import Calibration
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
@@ -47,52 +47,37 @@ from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import limit_batches
-from featcal_cli.workflows.load import Models, fetch_models, load_models
+from featcal_cli.workflows.load import Models, load_models
 from featcal_cli.workflows.plan import Plan, check_stems, choose_head
 from featcal_cli.workflows.session import Session
 from featcal_cli.workflows.token_ids import TokenIds
 from featcal_cli.workflows.workload import choose_dtype
 
 
-def set_up(session: Session, plan: Plan, models: Models, scratch: Path | None = None) -> Setup:
-    """Combine the models and the examples, and find the blocks of merged that the examples reach. Raises
-    CheckpointError for a model that lacks some of the blocks."""
-    calibration, note, merged = plan.recipe.calibration, session.note, models.merged
+def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
+    """Load the models, combine them with the examples, and find the blocks of merged that the examples reach. scratch:
+    a folder for features and, as in `load_models`, for weights. Raises HubError, and CheckpointError for a model that
+    lacks some of the blocks."""
+    models, calibration, note = load_models(session, plan, scratch), plan.recipe.calibration, session.note
+    merged, others = models.merged, (models.base, *models.experts.values(), *models.others.values())
     session.stage("finding blocks")
     first = {task: rows.fitted[0] for task, rows in plan.examples.items()}
     kinds = {"routers": calibration.routers, "stems": calibration.stems}
     with _layers_given_back(merged.module):  # the probes go through all of it
         architecture = find_architecture(merged.module, first, calibration.norms, **kinds)
-    if any(_has_long_texts(plan.examples, model) for model in (merged, models.base, *models.experts.values())):
+    if any(_has_long_texts(plan.examples, model) for model in (merged, *others)):
         architecture = replace(architecture, needs_full_batches=True)
     if architecture.needs_full_batches:
         for examples in plan.examples.values():
             examples.remove_padding(alone=architecture.draws)
     check_stems(architecture, calibration, merged)
     note(*architecture.notes)
-    check_alignment(architecture, merged, merged)
-    for model in (models.base, *models.experts.values()):
+    for model in (merged, *others):
         check_alignment(architecture, merged, model)
     hardware.give_back(merged.module.parameters())
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
     return Setup(*parts, token_ids=plan.token_ids, refining=plan.refining)
-
-
-def set_up_measuring(
-    session: Session, plan: Plan, roles: Collection[str], built: Path = Path()
-) -> tuple[Setup, dict[str, Model]]:
-    """Set up a job that only measures, and load the further models with these roles. built: a folder for the merged
-    model, if it is built. Raises CheckpointError for a model that lacks some of the blocks."""
-    snapshots, recipe = fetch_models(session, plan), plan.recipe
-    session.stage("loading models")
-    merge = recipe.merged if isinstance(recipe.merged, Merge) else None
-    models = load_models(snapshots, merge, built, str(recipe.merged))
-    others = {role: load_fitting(role, snapshots[role], models.merged) for role in roles}
-    setup = set_up(session, plan, models)
-    for other in others.values():
-        check_alignment(setup.architecture, models.merged, other)
-    return setup, others
 
 
 @contextmanager

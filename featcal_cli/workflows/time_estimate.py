@@ -46,36 +46,6 @@ class TimeEstimate:
         return (seconds / SPREAD, seconds * SPREAD) if self.is_known else None
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """The examples of one task, and the seconds that their passes through a model take."""
-
-    given: int
-    """Examples that are fitted; refining learns from all of them."""
-    fitted: int
-    """Examples on which blocks are calibrated."""
-    measured: int
-    checked: int
-    chosen: int
-    """Fitted examples whose outputs are read by token."""
-    products: float
-    """Seconds of one example in all blocks."""
-    places: float
-    """Predictions of one example."""
-    logits: float
-    """Seconds of one example in the head."""
-    sums: float
-    """Seconds in which a number of one example's features is summed."""
-    call: float
-    """Seconds that a batch takes whatever its size."""
-    batch_size: int
-
-    def run(self, examples: int, times: float, *, heads: float = 0.0, calls: float = 0.0) -> float:
-        """Return the seconds of `times` passes, `heads` of them to the end, that are made in `calls` parts."""
-        batches = ceil(examples / self.batch_size)
-        return examples * (times * self.products + heads * self.logits) + (calls or times) * batches * self.call
-
-
 def count_seconds(work: Workload, speed: float, *, has_head: bool) -> dict[str, float]:
     """Return the seconds of each stage at a speed in multiplications a second.
 
@@ -89,90 +59,76 @@ def count_seconds(work: Workload, speed: float, *, has_head: bool) -> dict[str, 
     5. Perplexity: held-out texts run through four models.
     """
     head = getattr(work.model.get_output_embeddings(), "weight", torch.empty(0)).numel()
-    tasks = [_count_passes(work, task, speed, head) for task in work.examples]
-    predictions = has_head * sum(of.chosen * of.places for of in tasks)
-    sampled = min(predictions, CURVATURE_ROWS)
-    multiplied = 2 * (NEWTON_STEPS + 1) * predictions + NEWTON_STEPS * 3 * INNER_STEPS * sampled
+    # a pass through a block, or a module's system, takes as long whatever its size
+    call = CALL * torch.get_num_threads() / speed
+    measuring, calibrating, refining, perplexity, predictions = (
+        sum(of_tasks)
+        for of_tasks in zip(*(_count_task(work, task, speed, head, call) for task in work.examples), strict=True)
+    )
+    count, sides = len(work.examples), 1 + work.is_guarded
+    directions = 10 * count * count_directions(count) * work.calibration.uses_output_metric
+    solves = sum(x.d_in**2 * (x.d_in * 2 / 3 + x.d_out * (2 * count * sides + 4) + directions) for x in work.inputs)
+    systems = sides * count * sum(len(block.modules) for block in work.architecture.blocks)
+    multiplied = 2 * (NEWTON_STEPS + 1) * predictions
+    multiplied += NEWTON_STEPS * 3 * INNER_STEPS * min(predictions, CURVATURE_ROWS)
     return {
-        "measuring the experts' outputs": _measure_outputs(work, tasks),
-        "calibrating": _calibrate(work, tasks, speed),
-        "head": LOGITS * head * multiplied / speed,
+        "measuring the experts' outputs": measuring,
+        "calibrating": calibrating + SOLVES * solves / speed + call * systems,
+        "head": has_head * LOGITS * head * multiplied / speed,
         "checking the result": 0.0,
-        "refining the result": _refine(work, tasks),
-        "measuring perplexity": has_head * sum(of.run(of.measured, 4, heads=4) for of in tasks),
+        "refining the result": refining,
+        "measuring perplexity": has_head * perplexity,
         "writing": WRITING,
     }
 
 
-def _count_passes(work: Workload, task: str, speed: float, head: int) -> _Passes:
-    """Count the passes of a task's examples; head: the number of weights of the models' head."""
-    rows, need = work.examples[task], work.needs[task]
+def _count_task(work: Workload, task: str, speed: float, head: int, call: float) -> tuple[float, ...]:
+    """Return the seconds in which the examples of a task are measured, calibrated on, learnt from, and read for
+    perplexity; and the number of their predictions that the head is calibrated on.
+
+    head: the number of weights of the models' head; call: the seconds of a pass through a block that do not depend on
+    its size.
+    """
+    rows, need, by_outputs = work.examples[task], work.needs[task], work.calibration.uses_output_metric
     (given, measured), fitted = work.count_examples(task), work.count_for_blocks(task)
+    checked = work.is_guarded * (rows.selection_count if rows.is_whole else measured)
     first, length = _mean_length(rows.fitted[:1]), _mean_length(rows.fitted)
-    longer = length / first if first else 1.0
     targets = rows.fitted[0].get("decoder_input_ids")
     places = length if targets is None else targets.shape[1]
-    return _Passes(
-        given=given,
-        fitted=fitted,
-        measured=measured,
-        checked=work.is_guarded * (rows.selection_count if rows.is_whole else measured),
-        chosen=min(fitted, ceil(MOST_TOKENS / length)) if length else fitted,
-        products=PRODUCTS * longer * need.products / speed,
-        places=places,
-        logits=LOGITS * head * places / speed,
-        sums=SUMS * longer * need.rows / speed,
-        call=_count_call(speed) * len(work.architecture.blocks),
-        batch_size=rows.batch_size,
-    )
+    # fitted examples whose outputs are read by token
+    chosen = min(fitted, ceil(MOST_TOKENS / length)) if length else fitted
+    # seconds of one example in all blocks, in the head, and in which a number of its features is summed
+    longer, blocks = length / first if first else 1.0, work.architecture.blocks
+    products, logits = PRODUCTS * longer * need.products / speed, LOGITS * head * places / speed
+    summing = SUMS * longer * need.rows / speed
 
+    def run(examples: int, times: float, *, heads: float = 0.0, calls: float = 0.0) -> float:
+        """Return the seconds of `times` passes, `heads` of them to the end, that are made in `calls` parts."""
+        batches = ceil(examples / rows.batch_size)
+        return examples * (times * products + heads * logits) + (calls or times) * batches * call * len(blocks)
 
-def _count_call(speed: float) -> float:
-    """Return the seconds of a pass through a block that do not depend on its size."""
-    return CALL * torch.get_num_threads() / speed
-
-
-def _measure_outputs(work: Workload, tasks: Sequence[_Passes]) -> float:
-    if not work.calibration.uses_output_metric:
-        return 0.0
-    summed = seconds = 0.0
-    for _, d_out, widest in work.inputs:
-        rows = count_sum_rows(widest, count_directions(len(tasks)), of_experts=False)
-        summed += d_out * (rows / 2 if rows == widest else 2 * rows)  # half of a square, or a sketch
-    for of in tasks:
-        back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / of.chosen)))
-        seconds += of.run(of.chosen, 1 + back, heads=1 + back) + of.sums * of.chosen * back * summed
-    return seconds
-
-
-def _calibrate(work: Workload, tasks: Sequence[_Passes], speed: float) -> float:
-    blocks, count, sides = work.architecture.blocks, len(tasks), 1 + work.is_guarded
-    by_outputs, depth = work.calibration.uses_output_metric, len(work.parts) / max(1, len(blocks))
-    directions = 10 * count * count_directions(count) * by_outputs
-    solves = sum(
-        d_in**2 * (d_in * 2 / 3 + d_out * (2 * count * sides + 4) + directions) for d_in, d_out, _ in work.inputs
-    )
-    squares = 1.5 * sum(d_in**2 for d_in, _, _ in work.inputs)
-    systems = sides * count * sum(len(block.modules) for block in blocks)
-    seconds = SOLVES * solves / speed + _count_call(speed) * systems
-    for of in tasks:
-        for number in (of.fitted, of.checked):
-            seconds += of.run(number, 2, calls=2 * depth + 1) + of.sums * number * squares
-        seconds += of.run(of.measured, 4, heads=4 * by_outputs) + of.run(of.checked, 3, heads=3 * by_outputs)
-    return seconds
-
-
-def _refine(work: Workload, tasks: Sequence[_Passes]) -> float:
-    if (schedule := work.refining) is None:
-        return 0.0
-    seconds, times = 0.0, 4 if sum(x.numel() for block in work.block_parameters for x in block) >= LARGE else 3
-    for of in tasks:
+    measuring = refining = 0.0
+    if by_outputs:
+        back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / chosen)))
+        measuring = run(chosen, 1 + back, heads=1 + back) + summing * chosen * back * _count_summed(work)
+    depth, squares = len(work.parts) / max(1, len(blocks)), 1.5 * sum(x.d_in**2 for x in work.inputs)
+    calibrating = run(measured, 4, heads=4 * by_outputs) + run(checked, 3, heads=3 * by_outputs)
+    for number in (fitted, checked):
+        calibrating += run(number, 2, calls=2 * depth + 1) + summing * number * squares
+    if schedule := work.refining:
+        times = 4 if sum(x.numel() for block in work.block_parameters for x in block) >= LARGE else 3
         # without hooks, which the other passes have
-        seconds += schedule.steps * of.run(schedule.texts, times, heads=times, calls=2)
+        refining = schedule.steps * run(schedule.texts, times, heads=times, calls=2)
         # experts' probabilities; and held-out examples, before, in between, and of the share that is kept
-        seconds += of.run(of.given + of.checked, 1, heads=1)
-        seconds += of.run((schedule.checks + 3) * of.checked, 1, heads=1)
-    return seconds
+        refining += run(given + checked, 1, heads=1) + run((schedule.checks + 3) * checked, 1, heads=1)
+    return measuring, calibrating, refining, run(measured, 4, heads=4), chosen * places
+
+
+def _count_summed(work: Workload) -> float:
+    """Return how many numbers are summed for the gradients of one row: half of a square, or a sketch, per output."""
+    directions = count_directions(len(work.examples))
+    rows = [(x, count_sum_rows(x.widest, directions, of_experts=x.of_experts)) for x in work.inputs]
+    return sum(x.d_out * (count / 2 if count == x.widest else 2 * count) for x, count in rows)
 
 
 def _mean_length(batches: Sequence[Batch]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,11 +16,24 @@ from transformers import PreTrainedModel
 from featcal_cli.calibration.distillation import FEWEST_TEXTS, TOKENS_PER_WIDTH, Schedule
 from featcal_cli.data.batches import count_tokens
 from featcal_cli.data.examples import TaskExamples
+from featcal_cli.engine.head import find_head
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters
 from featcal_cli.recipe.schema import Calibration, Recipe
 from featcal_cli.workflows.batch_size import COMPUTE, BatchNeeds, count_places, limit_logits
+
+
+class Input(NamedTuple):
+    """Features [.., d_in] that some of a block's Linear modules multiply by their weights."""
+
+    d_in: int
+    d_out: int
+    """The sum of d_out over these modules."""
+    widest: int
+    """The largest d_out of one of them."""
+    of_experts: bool
+    """Whether the modules are in an expert of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,7 @@ class Workload:
     """The findings of `probe_batches` for a batch of each task's examples."""
     device: torch.device
     refining: Schedule | None
+    """How the result is refined; None if it is not."""
     writes: bool
     """Whether the job calibrates, and does not only measure."""
 
@@ -57,15 +72,21 @@ class Workload:
         return self.writes and self.calibration.must_not_get_worse
 
     @cached_property
-    def parts(self) -> list[Block]:
-        """The parts of blocks that are solved at once."""
-        by_depth = self.calibration.solving_order == "module"
-        return [part for block in self.architecture.blocks for part in block.parts(by_depth=by_depth)]
+    def head(self) -> tuple[str, str] | None:
+        """The head that `find_head` finds in merged, if it is calibrated; whether experts have one is not known."""
+        is_wanted = self.writes and self.calibration.calibrates_head
+        return find_head(self.merged, (), self.architecture) if is_wanted else None
 
     @cached_property
-    def inputs(self) -> list[tuple[int, int, int]]:
-        """The inputs that `find_inputs` finds in all parts."""
-        return [found for part in self.parts for found in find_inputs(self.model, part)]
+    def parts(self) -> list[list[Input]]:
+        """The inputs of each part of a block that is solved at once."""
+        by_depth = self.calibration.solving_order == "module"
+        parts = (part for block in self.architecture.blocks for part in block.parts(by_depth=by_depth))
+        return [find_inputs(self.model, part) for part in parts]
+
+    @property
+    def inputs(self) -> list[Input]:
+        return [found for part in self.parts for found in part]
 
     @cached_property
     def block_parameters(self) -> list[list[nn.Parameter]]:
@@ -119,16 +140,15 @@ def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
     return torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
 
 
-def find_inputs(model: nn.Module, block: Block) -> list[tuple[int, int, int]]:
-    """List the inputs of the block's Linear modules, each as d_in, the sum of d_out over all modules that read it, and
-    the largest d_out among them. Modules with the same parent and d_in are assumed to share an input, unless they are
-    parts of one parameter."""
-    inputs: dict[tuple[str, int], tuple[int, int, int]] = {}
+def find_inputs(model: nn.Module, block: Block) -> list[Input]:
+    """List the inputs of the block's Linear modules. Modules with the same parent and d_in are assumed to share an
+    input, unless they are parts of one parameter."""
+    inputs: dict[tuple[str, int, bool], Input] = {}
     for module in block.modules:
         if module.kind in LINEAR_KINDS:
             *_, d_out, d_in = read_parameters(module_at(model.get_submodule(block.name), module)).weight.shape
             own = module.is_routed and module.functional
-            key = (module.name if own else module.name.rpartition(".")[0], d_in)
-            _, others, widest = inputs.get(key, (d_in, 0, 0))
-            inputs[key] = (d_in, d_out + others, max(d_out, widest))
+            key = (module.name if own else module.name.rpartition(".")[0], d_in, module.is_routed)
+            known = inputs.get(key, Input(d_in, 0, 0, module.is_routed))
+            inputs[key] = known._replace(d_out=known.d_out + d_out, widest=max(known.widest, d_out))
     return list(inputs.values())

@@ -16,7 +16,7 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.recipe.schema import Calibration
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.inputs import find_inputs
-from featcal_cli.workflows.load import Models, fetch_models, load_models
+from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.plan import make_plan
 from featcal_cli.workflows.session import RunOptions, Session
 from featcal_cli.workflows.setup import Setup, set_up
@@ -75,6 +75,5 @@ def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepare
     """The family's job."""
     session = Session(saved.recipe(**calibration), RunOptions("cpu", batch_size))
     plan = make_plan(session, find_inputs(session))
-    models = load_models(fetch_models(session, plan), None, Path(), "")
-    setup = set_up(session, plan, models)
-    return Prepared(models, setup.architecture, dict(plan.examples), plan.recipe.calibration)
+    setup = set_up(session, plan)
+    return Prepared(setup.models, setup.architecture, dict(plan.examples), plan.recipe.calibration)
