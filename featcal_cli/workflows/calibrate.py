@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -22,7 +21,6 @@ from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
-from featcal_cli.hub.push import Target
 from featcal_cli.hub.weight_files import describe_files, divide_files, read_entries
 from featcal_cli.models.loading import find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
@@ -47,9 +45,9 @@ from featcal_cli.workflows.setup import Setup, set_up
 from featcal_cli.workflows.workspace import GRADIENTS, describe_output, stamp_inputs
 
 
-def compute(session: Session, inputs: Inputs, target: Target | None) -> tuple[Report, Models]:
+def compute(session: Session, inputs: Inputs) -> tuple[Report, Models]:
     """Run a job whose output does not exist yet: plan it, load the models, calibrate, check and write. Each of several
-    processes does its part. target: the Hub repo to which the output is pushed later. Raises FeatCalError."""
+    processes does its part. Raises FeatCalError."""
     ranks, recipe, workspace = session.ranks, inputs.recipe, session.workspace
     stamps = stamp_inputs(recipe.local_paths)
     plan = make_plan(session, inputs, workspace.target)
@@ -69,7 +67,7 @@ def compute(session: Session, inputs: Inputs, target: Target | None) -> tuple[Re
         _note_outcome(session, outcome, journal)
         perplexity = measure_outcome(session, plan, outcome, journal)
         check_inputs()
-        if target is not None and recipe.local_paths:
+        if session.draft.output.push_to and recipe.local_paths:
             names = f"{RECIPE}, {REPORT} and {ADAPTER}" if session.options.as_adapter else f"{RECIPE} and {REPORT}"
             session.note(f"{names} name folders of this machine, and are pushed with these names")
         plan = _with_numbers(plan, outcome)
@@ -79,7 +77,7 @@ def compute(session: Session, inputs: Inputs, target: Target | None) -> tuple[Re
         adapter, adapter_files = _extract_adapter(session, journal, plan, outcome)
         report = replace(summarise(session, plan, outcome, stamps), adapter=adapter, perplexity=perplexity)
         if journal:
-            report = _write(session, journal, outcome, report, plan, target, adapter_files, check_inputs)
+            report = _write(session, journal, outcome, report, plan, adapter_files, check_inputs)
     return report, models
 
 
@@ -123,8 +121,7 @@ def _calibrate_in_smaller_batches(session: Session, setup: Setup, journal: Journ
     size."""
     while True:
         try:
-            with _with_gradients(session, setup) as ready:
-                return _calibrate(session, ready, journal)
+            return _calibrate(session, _with_gradients(session, setup), journal)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -172,33 +169,26 @@ def _halve(batches: list[Batch]) -> list[Batch]:
     return halves
 
 
-@contextmanager
-def _with_gradients(session: Session, setup: Setup) -> Iterator[Setup]:
-    """Yield the setup; if errors are measured in the output metric, add the gradients of experts' outputs. Raises
+def _with_gradients(session: Session, setup: Setup) -> Setup:
+    """Return the setup; if errors are measured in the output metric, with the gradients of experts' outputs. Raises
     NumericsError if the recipe asks for that metric and the gradients cannot be computed."""
     if not setup.calibration.uses_output_metric:
-        yield setup
-        return
-    folder, is_writer = setup.scratch / GRADIENTS, read_launch().local_rank == 0
-    if is_writer:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        return setup
+    folder = setup.scratch / GRADIENTS
+    if read_launch().local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed, or had larger batches
         folder.mkdir()
+    session.stage("measuring the experts' outputs")
     try:
-        session.stage("measuring the experts' outputs")
-        try:
-            gradients = setup.measure_gradients(folder, session.listener.progress)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            what = f"experts' outputs cannot be differentiated: {error}"
-            if session.draft.calibration.metric == "output":
-                raise NumericsError(what, fix="take metric: output out of the recipe") from error
-            session.note(f"errors are measured by features: {what}")
-            gradients = {}
-        yield replace(setup, gradients=gradients)
-    finally:
-        if is_writer:
-            shutil.rmtree(folder, ignore_errors=True)
+        return replace(setup, gradients=setup.measure_gradients(folder, session.listener.progress))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        what = f"experts' outputs cannot be differentiated: {error}"
+        if session.draft.calibration.metric == "output":
+            raise NumericsError(what, fix="take metric: output out of the recipe") from error
+        session.note(f"errors are measured by features: {what}")
+        return setup
 
 
 def _calibrate(session: Session, setup: Setup, journal: Journal | None) -> Outcome:
@@ -279,7 +269,6 @@ def _write(
     outcome: Outcome,
     report: Report,
     plan: Plan,
-    target: Target | None,
     adapter: Mapping[str, bytes],
     check_inputs: Callable[[], None],
 ) -> Report:
@@ -302,7 +291,7 @@ def _write(
     files = sorted({*divide_files(snapshot.folder).kept, *contents, REPORT, CARD})
     loading = {"model_class": type(merged.module).__name__, "processor_class": find_processor_class(snapshot.folder)}
     report = replace(report, files=files, loading=loading)
-    described = describe_output(report, session.workspace.target.name, target.repo_id if target else None, card)
+    described = describe_output(report, session.workspace.target.name, None, card)
     contents |= {name: text.encode() for name, text in described.items()}
     written = write_output(session.workspace, merged, read_named, contents, check_inputs, session.stage)
     session.note(*describe_files(written))

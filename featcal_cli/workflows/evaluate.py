@@ -4,7 +4,7 @@ model is loaded when it is first needed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from featcal_cli import __version__
 from featcal_cli.evaluation.results import BASE, EXPERT, MERGED, Evaluation, Score, TaskScores
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.recipe.schema import Evaluate, Merge, Recipe
+from featcal_cli.recipe.schema import Evaluate, Merge
 from featcal_cli.reporting.report import RECIPE
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
@@ -58,16 +58,16 @@ def evaluate(
     options = RunOptions(device, batch_size, allow_pickle, trust_remote_code, allow_code=allow_code)
     session = Session(recipe, options, listener)
     others = dict(zip(name_roles(models), models, strict=True))
-    inputs = find_inputs(session)
+    inputs = find_inputs(session, others)
     session.load_libraries()
     if all(spec.evaluate is None for spec in inputs.recipe.tasks.values()):
-        return _evaluate_texts(session, inputs, others, limit or TEXTS)
+        return _evaluate_texts(session, inputs, limit or TEXTS)
     return evaluate_models(session, inputs, others, limit=limit)
 
 
-def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str], count: int) -> Evaluation:
-    """Measure the perplexity of experts, merged, `others` (by role) and base on texts of the tasks' own data. Raises
-    FeatCalError, also if they are no language models."""
+def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
+    """Measure the perplexity of all models on texts of the tasks' own data. Raises FeatCalError, also if they are no
+    language models."""
     from featcal_cli.data.tensors import is_tensor_file
     from featcal_cli.workflows.perplexity import has_perplexity, measure_perplexity
     from featcal_cli.workflows.plan import make_plan
@@ -79,8 +79,8 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
     started, seed = time.monotonic(), inputs.recipe.calibration.seed + 1
     calibration = inputs.recipe.calibration.model_copy(update={"examples": count, "seed": seed})
     recipe = inputs.recipe.model_copy(update={"calibration": calibration})
-    origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
-    plan = make_plan(session, replace(inputs, recipe=recipe, origins=origins))
+    inputs = replace(inputs, recipe=recipe)
+    plan = make_plan(session, inputs)
     known = "these are mostly the texts that a calibration with this source was fitted to"
     few = [task for task, rows in plan.examples.items() if rows.is_whole or is_tensor_file(recipe.tasks[task].data)]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
@@ -92,7 +92,7 @@ def _evaluate_texts(session: Session, inputs: Inputs, others: Mapping[str, str],
             check_evaluable(session, recipe)
         session.stage("measuring perplexity")
         scores = measure_perplexity(job, recipe, job.drift.runners, dict.fromkeys(job.experts, "texts"))
-    return _describe(session, recipe, {role: origin.pinned for role, origin in origins.items()}, scores, count, started)
+    return _describe(session, inputs, scores, count, started)
 
 
 def _writes_text(inputs: Inputs) -> bool:
@@ -109,10 +109,8 @@ def _writes_text(inputs: Inputs) -> bool:
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or find_transformers_class(name) is None
 
 
-def evaluate_models(
-    session: Session, inputs: Inputs, others: Mapping[str, str], *, limit: int | None = None
-) -> Evaluation:
-    """Measure the experts, merged and `others` (by role) on the tasks of a job. Raises FeatCalError."""
+def evaluate_models(session: Session, inputs: Inputs, others: Iterable[str], *, limit: int | None = None) -> Evaluation:
+    """Measure the experts, merged and `others`, roles in `inputs`, on the tasks of a job. Raises FeatCalError."""
     recipe = inputs.recipe
     check_evaluable(session, recipe)
     started, scores = time.monotonic(), {}
@@ -123,26 +121,21 @@ def evaluate_models(
         for task, spec in recipe.tasks.items():
             if spec.evaluate is not None:
                 scores[task] = models.measure(task, spec.evaluate)
-    names = {role: models.name(role) for role in (MERGED, *others)}
-    return _describe(session, recipe, names, scores, limit, started)
+    return _describe(session, inputs, scores, limit, started)
 
 
 def _describe(
-    session: Session,
-    recipe: Recipe,
-    names: Mapping[str, str],
-    scores: Mapping[str, TaskScores],
-    limit: int | None,
-    started: float,
+    session: Session, inputs: Inputs, scores: Mapping[str, TaskScores], limit: int | None, started: float
 ) -> Evaluation:
-    """Return the evaluation, given the names of models by role."""
     from featcal_cli.runtime.hardware import describe_environment
 
-    roles = next(iter(scores.values())).scores
-    experts = ", ".join(spec.expert for spec in recipe.tasks.values())
+    recipe = inputs.recipe
+    names = {role: origin.pinned for role, origin in inputs.origins.items()}
+    names[EXPERT] = ", ".join(spec.expert for spec in recipe.tasks.values())
     return Evaluation(
         featcal_version=__version__,
-        names={role: experts if role == EXPERT else names.get(role, str(recipe.merged)) for role in roles},
+        # a merge that is built has no origin
+        names={role: names.get(role, str(recipe.merged)) for role in next(iter(scores.values())).scores},
         tasks=scores,
         notes=session.notes,
         recipe=recipe.model_dump(mode="json", exclude_none=True),
@@ -179,12 +172,11 @@ class _Models:
     by its role in the job, an expert by `expert TASK`."""
 
     def __init__(
-        self, session: Session, inputs: Inputs, others: Mapping[str, str], scratch: Path, limit: int | None
+        self, session: Session, inputs: Inputs, others: Iterable[str], scratch: Path, limit: int | None
     ) -> None:
-        """others: further models by role; scratch: a folder for the merged model, if it is built. Raises HubError if a
-        model does not exist."""
+        """others: roles of further models; scratch: a folder for the merged model, if it is built."""
         self._session, self._recipe, self._scratch, self._limit = session, inputs.recipe, scratch, limit
-        self._origins = {**inputs.origins, **{role: session.find_origin(name) for role, name in others.items()}}
+        self._origins = inputs.origins
         self._roles = [EXPERT, MERGED, *others]
         """The columns of the table; EXPERT stands for the expert of each task."""
         self._snapshots: dict[str, Snapshot] = {}
@@ -193,12 +185,11 @@ class _Models:
     def measure(self, task: str, how: Evaluate) -> TaskScores:
         """Return the scores of all models. Raises FeatCalError."""
         names = {role: f"expert {task}" if role == EXPERT else role for role in self._roles}
-        scores = self._measure_models(task, how, names)
+        measured: tuple[str, str, str]
+        measured = how.metric, str(self._recipe.tasks[task].data.model_copy(update={"split": None})), how.split
         if how.lm_eval:
-            metric = ", ".join(f"{name} {kind}" for name, kind in how.lm_eval.items())
-            return TaskScores(how.protocol, metric, "", "", scores)
-        data = str(self._recipe.tasks[task].data.model_copy(update={"split": None}))
-        return TaskScores(how.protocol, how.metric, data, how.split, scores)
+            measured = ", ".join(f"{name} {kind}" for name, kind in how.lm_eval.items()), "", ""
+        return TaskScores(how.protocol, *measured, self._measure_models(task, how, names))
 
     def _measure_models(self, task: str, how: Evaluate, names: Mapping[str, str]) -> dict[str, Score]:
         """Return the scores, by role, of these models, given their names by role, on one task."""
@@ -250,10 +241,6 @@ class _Models:
         size = self._session.options.batch_size or BATCH[device.type]
         most = self._recipe.calibration.max_length
         return LabelledTask(task, data, how, folders, device, size, self._limit, text_models, most, self._session.note)
-
-    def name(self, model: str) -> str:
-        """Return what a model is: a repo with its commit, a folder, or the merge that builds it."""
-        return self._origins[model].pinned if model in self._origins else str(self._recipe.merged)
 
     def _fetch(self, model: str) -> Snapshot:
         """Return the model's files on this machine, downloaded or built if needed. Raises HubError, and CheckpointError

@@ -38,7 +38,6 @@ from featcal_cli.workflows.plan_checks import (
     check_memory,
     check_models,
     check_refinable,
-    check_teacher,
     count_transfer,
 )
 from featcal_cli.workflows.resource_estimate import Estimate, estimate
@@ -155,7 +154,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         _check_output(session, inputs, work, headers[MERGED])
     with look():
         if refining:
-            check_refinable(examples)
+            check_refinable(examples, outlines)
     estimated = estimate(work)
     with look():
         check_disk(estimated, transfers, target if session.ranks.is_first else None)
@@ -166,9 +165,6 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
         work = replace(work, examples=examples)
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
-    with look():
-        for task in examples if refining else ():
-            check_teacher(outlines[f"{EXPERT}{task}"], merged)
     if merged.lacks_head:
         session.note("merged has no head in its files: whoever loads it gets a random one")
     head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
@@ -237,9 +233,7 @@ def _refine_shortly(
     larger = replace(work, refining=short)
     obstacle = ""
     try:
-        check_refinable(work.examples)
-        for task in work.examples:
-            check_teacher(outlines[f"{EXPERT}{task}"], work.merged)
+        check_refinable(work.examples, outlines)
         needs = estimate(larger)
         check_memory(needs, estimated, work.device)
         check_disk(needs, transfers, target if session.ranks.is_first else None)

@@ -27,7 +27,7 @@ from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
 from featcal_cli.workflows.resource_estimate import Estimate
-from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.workspace import Workspace
 
 Headers = Mapping[str, Entry] | None
@@ -85,12 +85,14 @@ def check_memory(needs: Estimate, anyway: Estimate, device: torch.device) -> Non
             raise ShortageError(what, fix="use a machine with more")
 
 
-def check_refinable(examples: Mapping[str, TaskExamples]) -> None:
-    """Raise RecipeError if a result cannot be refined, for lack of held-out examples."""
+def check_refinable(examples: Mapping[str, TaskExamples], outlines: Mapping[str, Model]) -> None:
+    """Raise RecipeError if a result cannot be refined, for lack of held-out examples or of experts to learn from."""
     unchecked = [task for task, rows in examples.items() if not rows.selection_count]
     if unchecked:
         what = f"{unchecked[0]} has no held-out rows, by which refining is checked"
         raise RecipeError(what, where="--refine", fix="give more rows, or leave out --refine")
+    for task in examples:
+        check_teacher(outlines[f"{EXPERT}{task}"], outlines["merged"])
 
 
 def check_teacher(expert: Model, merged: Model) -> None:

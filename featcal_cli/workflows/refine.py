@@ -4,6 +4,7 @@ the result afterwards. One process does it, and all get the result."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -167,20 +168,10 @@ class Refiner:
 
 def prepare(session: Session, setup: Setup) -> Refiner | None:
     """Return what refines the result, on the first process; None if it is not refined."""
-    if setup.refining is None or not session.ranks.is_first:
-        return None
-    try:
-        return Refiner(session, setup, setup.refining)
-    except RecipeError as error:
-        # what an expert returns is seen only now
-        if setup.calibration.refine:
-            raise
-        session.note(f"the result is not refined: {error.what}")
-        return None
-    except (RuntimeError, MemoryError) as error:
-        session.note(_explain(session, error))
-        hardware.release_memory(session.device)
-        return None
+    if setup.refining is not None and session.ranks.is_first:
+        with _noting_failures(session):
+            return Refiner(session, setup, setup.refining)
+    return None
 
 
 def refine(session: Session, refiner: Refiner | None, journal: Journal | None, outcome: Outcome) -> Outcome:
@@ -190,14 +181,10 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
         session.note("nothing is refined, as no module was calibrated")
         return outcome
     session.stage("refining the result")
-    learned = None
+    found, parts = None, dict[str, Tensor]()
     if refiner and journal:
-        try:
-            learned = refiner.learn(journal, outcome)
-        except (RuntimeError, MemoryError) as error:
-            session.note(_explain(session, error))
-            hardware.release_memory(session.device)
-    found, parts = learned or (None, {})
+        with _noting_failures(session):
+            found, parts = refiner.learn(journal, outcome)
     refined, parts = session.ranks.broadcast(found), session.ranks.exchange(parts, torch.device("cpu"))
     if refined is None:
         return outcome
@@ -209,14 +196,25 @@ def refine(session: Session, refiner: Refiner | None, journal: Journal | None, o
     return outcome
 
 
-def _explain(session: Session, error: RuntimeError | MemoryError) -> str:
-    """Return a sentence on why the result is not refined. Raises FeatCalError instead if the user asked for it."""
-    why, fix = exception_text(error), "leave out --refine"
-    if hardware.is_out_of_memory(error):
-        why = f"the memory of {session.device} does not suffice for the whole model with its updates"
-    if session.draft.calibration.refine:
-        raise ShortageError(f"the result cannot be refined: {why}", fix=fix) from error
-    return f"the result is not refined: {why}"
+@contextmanager
+def _noting_failures(session: Session) -> Iterator[None]:
+    """Context manager in which a failure only leads to a note on why the result is not refined, unless the user asked
+    for refining: then it raises FeatCalError."""
+    is_asked = session.draft.calibration.refine
+    try:
+        yield
+    except RecipeError as error:  # what an expert returns is seen only now
+        if is_asked:
+            raise
+        session.note(f"the result is not refined: {error.what}")
+    except (RuntimeError, MemoryError) as error:
+        why = exception_text(error)
+        if hardware.is_out_of_memory(error):
+            why = f"the memory of {session.device} does not suffice for the whole model with its updates"
+        if is_asked:
+            raise ShortageError(f"the result cannot be refined: {why}", fix="leave out --refine") from error
+        session.note(f"the result is not refined: {why}")
+        hardware.release_memory(session.device)
 
 
 def _run_with_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

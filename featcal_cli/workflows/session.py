@@ -70,6 +70,7 @@ class Session:
         self.ranks = join_ranks()
         """All processes of this run; only the first one reports to the user and writes the output."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
+        self.stage = self.listener.stage
         check_device(options.device)
         self.options = options
         self.obstacles = Obstacles(collect=options.dry_run)
@@ -113,10 +114,6 @@ class Session:
         _, *others = self.ranks.gather(self.notes)
         if self.ranks.is_first:
             self.note(*dict.fromkeys(text for notes in others for text in notes if text not in self.notes))
-
-    def stage(self, text: str) -> None:
-        """Announce that a new stage of the work begins."""
-        self.listener.stage(text)
 
     def note(self, *texts: str) -> None:
         """Keep sentences for the report and show them to the user."""

@@ -251,7 +251,7 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
             from featcal_cli.workflows.calibrate import compute
 
             with explain_losses(inputs.recipe.local_paths):
-                report, models = compute(session, inputs, target)
+                report, models = compute(session, inputs)
         else:
             if ranks.is_first:
                 workspace.drop_old_blocks()
@@ -261,8 +261,8 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
             session.load_libraries()
             from featcal_cli.workflows.evaluate import evaluate_models
 
-            others = {CALIBRATED: str(workspace.target)}
-            measured = evaluate_models(session, inputs, others)
+            origins = {**inputs.origins, CALIBRATED: session.find_origin(str(workspace.target))}
+            measured = evaluate_models(session, replace(inputs, origins=origins), [CALIBRATED])
             report = replace(report, accuracy=dict(measured.tasks))
         pushed = None
         if ranks.is_first:
