@@ -35,13 +35,12 @@ from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.workflows.build_report import Outcome, summarise
 from featcal_cli.workflows.inputs import Inputs, dump_recipe
-from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.output import names_on_disk, write_output
 from featcal_cli.workflows.perplexity import measure_outcome
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.refine import prepare, read_groups, refine
 from featcal_cli.workflows.session import Session
-from featcal_cli.workflows.setup import Setup, set_up
+from featcal_cli.workflows.setup import Models, Setup, set_up
 from featcal_cli.workflows.workspace import GRADIENTS, describe_output, stamp_inputs
 
 

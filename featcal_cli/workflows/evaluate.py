@@ -251,7 +251,7 @@ class _Models:
             self._session.stage(f"fetching {self._origins[model].name}")
             self._snapshots[model] = self._session.fetch(self._origins[model])
         else:
-            from featcal_cli.workflows.load import build_merged
+            from featcal_cli.workflows.setup import build_merged
 
             merge = self._recipe.merged
             assert isinstance(merge, Merge)  # else it has an origin

@@ -41,15 +41,16 @@ def names_on_disk(model: Model, parameters: Mapping[str, Tensor], entries: Mappi
 
 def check_readable(model: Model, architecture: Architecture, entries: Mapping[str, Entry] | None) -> None:
     """Raise CheckpointError if a block's parameter is packed in the files, if their `entries` are known."""
-    blocks = [path for block in architecture.blocks if (path := model.own_path(block.name)) is not None]
+    if not entries:
+        return
     inside = {
-        f"{block}.{name}": value
-        for block in blocks
-        for name, value in model.module.get_submodule(block).named_parameters()
+        f"{path}.{name}": value
+        for path in map(model.own_path, (block.name for block in architecture.blocks))
+        for name, value in (model.module.get_submodule(path).named_parameters() if path is not None else ())
         if value.is_floating_point()
     }
-    for _, _, stored in _match_names(model, inside, entries or {}):
-        if entries and stored is not None:
+    for _, _, stored in _match_names(model, inside, entries):
+        if stored is not None:
             _check_dtype(model, stored, entries[stored].dtype)
 
 

@@ -77,6 +77,7 @@ class Plan:
     settings: str
     """The hyperparameters that a run uses, in words."""
     estimate: Estimate
+    """The needs of a calibration; nobody asks for them if models are only measured."""
     time: TimeEstimate | None
     """The time of a calibration; None if models are only measured."""
     device: str
@@ -148,7 +149,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         check_models(session, architecture, outlines, headers)
     needs = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
-    work = Workload(recipe, merged, architecture, examples, needs, session.device, refining, target is not None)
+    work = Workload(recipe, merged, architecture, examples, needs, session.device, refining)
     transfers = {role: count_transfer(origin) for role, origin in origins.items()}
     if target is not None:
         _check_output(session, inputs, work, headers[MERGED])
@@ -167,7 +168,10 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)
     if merged.lacks_head:
         session.note("merged has no head in its files: whoever loads it gets a random one")
-    head = choose_head(calibration, token_ids, outlines, architecture) if target is not None else None
+    head = None
+    if target is not None and calibration.calibrates_head:
+        experts = [outlines[f"{EXPERT}{task}"] for task in recipe.tasks]
+        head = find_head(merged, experts, architecture, token_ids.classes)
     if head and refining:
         work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=work.texts_for_blocks))
         estimated = estimate(work)
@@ -244,16 +248,6 @@ def _refine_shortly(
         return larger, needs
     session.note(f"the result is not refined: {obstacle}")
     return work, estimated
-
-
-def choose_head(
-    calibration: Calibration, token_ids: TokenIds, models: Mapping[str, Model], architecture: Architecture
-) -> tuple[str, str] | None:
-    """Return what `find_head` finds in the models of a job, by role, if the head is calibrated."""
-    if not calibration.calibrates_head:
-        return None
-    experts = [model for role, model in models.items() if role.startswith(EXPERT)]
-    return find_head(models[MERGED], experts, architecture, token_ids.classes)
 
 
 def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[str, Model], dict[str, Headers]]:

@@ -128,7 +128,7 @@ def _count_features(work: Workload) -> tuple[float, float, float, float]:
         scale, read = fitted / rows.fitted_count, sum(x.nbytes for x in tensors)
         unread += read * (given / rows.fitted_count - 1)
         # what is fitted and measured runs once for both
-        in_both = of_fitted if work.writes and not rows.held_out_count else 0
+        in_both = 0 if rows.held_out_count else of_fitted
         passes = of_fitted * fitted + (of_measured - in_both) * measured
         state, begun = need.state_bytes * used / COMPUTE, need.begun_bytes * used / COMPUTE
         if on_device:
@@ -146,7 +146,7 @@ def _count_features(work: Workload) -> tuple[float, float, float, float]:
 
 def _count_outputs(work: Workload) -> float:
     """Return the bytes of modules' outputs that are kept between the parts of a block if there is room."""
-    if not work.writes or work.calibration.solving_order != "module":
+    if work.calibration.solving_order != "module":
         return 0.0
     blocks = (find_inputs(work.model, block) for block in work.architecture.blocks)
     width = max((sum(x.d_out for x in block if not x.of_experts) for block in blocks), default=0)

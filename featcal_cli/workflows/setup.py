@@ -1,4 +1,5 @@
-"""Setup of a job: models and examples are combined, the blocks are found, and the job is made ready to run."""
+"""Setup of a job: models are loaded and combined with the examples, the blocks are found, and the job is made ready to
+run."""
 
 from __future__ import annotations
 
@@ -27,31 +28,45 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.gradient_sums import count_directions
-from featcal_cli.engine.head import Head
+from featcal_cli.engine.head import Head, find_head
 from featcal_cli.engine.job import MERGED, Job, Measurement
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import count_chosen, measure_output_gradients
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import describe_merge_fit
-from featcal_cli.hub.snapshot import Origin
-from featcal_cli.models.alignment import check_alignment
+from featcal_cli.hub.snapshot import Origin, Snapshot
+from featcal_cli.hub.weight_files import read_entries
+from featcal_cli.models.alignment import check_alignment, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
-from featcal_cli.models.loading import Model, share_model
-from featcal_cli.recipe.schema import Calibration
+from featcal_cli.models.loading import Model, find_class, load_model, share_model
+from featcal_cli.models.merging import merge_weights
+from featcal_cli.recipe.schema import Calibration, Merge
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.hardware import rooms_for_features
+from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.batch_size import limit_batches
-from featcal_cli.workflows.load import Models, load_models
-from featcal_cli.workflows.plan import Plan, check_stems, choose_head
-from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.output import build_checkpoint, names_on_disk
+from featcal_cli.workflows.plan import Plan, check_stems
+from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.token_ids import TokenIds
 from featcal_cli.workflows.workload import choose_dtype
+from featcal_cli.workflows.workspace import MERGED_MODEL
+
+
+@dataclass(frozen=True)
+class Models:
+    merged: Model
+    student: Model
+    """A second copy of the merged model that shares its tensors; only this one is changed by calibration."""
+    base: Model
+    experts: Mapping[str, Model]
+    others: Mapping[str, Model] = field(default_factory=dict)
+    """Further models that are only measured, by role."""
 
 
 def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
@@ -78,6 +93,47 @@ def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
     return Setup(*parts, token_ids=plan.token_ids, refining=plan.refining)
+
+
+def load_models(session: Session, plan: Plan, scratch: Path | None = None) -> Models:
+    """Download and load every model of a job. scratch: a folder for a merged model that is built, and for weights that
+    are converted when they are loaded, which else stay in memory. Raises HubError, CheckpointError and OutputError."""
+    snapshots, merge = {}, plan.recipe.merged
+    for role, origin in plan.origins.items():
+        session.stage(f"downloading {origin.name}" if plan.transfers[role]["missing"] else "loading models")
+        snapshots[role] = session.fetch(origin)
+    session.stage("loading models")
+    if isinstance(merge, Merge):
+        assert scratch is not None  # only a verb that has a folder takes a merge
+        snapshots["merged"] = build_merged(session, merge, snapshots, scratch)
+    first = snapshots.pop("merged")
+    merged = _keep(load_model("merged", first, find_class(first)), scratch)
+    models = {role: _keep(load_fitting(role, snapshot, merged), scratch) for role, snapshot in snapshots.items()}
+    base = models.pop("base")
+    experts = {role.removeprefix(EXPERT): models.pop(role) for role in [*models] if role.startswith(EXPERT)}
+    return Models(merged, share_model(merged), base, experts, models)
+
+
+def build_merged(session: Session, merge: Merge, snapshots: Mapping[str, Snapshot], scratch: Path) -> Snapshot:
+    """Build the merged model from base and experts, on one rank of each machine, in the folder `scratch`. Raises
+    CheckpointError and OutputError."""
+    built, experts = scratch / MERGED_MODEL, [role for role in snapshots if role.startswith(EXPERT)]
+    if read_launch().local_rank == 0:
+        model_class = find_class(snapshots[experts[0]])
+        base, *models = (_keep(load_model(role, snapshots[role], model_class), scratch) for role in ("base", *experts))
+        first = models[0]
+        entries = read_entries(first.snapshot.folder)
+        on_disk = (names_on_disk(first, group, entries) for group in merge_weights(merge, base, models))
+        build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
+    session.ranks.gather(None)  # now it is there
+    return Snapshot(session.draft.name, built, None)
+
+
+def _keep(model: Model, scratch: Path | None) -> Model:
+    """Return a model whose converted weights lie in files, if there is a folder for them."""
+    if scratch is not None:
+        map_to_files(model.module.parameters(), scratch)
+    return model
 
 
 @contextmanager
@@ -229,14 +285,15 @@ class Setup:
 
     def _prepare_head(self) -> Head | None:
         """Prepare the calibration of a language model's head; None if there is none."""
-        models = {MERGED: self.models.merged} | {model.role: model for model in self.models.experts.values()}
-        found = choose_head(self.calibration, self.token_ids, models, self.architecture)
+        classes, experts = self.token_ids.classes, self.models.experts
+        if not self.calibration.calibrates_head:
+            return None
+        found = find_head(self.models.merged, experts.values(), self.architecture, classes)
         if found is None:
             return None
         fitted = {task: count_chosen(rows.fitted) for task, rows in self.examples.items()}
         checked = {task: count_chosen(rows.selection) for task, rows in self.examples.items()}
-        classes = self.token_ids.classes
-        known = {task: classes[model.role] for task, model in self.models.experts.items() if model.role in classes}
+        known = {task: classes[model.role] for task, model in experts.items() if model.role in classes}
         return Head(*found, {False: fitted, True: checked}, classes=known)
 
     def _share(self, batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Part]]:

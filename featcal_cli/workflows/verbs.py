@@ -1,7 +1,7 @@
 """The commands that write an output: calibrate, its dry run, and the demo, as called by the command line and by Python
 users.
 
-The steps of a job are: find its models and data (`inputs`), plan (`plan`), load (`load`, `setup`), calibrate
+The steps of a job are: find its models and data (`inputs`), plan (`plan`), load (`setup`), calibrate
 (`calibrate`), check and write (`output`), and push. Modules that need torch are imported after `load_libraries`.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from featcal_cli.models.loading import Model
-    from featcal_cli.workflows.load import Models
     from featcal_cli.workflows.plan import Plan
+    from featcal_cli.workflows.setup import Models
 
 ALREADY_DONE = "already done: {} was finished by an earlier run; nothing is computed again"
 

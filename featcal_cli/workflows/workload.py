@@ -38,7 +38,7 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """A job as far as it is known before its models' weights are read."""
+    """A calibration as far as it is known before its models' weights are read."""
 
     recipe: Recipe
     merged: Model
@@ -50,8 +50,6 @@ class Workload:
     device: torch.device
     refining: Schedule | None
     """How the result is refined; None if it is not."""
-    writes: bool
-    """Whether the job calibrates, and does not only measure."""
 
     @property
     def calibration(self) -> Calibration:
@@ -69,13 +67,12 @@ class Workload:
     @property
     def is_guarded(self) -> bool:
         """Whether updates are checked on held-out examples."""
-        return self.writes and self.calibration.must_not_get_worse
+        return self.calibration.must_not_get_worse
 
     @cached_property
     def head(self) -> tuple[str, str] | None:
         """The head that `find_head` finds in merged, if it is calibrated; whether experts have one is not known."""
-        is_wanted = self.writes and self.calibration.calibrates_head
-        return find_head(self.merged, (), self.architecture) if is_wanted else None
+        return find_head(self.merged, (), self.architecture) if self.calibration.calibrates_head else None
 
     @cached_property
     def parts(self) -> list[list[Input]]:
@@ -117,8 +114,6 @@ class Workload:
         """Return how many of a task's examples are fitted and on how many drift is measured."""
         rows = self.examples[task]
         fitted, held_out = rows.expected
-        if not self.writes:
-            return fitted, fitted
         return fitted, rows.measured_count if rows.is_whole else held_out // 2
 
     @property

@@ -26,8 +26,7 @@ from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.loading import Model, make_readable, share_model
 from featcal_cli.recipe.schema import Calibration, Data
-from featcal_cli.workflows.load import Models
-from featcal_cli.workflows.setup import Setup
+from featcal_cli.workflows.setup import Models, Setup
 
 TASK, FITTED, HELD_OUT = "task", 4, 4
 METHODS = {

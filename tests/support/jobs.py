@@ -16,10 +16,9 @@ from featcal_cli.models.architecture import Architecture
 from featcal_cli.recipe.schema import Calibration
 from featcal_cli.runtime.progress import Listener, Progress
 from featcal_cli.workflows.inputs import find_inputs
-from featcal_cli.workflows.load import Models
 from featcal_cli.workflows.plan import make_plan
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.setup import Setup, set_up
+from featcal_cli.workflows.setup import Models, Setup, set_up
 
 CPU = torch.device("cpu")
 

@@ -105,7 +105,7 @@ def test_a_mixture_is_calibrated_alike_from_files(tmp_path: Path, monkeypatch: p
         mapped.extend(is_in_a_file(tensor) for tensor in tensors if tensor.ndim == 3)
 
     monkeypatch.setattr(hardware, "WORTHWHILE", 1)
-    monkeypatch.setattr("featcal_cli.workflows.load.map_to_files", move)
+    monkeypatch.setattr("featcal_cli.workflows.setup.map_to_files", move)
     calibrate(saved.recipe(), output=tmp_path / "in files")
     assert len(mapped) == 5 * 2 * 2 and all(mapped)  # five models, two blocks, two fused parameters
     new, again = (load_file(tmp_path / name / "model.safetensors") for name in ("in memory", "in files"))
