@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,7 +213,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 LARGEST = {
     **dict.fromkeys(("height", "width", "size", "crop_size"), 2**14), "shortest_edge": 2**17,
-    "sampling_rate": 400_000, "n_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600,
+    "sampling_rate": 400_000, "n_samples": 2**24, "nb_max_samples": 2**24, "nb_max_frames": 2**16, "chunk_length": 600,
 }  # fmt: skip
 """The largest allowed values of a processor's settings, in pixels, samples and the like; with larger ones, each example
 would take gigabytes. For some processors the shortest edge is a total number of pixels."""
@@ -228,21 +229,27 @@ NEEDED = {
     "processor": ("tokenizer", "image_processor", "image_token"),
 }  # fmt: skip
 """Attributes that each kind of preprocessor must have to be usable."""
+LACKING = re.compile(r"dependencies: (\w+)|requires the (\w+) library|need to install (\w+)")
+"""What transformers says of a package that a preprocessor needs and that is not installed."""
 
 
 def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
     """Load a preprocessor from the first folder that has a usable one, and return it with the name of its model or
     folder. Raises DataError if none can be loaded."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
+    fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
     reasons: list[str] = []
     for folder in folders:
         if any((folder / file).is_file() for file in files):
             try:
                 return _load(kind, folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
-                reasons.append(f"{_repo_name(folder)}: {exception_text(error)}")
+                lacking = LACKING.search(str(error))
+                package = str(lacking[lacking.lastindex or 0]).lower() if lacking else ""
+                fix = f"install it: pip install {package}" if package else fix
+                why = f"it needs {package}, which is not installed" if package else exception_text(error)
+                reasons.append(f"{_repo_name(folder)}: {why}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
-    fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
     installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     needed = [name for name, is_there in installed.items() if not is_there]
     # transformers names another package where these lack

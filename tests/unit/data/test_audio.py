@@ -19,6 +19,7 @@ from example_folder import WORDS, Folder, words_of
 from scipy.signal import resample_poly
 from transformers import PreTrainedModel
 
+from featcal_cli.data.preprocessing import load_preprocessor
 from featcal_cli.recipe.schema import Data
 
 RATE = 16_000
@@ -167,6 +168,8 @@ def test_an_extractor_that_lacks_a_package_or_asks_for_gigabytes_is_not_used(
         patch.setitem(sys.modules, "soxr", None)
         error = at.refuse(model, store(at, [tone(0)]), "sound cannot be read")
         assert "pip install -e '.[audio]'" in error.fix
+    library.ClapFeatureExtractor().save_pretrained(at.path / "clap")
+    assert load_preprocessor("feature extractor", [at.path / "clap"])[1] == "clap"
     settings = at.expert / "preprocessor_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"n_samples": 2**40}))
     at.refuse(model, store(at, [tone(0)]), "no model reads inputs of that size")

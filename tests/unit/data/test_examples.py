@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.utils import is_torchvision_available
 
 from featcal_cli.data.batches import Batch, count_examples, count_positions
 from featcal_cli.data.examples import TaskExamples, draw_examples
@@ -310,6 +311,13 @@ def test_the_first_folder_with_a_processor_gives_it(at: Folder) -> None:
     for model, data, file in (("vit", images, "preprocessor"), ("bert", at.rows(*text_rows(3)), "tokenizer")):
         with pytest.raises(DataError, match=f"copy {file}_config.json"):
             draw_examples("task", data, Target(tiny(model), [at.path / "bare"]), count=3, seed=0)
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="the package that is needed is there")
+def test_a_processor_that_needs_another_package_names_it(at: Folder) -> None:
+    at.file("expert/preprocessor_config.json", '{"image_processor_type": "DINOv3ViTImageProcessorFast"}')
+    error = at.refuse(tiny("vit"), at.file("a.parquet", image_rows(3)), "it needs torchvision, which is not installed")
+    assert error.fix == "install it: pip install torchvision"
 
 
 # --- text ---
