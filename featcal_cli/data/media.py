@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
@@ -115,6 +116,11 @@ class AudioReader(MediaReader):
         wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
         extract = partial(self.processor, [wave], sampling_rate=self.processor.sampling_rate, return_tensors="pt")
         inputs = self.target.preprocess(model.main_input_name, extract)
+        shape = inputs[model.main_input_name].shape
+        # a model that reads samples [1, samples] makes frames of them, and has no layer for none
+        count_frames = getattr(model, "_get_feat_extract_output_lengths", None) if len(shape) == 2 else None
+        if 0 in shape or (count_frames and count_frames(torch.tensor(shape[1])) < 1):
+            raise BadRowError("the recording is too short for the model", "take out these rows, or give other data")
         return Example(inputs | decoder_inputs(model, self._encode(row)))
 
     def _encode(self, row: Row) -> list[int]:

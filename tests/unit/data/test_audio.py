@@ -153,8 +153,9 @@ SILENCE = numpy.zeros(0, dtype=numpy.float32)
             "some samples are NaN or infinite",
         ),
         ({"audio": {"bytes": encoded(SILENCE), "path": ""}}, r"cannot be decoded \(it is empty\)"),
+        ({"audio": {"bytes": encoded(tone(0, 0.004)), "path": ""}}, "too short for the model"),
     ],
-    ids=["broken", "none", "not-finite", "empty"],
+    ids=["broken", "none", "not-finite", "empty", "short"],
 )
 def test_what_is_no_sound_is_refused(at: Folder, row: dict[str, Any], message: str) -> None:
     at.refuse(prepare(at, "wav2vec2"), at.file("a.parquet", [row] * 3), message)
