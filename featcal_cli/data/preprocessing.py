@@ -164,12 +164,21 @@ class TextTokens:
         return list(ids) if self.table is None else self.table[list(ids)].tolist()
 
     def encode(
-        self, texts: Sequence[str], most: int, *, add_special_tokens: bool = True, is_target: bool = False
+        self,
+        texts: Sequence[str],
+        most: int,
+        *,
+        add_special_tokens: bool = True,
+        is_target: bool = False,
+        is_padded: bool = False,
     ) -> dict[str, list[int]]:
-        """Return ids and masks of a text or a pair, cut at `most` tokens. Raises BadRowError and DataError."""
+        """Return ids and masks of a text or a pair, cut at `most` tokens or padded to as many. Raises BadRowError and
+        DataError."""
         tokenizer = self.cutting.tokenizer
         given = {"text_target": texts[0]} if is_target else dict(zip(("text", "text_pair"), texts, strict=False))
-        options = {"truncation": True, "max_length": most, "return_attention_mask": True}
+        options: dict[str, Any] = {"truncation": True, "max_length": most, "return_attention_mask": True}
+        if is_padded:
+            options |= {"padding": "max_length", "padding_side": "right"}
         try:
             encoded = dict(tokenizer(**given, **options, add_special_tokens=add_special_tokens))
         except Exception as error:  # what its files say may make a tokenizer raise anything

@@ -189,6 +189,11 @@ class TextReader(Reader):
         """The tokenizer that cuts the texts. Examples hold other ids if the model has another vocabulary."""
         return self.tokens.cutting.tokenizer
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether texts are padded to the full length, as towers that read them without a mask were trained (SigLIP)."""
+        return "pixel_values" in self.target.names and "attention_mask" not in self.tokenizer.model_input_names
+
     def count_tokens(self, example: Example) -> int:
         return example.inputs["input_ids"].numel()
 
@@ -208,7 +213,7 @@ class TextReader(Reader):
             raise BadRowError("a text has no tokens")
         self.target.check_ids(encoded["input_ids"])
         self.target.check_ids(target, is_target=True)
-        if self.formatter.kind == "encoder" and self.tokenizer.padding_side == "left":
+        if self.is_padded or (self.formatter.kind == "encoder" and self.tokenizer.padding_side == "left"):
             # the model may answer from the last position, padding or not: without a mask, texts are never padded
             del encoded["attention_mask"]
         inputs = {name: torch.tensor([values]) for name, values in encoded.items() if name in self.target.names}
@@ -220,7 +225,8 @@ class TextReader(Reader):
 
     def _encode(self, given: TokenizerInput) -> dict[str, list[int]]:
         texts = [given.text] if given.pair is None else [given.text, given.pair]
-        return self.tokens.encode(texts, self.max_tokens, add_special_tokens=not given.has_special_tokens)
+        options = {"add_special_tokens": not given.has_special_tokens, "is_padded": self.is_padded}
+        return self.tokens.encode(texts, self.max_tokens, **options)
 
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:

@@ -107,6 +107,19 @@ def test_two_towers_read_captions_and_images(at: Folder) -> None:
     assert at.load(model, labels).fitted[0].keys() == {"pixel_values"}
 
 
+def test_captions_are_padded_where_the_tokenizer_makes_no_masks(at: Folder) -> None:
+    """So SigLIP was trained, which reads the last place of the text and pads it to its full length."""
+    prepare(at.expert, "clip")
+    settings = at.expert / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_input_names": ["input_ids"]}))
+    text = LAYERS | {"vocab_size": len(WORDS), "max_position_embeddings": 8, "projection_size": 16}
+    model = library.SiglipModel(library.SiglipConfig(text_config=text, vision_config=SEEING))
+    (batch,) = at.load(model, pictures(at, lambda colour: {"caption": f"it is {COLOURS[colour]}"})).fitted
+    assert batch.keys() == {"pixel_values", "input_ids"}
+    for pixels, ids in zip(batch["pixel_values"], batch["input_ids"], strict=True):
+        assert ids.tolist() == ids_of(f"it is {brightest(pixels)}") + [0] * 5
+
+
 ASKED = "user : <image> <image> <image> <image> what is it assistant : "
 PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "what is it"}]
 
