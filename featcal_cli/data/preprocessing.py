@@ -283,6 +283,10 @@ def _load(kind: str, folder: Path) -> Any:
     for name in ("model_max_length", "sampling_rate"):
         if name in NEEDED[kind] and not isinstance(value := getattr(loaded, name), int | float):
             raise ValueError(f"its files say {name} {plain(str(value))}, which is no number")
+    # at which sentence-transformers cuts texts
+    if kind == "tokenizer" and (file := folder / "sentence_bert_config.json").is_file():
+        most = parse_json(file.read_text(encoding="utf-8")).get("max_seq_length") or inf
+        loaded.model_max_length = min(loaded.model_max_length, most)
     return loaded
 
 

@@ -34,6 +34,7 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.spm",
+    "sentence_bert_config.json",
 )  # fmt: skip
 PREPROCESSOR_FILES = ("*processor_config.json", "chat_template*", *TOKENIZER_FILES)
 AT_THE_TOP = (

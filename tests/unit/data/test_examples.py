@@ -644,6 +644,14 @@ def test_texts_are_cut_at_the_shortest_limit(
     assert batch["input_ids"].shape == (1, length)
 
 
+@pytest.mark.parametrize(("most", "length"), [(None, 7), (5, 5)])
+def test_texts_are_cut_where_sentence_transformers_cuts_them(at: Folder, most: int | None, length: int) -> None:
+    at.tokenizer(model_max_length=7)
+    at.file("expert/sentence_bert_config.json", json.dumps({"max_seq_length": most}))
+    [batch] = at.load(tiny("bert"), at.rows({"text": "w1 " * 600})).fitted
+    assert batch["input_ids"].shape == (1, length)
+
+
 def test_a_tokenizer_beside_a_config_that_contradicts_itself_is_read(at: Folder) -> None:
     at.tokenizer()
     config = {"model_type": "llama", "attn_implementation": "flash_attention_2", "output_attentions": True}
