@@ -31,6 +31,7 @@ from featcal_cli.data.text import open_text
 from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.sanitise import quoted
 
 PEEKED_ROWS = 16
 """First rows of a source that are examined to choose its columns."""
@@ -179,6 +180,10 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples)
     named = data.columns.keys() - {"label"}
+    if len(names) == 1 and not (named or data.template) and {*",;|\t"} & {*(only := next(iter(names)))}:
+        what = f"the only column is called {quoted(only)}, which looks like several"
+        fix = "separate columns by commas in .csv files and by tabs in .tsv files, or name it: --columns TASK=text:COLUMN"
+        raise DataError(what, fix=fix)
     has_images = "image" in named or (not named and bool(find_media("image", samples)))
     if model.main_input_name == "pixel_values":
         return open_images(data, samples, target)

@@ -192,10 +192,6 @@ def _scan_csv(file: Path, separator: str) -> Scan:
             if values and not names:
                 names = values
                 check_repeated(names, f"{file}, line {start}")
-                if len(names) == 1 and (others := ({*names[0]} & {*",;|\t"}) - {separator}):
-                    what = f"the names of columns are separated by {min(others)!r} and not by {separator!r}"
-                    fix = "write commas between columns in a .csv file, and tabs in a .tsv file, or rename the column"
-                    raise DataError(what, where=f"{file}, line {start}", fix=fix)
             elif values:
                 yield (names, values), file, start
             start = reader.line_num + 1

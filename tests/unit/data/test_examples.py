@@ -667,6 +667,18 @@ def test_tokens_that_the_model_has_no_embeddings_for_are_refused(at: Folder, row
         at.labelled(tiny("t5"), at.rows({**row, "label": 0}))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.csv", "a;b\nw1;0\n"), ("a.tsv", "a,b\nw1,0\n"), ("a.jsonl", [{"a;b": "w1;0"}]), ("a.parquet", [{"a;b": "w1;0"}])],
+)
+def test_a_column_that_was_several_is_not_read_unless_it_is_named(at: Folder, name: str, content: Any) -> None:
+    source = at.file(name, content)
+    error = at.refuse(tiny("bert"), source, "the only column is called 'a[;,]b', which looks like several")
+    assert error.fix.endswith("--columns task=text:COLUMN")
+    column = "a,b" if name == "a.tsv" else "a;b"
+    assert at.load(tiny("bert"), source.model_copy(update={"columns": {"text": column}})).fitted
+
+
 # --- labels ---
 
 
