@@ -212,11 +212,16 @@ def find_column(role: str, data: Data, samples: Samples) -> str:
     values look so. Raises DataError if there is none."""
     if role in data.columns:
         return data.columns[role]
-    usual = [name for name in NAMES[role] if name in samples]
+    usual = find_usual(role, samples)
     likely = find_media(role, samples) if role in MEDIA else usual
     if not likely:
         raise _no_column(f"{role}s" if role != "audio" else "recordings", role, samples)
     return next((name for name in usual if name in likely), likely[0])
+
+
+def find_usual(role: str, samples: Samples) -> list[str]:
+    """Return the columns with names that are usual for a role, the likeliest first."""
+    return [column for name in NAMES[role] for column in samples if bare_name(column) == name]
 
 
 def find_media(role: str, samples: Samples) -> list[str]:

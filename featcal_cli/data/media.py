@@ -17,13 +17,13 @@ from PIL import Image, ImageOps
 
 from featcal_cli.data.batches import Example, decoder_inputs
 from featcal_cli.data.columns import (
-    NAMES,
     BadRowError,
     Message,
     Samples,
     choose_text_roles,
     find_about,
     find_column,
+    find_usual,
     is_text,
     name_among,
 )
@@ -166,7 +166,7 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
     transcript = None
     if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
         transcript = data.columns.get("response") or data.columns.get("text")
-        transcript = transcript or next((name for name in NAMES["transcript"] if name in samples), None)
+        transcript = transcript or next(iter(find_usual("transcript", samples)), None)
         chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
     tokens = open_tokens(target.text_models, target.folders) if transcript else None
     return AudioReader(chosen, target, column, folder_of(data), extractor, transcript, tokens)

@@ -114,16 +114,16 @@ def test_other_rates_and_channels_become_the_extractors(at: Folder) -> None:
 def test_what_is_said_goes_to_the_decoder(at: Folder) -> None:
     model = prepare(at, "whisper")
     texts = ["w1 w2", "w3", "w2 w2 w1", "w1"]
-    rows = [{"audio": {"bytes": encoded(tone(n)), "path": ""}, "sentence": text} for n, text in enumerate(texts)]
+    rows = [{"audio": {"bytes": encoded(tone(n)), "path": ""}, "Sentence": text} for n, text in enumerate(texts)]
     examples = at.load(model, at.file("rows.parquet", rows))
     (batch,) = examples.fitted
     assert batch["input_features"].shape == (4, 8, 100)
-    assert any("sentence for the decoder" in note for note in examples.notes)
+    assert any("Sentence for the decoder" in note for note in examples.notes)
     read = [words.replace(" [PAD]", "") for words in words_of([batch], "decoder_input_ids")]
     assert sorted(read) == sorted(f"[CLS] {text}" for text in texts)
     assert torch.equal(batch["decoder_attention_mask"], (batch["decoder_input_ids"] > 0).long())
     for row in rows:
-        del row["sentence"]
+        del row["Sentence"]
     assert at.load(model, at.file("silent.parquet", rows)).fitted[0]["decoder_input_ids"].tolist() == [[2]] * 4
 
 

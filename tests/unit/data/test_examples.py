@@ -689,9 +689,11 @@ def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(at: Fo
     assert words_of(batches) == [f"[CLS] w{number} [SEP]" for number in range(25)]
 
 
-@pytest.mark.parametrize(("label", "number"), [("good", 1), (1, 1), ("1", 1)])
-def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, label: object, number: int) -> None:
-    assert at.labelled(tiny("bert"), at.rows({"text": "w1", "label": label}))[1] == [number]
+@pytest.mark.parametrize(("column", "label", "number"), [("label", "good", 1), ("Label", 1, 1), ("class", "1", 1)])
+def test_labels_are_numbers_or_names_that_the_model_knows(
+    at: Folder, column: str, label: object, number: int
+) -> None:
+    assert at.labelled(tiny("bert"), at.rows({"text": "w1", column: label}))[1] == [number]
 
 
 @pytest.mark.parametrize(
