@@ -182,7 +182,7 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     named = data.columns.keys() - {"label"}
     if len(names) == 1 and not (named or data.template) and {*",;|\t"} & {*(only := next(iter(names)))}:
         what = f"the only column is called {quoted(only)}, which looks like several"
-        fix = "separate columns by commas in .csv files and by tabs in .tsv files, or name it: --columns TASK=text:COLUMN"
+        fix = "separate columns by commas in a .csv, by tabs in a .tsv file, or name it: --columns TASK=text:COLUMN"
         raise DataError(what, fix=fix)
     has_images = "image" in named or (not named and bool(find_media("image", samples)))
     if model.main_input_name == "pixel_values":

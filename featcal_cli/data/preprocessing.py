@@ -239,7 +239,7 @@ NEEDED = {
 }  # fmt: skip
 """Attributes that each kind of preprocessor must have to be usable."""
 LACKING = re.compile(r"dependencies: (\w+)|requires the (\w+) library|need to install (\w+)")
-"""What transformers says of a package that a preprocessor needs and that is not installed."""
+"""Words of transformers about a package that a preprocessor needs and that is not installed."""
 
 
 def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:

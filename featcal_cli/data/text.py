@@ -191,7 +191,7 @@ class TextReader(Reader):
 
     @property
     def is_padded(self) -> bool:
-        """Whether texts are padded to the full length, as towers that read them without a mask were trained (SigLIP)."""
+        """Whether texts are padded to the full length, as a tower that reads them unmasked was trained (SigLIP)."""
         return "pixel_values" in self.target.names and "attention_mask" not in self.tokenizer.model_input_names
 
     def count_tokens(self, example: Example) -> int:

@@ -669,7 +669,12 @@ def test_tokens_that_the_model_has_no_embeddings_for_are_refused(at: Folder, row
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.csv", "a;b\nw1;0\n"), ("a.tsv", "a,b\nw1,0\n"), ("a.jsonl", [{"a;b": "w1;0"}]), ("a.parquet", [{"a;b": "w1;0"}])],
+    [
+        ("a.csv", "a;b\nw1;0\n"),
+        ("a.tsv", "a,b\nw1,0\n"),
+        ("a.jsonl", [{"a;b": "w;0"}]),
+        ("a.parquet", [{"a;b": "w;0"}]),
+    ],
 )
 def test_a_column_that_was_several_is_not_read_unless_it_is_named(at: Folder, name: str, content: Any) -> None:
     source = at.file(name, content)
@@ -690,9 +695,7 @@ def test_labelled_rows_keep_their_order_and_the_named_label_column_counts(at: Fo
 
 
 @pytest.mark.parametrize(("column", "label", "number"), [("label", "good", 1), ("Label", 1, 1), ("class", "1", 1)])
-def test_labels_are_numbers_or_names_that_the_model_knows(
-    at: Folder, column: str, label: object, number: int
-) -> None:
+def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, column: str, label: object, number: int) -> None:
     assert at.labelled(tiny("bert"), at.rows({"text": "w1", column: label}))[1] == [number]
 
 
