@@ -253,18 +253,24 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
             try:
                 return _load(kind, folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
-                lacking = LACKING.search(str(error))
-                package = str(lacking[lacking.lastindex or 0]).lower() if lacking else ""
-                fix = f"install it: pip install {package}" if package else fix
-                why = f"it needs {package}, which is not installed" if package else exception_text(error)
+                packages = _find_lacking(str(error), folder, kind)
+                fix = f"install what it lacks: pip install {packages}" if packages else fix
+                why = f"it needs {packages}, not installed here" if packages else exception_text(error)
                 reasons.append(f"{_repo_name(folder)}: {why}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
-    installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
-    needed = [name for name, is_there in installed.items() if not is_there]
-    # transformers names another package where these lack
-    if needed and any(path.suffix in (".model", ".spm") for folder in folders for path in folder.glob("*")):
-        fix = f"`pip install {' '.join(needed)}`, which a tokenizer without tokenizer.json needs; or {fix}"
     raise DataError(f"no {kind} can be loaded ({tried})", fix=fix)
+
+
+def _find_lacking(text: str, folder: Path, kind: str) -> str:
+    """Return the packages that a preprocessor lacks, given the error's text, as pip takes them; empty if it lacks
+    none."""
+    installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    lacking = [name for name, is_there in installed.items() if not is_there]
+    # where these lack, transformers names another one
+    if kind == "tokenizer" and lacking and any(path.suffix in (".model", ".spm") for path in folder.glob("*")):
+        return " ".join(lacking)
+    named = LACKING.search(text)
+    return str(named[named.lastindex or 0]).lower() if named else ""
 
 
 def _load(kind: str, folder: Path) -> Any:

@@ -316,8 +316,8 @@ def test_the_first_folder_with_a_processor_gives_it(at: Folder) -> None:
 @pytest.mark.skipif(is_torchvision_available(), reason="the package that is needed is there")
 def test_a_processor_that_needs_another_package_names_it(at: Folder) -> None:
     at.file("expert/preprocessor_config.json", '{"image_processor_type": "DINOv3ViTImageProcessorFast"}')
-    error = at.refuse(tiny("vit"), at.file("a.parquet", image_rows(3)), "it needs torchvision, which is not installed")
-    assert error.fix == "install it: pip install torchvision"
+    error = at.refuse(tiny("vit"), at.file("a.parquet", image_rows(3)), "it needs torchvision, not installed here")
+    assert error.fix == "install what it lacks: pip install torchvision"
 
 
 # --- text ---
@@ -467,7 +467,7 @@ def test_a_tokenizer_that_needs_a_package_says_which(at: Folder, monkeypatch: py
     (at.expert / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (at.expert / "tokenizer.model").write_bytes(b"pieces")
     error = at.refuse(tiny("llama"), at.rows({"text": "w1"}), "no tokenizer can be loaded")
-    assert error.fix.startswith("`pip install sentencepiece")
+    assert error.fix.startswith("install what it lacks: pip install sentencepiece")
 
 
 REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previtem or {}).role == m['role'] %}
