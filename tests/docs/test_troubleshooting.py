@@ -16,6 +16,7 @@ import torch
 from bad_input import Arguments, Arrange, Stage, good_arguments, of_images, options
 from command_line import featcal_inside
 from families import save_tokenizer
+from hub_faults import go_down
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -77,12 +78,7 @@ def experts_of_two_bases(stage: Stage) -> Arguments:
 
 
 def hub_that_is_down(stage: Stage) -> Arguments:
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise httpx.ConnectError("connection refused")
-
-    stage.patch.setattr(httpx.Client, "send", refuse)
+    go_down(stage.patch)
     stage.patch.setattr("time.sleep", lambda _: None)
     return {"--expert": "red=user/expert"}
 

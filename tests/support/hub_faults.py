@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Kind(NamedTuple):
@@ -34,9 +38,7 @@ WRITES = {
     "validate": Kind("POST", "^/api/validate-yaml$"),
     "preupload": Kind("POST", "^/api/.+/preupload/"),
     "batch": Kind("POST", "/info/lfs/objects/batch$"),
-    "upload": Kind("PUT", "^/upload/[^/]+$"),
-    "upload part": Kind("PUT", "^/upload/[^/]+/[0-9]+$"),
-    "upload end": Kind("POST", "^/upload/[^/]+$"),
+    "upload": Kind("PUT", "^/upload/"),
     "verify": Kind("POST", "/info/lfs/verify$"),
     "commit": Kind("POST", "^/api/.+/commit/"),
 }
@@ -86,49 +88,41 @@ FAULTS = {
 """Faults by name; of the last two, and of those midway, the request is carried out and the client cannot know it."""
 
 
-@dataclass
-class Planned:
-    """A fault that waits for its requests."""
-
-    method: str
-    paths: tuple[str, ...]
-    fault: Fault
-    left: int | None
-    skip: int
-
-
 class Faults:
     """The faults that are planned, in the order in which they were."""
 
     def __init__(self) -> None:
         self.hits = 0
         """Requests that a fault has hit so far."""
-        self._planned: list[Planned] = []
+        self._planned: list[tuple[Kind, str, Iterator[Fault | None]]] = []
         self._lock = threading.Lock()
 
     def plan(self, kind: str, fault: str | Fault, *, path: str, times: int | None, after: int) -> None:
         """Let requests of a kind (a name in KINDS, or a method) fail whose path has a match."""
-        method, pattern = KINDS.get(kind, Kind(kind, ""))
         found = FAULTS[fault] if isinstance(fault, str) else fault
-        self._planned.append(Planned(method, (pattern, path), found, times, after))
+        hits = repeat(found) if times is None else repeat(found, times)
+        self._planned.append((KINDS.get(kind, Kind(kind, "")), path, chain(repeat(None, after), hits)))
 
     def take(self, method: str, path: str) -> Fault | None:
         """The fault that hits this request, if any."""
         with self._lock:
-            for planned in self._planned:
-                if planned.left == 0 or not re.fullmatch(planned.method, method):
-                    continue
-                if not all(re.search(pattern, path) for pattern in planned.paths):
-                    continue
-                if planned.skip:
-                    planned.skip -= 1
-                    continue
-                if planned.left is not None:
-                    planned.left -= 1
-                self.hits += 1
-                return planned.fault
+            for kind, pattern, turns in self._planned:
+                is_meant = kind.method == method and re.search(kind.path, path) and re.search(pattern, path)
+                if is_meant and (fault := next(turns, None)):
+                    self.hits += 1
+                    return fault
         return None
 
     def clear(self) -> None:
         """Plan none."""
         self._planned.clear()
+
+
+def go_down(patch: pytest.MonkeyPatch) -> None:
+    """Let every connection to the Hub be refused, as when it is down."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise httpx.ConnectError("connection refused")
+
+    patch.setattr(httpx.Client, "send", refuse)

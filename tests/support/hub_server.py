@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -83,8 +82,8 @@ class HubServer:
         del self.repos[kind, repo_id]
 
     def fail(self, kind: str, fault: str | Fault, *, path: str = "", times: int | None = 1, after: int = 0) -> None:
-        """Let requests fail: those of a kind (a name in KINDS, or a regular expression for the method) whose path has
-        a match of `path`; the first `after` of them go well, then `times` fail (None: all). For faults see FAULTS."""
+        """Let requests fail: those of a kind (a name in KINDS, or a method) whose path has a match of `path`; the first
+        `after` of them go well, then `times` fail (None: all). For faults see FAULTS."""
         self.faults.plan(kind, fault, path=path, times=times, after=after)
 
     def add_repo(
@@ -118,10 +117,6 @@ class HubServer:
     def file_bytes(self) -> int:
         """Body bytes of files (not of API answers) sent."""
         return self.sent(r"/resolve/|^/cdn/")
-
-    def received(self, pattern: str = "") -> int:
-        """Body bytes received for paths that match the regular expression."""
-        return sum(request.bytes_received for request in self.requests if re.search(pattern, request.path))
 
     def _read(self, folder: Path) -> dict[str, Blob]:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -250,11 +245,7 @@ class HubServer:
 
     def _paths(self, call: Call) -> Answer:
         repo, commit = self.open(call)
-        if call.headers.get("Content-Type", "").startswith("application/json"):
-            paths = json.loads(call.body)["paths"]
-        else:
-            paths = parse_qs(call.body.decode())["paths"]
-        files = repo.commits[commit]
+        paths, files = parse_qs(call.body.decode())["paths"], repo.commits[commit]
         entries = [files[path].entry(path) for path in paths if path in files]
         for path in paths:
             if any(file.startswith(f"{path}/") for file in files):

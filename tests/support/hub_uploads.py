@@ -1,4 +1,4 @@
-"""Everything that writes to the Hub on loopback: new repos, uploads, commits, pull requests, and checks of cards."""
+"""Everything that writes to the Hub on loopback: new models, uploads, commits, pull requests, and checks of cards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from hub_store import Answer, Blob, Call, Commit, Pull, RefusedError, Repo, is_lfs, refuse, to_json
@@ -45,30 +44,26 @@ CARD = needs(
 )  # fmt: skip
 
 
-def check_card(content: str) -> tuple[list[str], list[str]]:
-    """Errors and warnings about a README.md."""
+def check_card(content: str) -> list[str]:
+    """Errors of a README.md."""
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", content, re.DOTALL)
     try:
-        data = yaml.safe_load(match[1]) if match else None
+        data = yaml.safe_load(match[1] if match else "{}") or {}
     except yaml.YAMLError as error:
-        return [f"Unable to parse YAML: {type(error).__name__}"], []
-    if data is None:
-        return [], ["empty or missing yaml metadata in repo card"]
-    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(CARD).iter_errors(data)], []
+        return [f"Unable to parse YAML: {type(error).__name__}"]
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(CARD).iter_errors(data)]
 
 
 if TYPE_CHECKING:
     from hub_server import HubServer
 
 
-@dataclass
-class Ticket:
+class Ticket(NamedTuple):
     """Leave to upload one large file; whoever has its number may, without a token."""
 
     repo: Repo
     sha256: str
     size: int
-    parts: dict[int, bytes] = field(default_factory=dict)
 
 
 class Uploads:
@@ -76,23 +71,20 @@ class Uploads:
 
     def __init__(self, hub: HubServer) -> None:
         self.hub = hub
-        self.part_size = 32 * 1024**2
-        """A larger file is uploaded in parts of so many bytes."""
         self.spoil: Callable[[str, bytes], bytes] | None = None
         """Changes a regular file's content as it is committed: a Hub that stores something else."""
         self._tickets: dict[str, Ticket] = {}
 
     def routes(self, name: str, api: str, revision: str) -> list[tuple[str, str, Callable[[Call], Answer]]]:
         """Method, path and function of everything that writes, in the order in which they are tried."""
-        lfs = rf"/(?:(?P<kind>dataset)s/)?{name}\.git/info/lfs"
+        lfs = rf"/{name}\.git/info/lfs"
         return [
             ("POST", "/api/repos/create", self._create),
             ("POST", "/api/validate-yaml", self._validate),
             ("POST", f"{api}/preupload/{revision}", self._preupload),
             ("POST", f"{lfs}/objects/batch", self._batch),
             ("POST", f"{lfs}/verify", self._verify),
-            ("PUT", "/upload/(?P<ticket>[0-9a-f]+)(?:/(?P<part>[0-9]+))?", self._put),
-            ("POST", "/upload/(?P<ticket>[0-9a-f]+)", self._join),
+            ("PUT", "/upload/(?P<ticket>[0-9a-f]+)", self._put),
             ("POST", f"{api}/commit/{revision}", self._commit),
         ]
 
@@ -119,22 +111,20 @@ class Uploads:
         owner = asked.get("organization") or user
         if owner not in self.hub.names(user):
             return refuse(403, f"You don't have the rights to create a model under the namespace {owner!r}")
-        repo_id, kind = f"{owner}/{asked['name']}", asked.get("type") or "model"
-        url = f"{self.hub.url}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
-        if (kind, repo_id) in self.hub.repos:
-            message = f"You already created this {kind} repo"
+        repo_id = f"{owner}/{asked['name']}"
+        repo = Repo(repo_id, "model", False, asked.get("visibility") == "private", {owner})
+        url = f"{self.hub.url}/{repo.id}"
+        if ("model", repo_id) in self.hub.repos:
+            message = "You already created this model repo"
             return to_json({"error": message, "url": url}, 409, **{"X-Error-Message": message})
-        repo = Repo(repo_id, kind, False, asked.get("visibility") == "private", {owner})
         suffixes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
         repo.commit("main", {".gitattributes": self.hub.keep(suffixes)})
-        self.hub.repos[kind, repo_id] = repo
+        self.hub.repos["model", repo_id] = repo
         return to_json({"url": url, "name": repo_id, "id": "0" * 24})
 
     def _validate(self, call: Call) -> Answer:
-        errors, warnings = (
-            [{"message": text} for text in texts] for texts in check_card(json.loads(call.body)["content"])
-        )
-        return to_json({"errors": errors, "warnings": warnings}, 400 if errors else 200)
+        errors = [{"message": text} for text in check_card(json.loads(call.body)["content"])]
+        return to_json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
     def _preupload(self, call: Call) -> Answer:
         repo, commit, _user = self._open(call, pull="create_pr" in call.query)
@@ -157,8 +147,7 @@ class Uploads:
         asked = json.loads(call.body)
         # a pull request names no branch
         repo, _commit, _user = self._open(call, pull="ref" not in asked)
-        there = repo.objects | {blob.sha256 for files in repo.commits.values() for blob in files.values()}
-        objects = []
+        objects, there = [], self._known(repo)
         for wanted in asked["objects"]:
             entry: dict[str, Any] = {"oid": wanted["oid"], "size": wanted["size"]}
             if wanted["oid"] not in there:
@@ -167,48 +156,23 @@ class Uploads:
         return to_json({"transfer": "basic", "objects": objects})
 
     def _actions(self, repo: Repo, sha256: str, size: int) -> dict[str, Any]:
-        """The addresses that a large file goes to, whole or in parts."""
+        """The addresses that a large file goes to."""
         number = secrets.token_hex(16)
         self._tickets[number] = Ticket(repo, sha256, size)
-        href = f"{self.hub.files_url}/upload/{number}"
-        upload: dict[str, Any] = {"href": href}
-        if size > self.part_size:
-            parts = range(1, -(-size // self.part_size) + 1)
-            upload["header"] = {"chunk_size": str(self.part_size)} | {f"{part:05}": f"{href}/{part}" for part in parts}
-        prefix = "datasets/" if repo.kind == "dataset" else ""
-        return {"upload": upload, "verify": {"href": f"{self.hub.url}/{prefix}{repo.id}.git/info/lfs/verify"}}
-
-    def _ticket(self, call: Call) -> Ticket:
-        if ticket := self._tickets.get(call.found["ticket"]):
-            return ticket
-        raise RefusedError(refuse(403, "this upload was never agreed to"))
+        verify = f"{self.hub.url}/{repo.id}.git/info/lfs/verify"
+        return {"upload": {"href": f"{self.hub.files_url}/upload/{number}"}, "verify": {"href": verify}}
 
     def _put(self, call: Call) -> Answer:
-        ticket = self._ticket(call)
-        etag = {"ETag": f'"{hashlib.sha256(call.body).hexdigest()}"'}
-        if part := call.found["part"]:
-            ticket.parts[int(part)] = call.body
-            return Answer(200, headers=etag)
-        return self._finish(ticket, call.body) or Answer(200, headers=etag)
-
-    def _join(self, call: Call) -> Answer:
-        """Put an upload's parts together."""
-        ticket, asked = self._ticket(call), json.loads(call.body)
-        content = b""
-        for part in asked["parts"]:
-            piece = ticket.parts.get(part["partNumber"])
-            if piece is None or part["etag"] != f'"{hashlib.sha256(piece).hexdigest()}"':
-                return refuse(400, "a part is missing or has changed")
-            content += piece
-        return self._finish(ticket, content) or to_json({})
-
-    def _finish(self, ticket: Ticket, content: bytes) -> Answer | None:
         """Keep a large file if it is the one that was announced, else refuse it."""
-        if len(content) != ticket.size or hashlib.sha256(content).hexdigest() != ticket.sha256:
+        ticket = self._tickets.get(call.found["ticket"])
+        if ticket is None:
+            return refuse(403, "this upload was never agreed to")
+        found = hashlib.sha256(call.body).hexdigest()
+        if len(call.body) != ticket.size or found != ticket.sha256:
             return refuse(400, "the content is not what was announced")
-        self.hub.keep(content)
+        self.hub.keep(call.body)
         ticket.repo.objects.add(ticket.sha256)
-        return None
+        return Answer(200, headers={"ETag": f'"{found}"'})
 
     def _verify(self, call: Call) -> Answer:
         repo, _commit, _user = self._open(call, pull=True)
@@ -238,7 +202,7 @@ class Uploads:
             sha = hashlib.sha1(f"{head} {revision} {len(repo.log)}\n{listed}".encode()).hexdigest()
             repo.commits[sha], repo.refs[revision] = files, sha
             repo.log.append(Commit(sha, head, revision, told["summary"], user))
-        page = f"{self.hub.url}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.id}"
+        page = f"{self.hub.url}/{repo.id}"
         answer = {"success": True, "commitOid": sha, "commitUrl": f"{page}/commit/{sha}", "hookOutput": ""}
         return to_json(answer | ({"pullRequestUrl": f"{page}/discussions/{len(repo.pulls)}"} if pull else {}))
 
@@ -249,7 +213,7 @@ class Uploads:
             value, path = step["value"], step["value"]["path"]
             if step["key"] == "file":
                 content = base64.b64decode(value["content"])
-                if path == "README.md" and check_card(content.decode())[0]:
+                if path == "README.md" and check_card(content.decode()):
                     raise RefusedError(refuse(400, "invalid metadata in README.md"))
                 files[path] = self.hub.keep(self.spoil(path, content) if self.spoil else content)
             elif step["key"] == "lfsFile":
@@ -258,17 +222,16 @@ class Uploads:
                 if path not in files:
                     raise RefusedError(refuse(404, "A file with this name doesn't exist", "EntryNotFound"))
                 del files[path]
-            elif step["key"] == "deletedFolder":
-                files = {name: blob for name, blob in files.items() if not name.startswith(f"{path.rstrip('/')}/")}
             else:
                 raise RefusedError(refuse(400, f"nothing is known of {step['key']}"))
         return files
 
+    def _known(self, repo: Repo) -> set[str]:
+        """Large files that the repo has, or that were uploaded for it."""
+        return repo.objects | {blob.sha256 for files in repo.commits.values() for blob in files.values()}
+
     def _object(self, repo: Repo, sha256: str) -> Blob:
-        """A large file that the repo has. Refuses one that was never uploaded."""
-        known = {blob.sha256: blob for files in repo.commits.values() for blob in files.values()}
-        if sha256 in known:
-            return known[sha256]
-        if sha256 not in repo.objects:
+        """A large file. Refuses one that was never uploaded."""
+        if sha256 not in self._known(repo):
             raise RefusedError(refuse(400, "an LFS pointer points to a file that was not uploaded"))
         return self.hub.keep(self.hub.stored(sha256).read_bytes())

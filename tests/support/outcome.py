@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from featcal_cli.runtime.errors import FeatCalError
@@ -38,6 +39,15 @@ def result(folder: Path) -> dict[str, object]:
 def weights(output: Path) -> bytes:
     """The file of an output's weights."""
     return (output / "model.safetensors").read_bytes()
+
+
+def check_equal(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """The same tensors, by default to the bit."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

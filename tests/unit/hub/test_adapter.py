@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import transformers as tf
 from families import VOCABULARY, save_tokenizer
 from hub_server import HubServer
-from outcome import refusal_of
+from outcome import check_equal, refusal_of
 from published import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -90,11 +91,7 @@ def loaded(snapshot: Snapshot, model_class: type[PreTrainedModel]) -> dict[str, 
     return dict(model_class.from_pretrained(snapshot.folder, dtype="auto").state_dict())
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype, name
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+check_near = partial(check_equal, rtol=1e-6, atol=1e-7)
 
 
 def refusal(name: str | Path, **options: bool) -> str:
@@ -142,7 +139,7 @@ def test_the_folded_copy_is_what_peft_makes(
     adapter = save_adapter(tmp_path / "adapter", base, build.from_pretrained(base, dtype="auto"), config)
     snapshot = resolve(str(adapter))
     found = loaded(snapshot, build)
-    assert_equal(found, by_peft(build.from_pretrained(base, dtype="auto"), adapter))
+    check_near(found, by_peft(build.from_pretrained(base, dtype="auto"), adapter))
     assert {tensor.dtype for tensor in found.values()} == {dtype}
     assert f"is an adapter ({kind}" in snapshot.notes[0] and f", folded into {base}" in snapshot.notes[0]
     assert (base / "model.safetensors").read_bytes() == before
@@ -160,7 +157,7 @@ def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Pa
     assert head.shape == (labels, 32)
     assert torch.equal(found["classifier.weight"], head)
     again = tf.BertForSequenceClassification.from_pretrained(base, num_labels=labels)
-    assert_equal(found, by_peft(again, adapter))
+    check_near(found, by_peft(again, adapter))
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -222,7 +219,7 @@ def test_an_adapter_with_names_of_older_transformers_is_folded(tmp_path: Path, n
     assert tensors.keys() != load_file(file).keys()
     save_file(tensors, file)
     edit(adapter, target_modules=targets)
-    assert_equal(loaded(resolve(str(adapter)), type(model)), wanted)
+    check_near(loaded(resolve(str(adapter)), type(model)), wanted)
     edit(adapter, alpha_pattern={"query": 3})
     assert "as older versions of transformers did: query" in refusal(adapter)
 
@@ -237,14 +234,14 @@ def test_an_adapter_of_the_vision_tower_is_folded_into_a_full_model(tmp_path: Pa
     adapter = save_adapter(tmp_path / "tower", tmp_path / "base", model, config)
     edit(adapter, auto_mapping={"base_model_class": named, "parent_library": "transformers"})
     wanted = by_peft(tf.CLIPVisionModel.from_pretrained(tmp_path / "base"), adapter)
-    assert_equal(loaded(resolve(str(adapter)), tf.CLIPVisionModel), wanted)
+    check_near(loaded(resolve(str(adapter)), tf.CLIPVisionModel), wanted)
 
 
 def test_what_a_base_prefers_at_run_time_does_not_keep_an_adapter_from_it(base: Path, adapter: Path) -> None:
     wanted = loaded(resolve(str(adapter)), tf.BertModel)
     file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": "flash_attention_2"}))
-    assert_equal(loaded(resolve(str(adapter)), tf.BertModel), wanted)
+    check_near(loaded(resolve(str(adapter)), tf.BertModel), wanted)
 
 
 # Files beside the weights
@@ -353,7 +350,7 @@ def test_base_plus_adapter_folds_into_that_base(hub: HubServer, tmp_path: Path, 
     wanted = by_peft(tf.BertModel.from_pretrained(other), adapter)
     for name in (f"{other}+{adapter}", f"{other}+user/plus", f"{other}+user/plus@{commits[1]}"):
         snapshot = resolve(name)
-        assert_equal(loaded(snapshot, tf.BertModel), wanted)
+        check_near(loaded(snapshot, tf.BertModel), wanted)
         assert resolve(find_origin(name).pinned).folder == snapshot.folder
     assert find_origin(f"user/plus-base@main+{adapter}").pinned == f"user/plus-base@{commits[0]}+{adapter}"
     assert resolve(f"user/plus-base@{commits[0]}+user/plus@main") == resolve("user/plus")
@@ -364,7 +361,7 @@ def test_adapters_stack_where_all_are_named(tmp_path: Path, base: Path, adapter:
     second = save_adapter(tmp_path / "second", adapter, tf.BertModel.from_pretrained(first.folder), lora("bert"))
     assert f"{adapter} is an adapter itself" in refusal(second)
     snapshot = resolve(f"{base}+{adapter}+{second}")
-    assert_equal(loaded(snapshot, tf.BertModel), by_peft(tf.BertModel.from_pretrained(first.folder), second))
+    check_near(loaded(snapshot, tf.BertModel), by_peft(tf.BertModel.from_pretrained(first.folder), second))
     assert len(snapshot.notes) == 2
 
 
@@ -386,7 +383,7 @@ def test_a_full_model_with_an_adapter_beside_it_is_a_full_model(base: Path, adap
     for file in adapter.iterdir():
         shutil.copy(file, base)
     assert resolve(str(base)).folder == base
-    assert_equal(loaded(resolve(str(adapter)), tf.BertModel), wanted)
+    check_near(loaded(resolve(str(adapter)), tf.BertModel), wanted)
 
 
 # Refusals

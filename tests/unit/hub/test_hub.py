@@ -17,10 +17,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hub_faults import Fault
+from hub_faults import Fault, go_down
 from hub_server import HubServer
 from huggingface_hub import constants
-from outcome import refusal_of
+from outcome import check_equal, refusal_of
 from published import resolve
 from safetensors.torch import load_file, save_file
 
@@ -88,24 +88,8 @@ def loaded(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     return {name: value for file in snapshot.weights() for name, value in load_file(file).items()}
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
-
-
 def go_offline(monkeypatch: Patch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-def go_down(monkeypatch: Patch) -> None:
-    """Let every connection to the Hub be refused, as when it is down."""
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
-
-    def refuse(*_: object, **__: object) -> None:
-        raise httpx.ConnectError("connection refused")
-
-    monkeypatch.setattr(httpx.Client, "send", refuse)
 
 
 def cached_file(snapshot: Snapshot, name: str) -> Path:
@@ -127,7 +111,7 @@ def test_a_folder_is_taken_as_it_is_even_when_it_looks_like_a_hub_id(folder: Pat
 def test_shards_come_in_order(folder: Path) -> None:
     snapshot = resolve(str(sharded(folder, "model.safetensors", save_file)))
     assert [file.name for file in snapshot.weights()] == list(SHARDS)
-    assert_equal(loaded(snapshot), tensors())
+    check_equal(loaded(snapshot), tensors())
 
 
 def test_a_tensor_in_two_files_is_refused_before_and_after_the_download(hub: HubServer, folder: Path) -> None:
@@ -175,7 +159,7 @@ def test_a_repo_is_downloaded_at_its_commit_once(hub: HubServer, folder: Path) -
     commit = hub.add_repo("user/plain", folder)
     snapshot = resolve("user/plain")
     assert (snapshot.name, snapshot.commit, snapshot.notes) == ("user/plain", commit, ())
-    assert_equal(loaded(snapshot), tensors())
+    check_equal(loaded(snapshot), tensors())
     for name in ("config.json", "tokenizer.json", "extra/notes.txt"):
         assert (snapshot.folder / name).read_bytes() == (folder / name).read_bytes()
     assert hub.file_bytes() > 0
@@ -183,7 +167,7 @@ def test_a_repo_is_downloaded_at_its_commit_once(hub: HubServer, folder: Path) -
     assert resolve("user/plain") == snapshot
     assert hub.file_bytes() == 0
     hub.add_repo("user/sharded", sharded(folder, "model.safetensors", save_file))
-    assert_equal(loaded(resolve("user/sharded")), tensors())
+    check_equal(loaded(resolve("user/sharded")), tensors())
 
 
 def test_weights_in_other_formats_are_not_downloaded(hub: HubServer, folder: Path) -> None:
@@ -290,7 +274,7 @@ def test_half_a_snapshot_is_refused(hub: HubServer, folder: Path, monkeypatch: P
     assert f"no complete copy of {name}" in message
     assert ("offline mode is on" if silence == "offline" else "cannot be reached") in message
     expect_answers()
-    assert_equal(loaded(resolve(name)), tensors())
+    check_equal(loaded(resolve(name)), tensors())
 
 
 @pytest.mark.parametrize("lost", ["config.json", SHARDS[0], "model.safetensors.index.json", "tokenizer.json"])
@@ -316,7 +300,7 @@ def test_a_cached_weight_file_that_was_cut_short_is_refused(hub: HubServer, fold
     file.write_bytes(file.read_bytes()[:-5])
     assert f"delete {file}" in refusal("user/cut")
     file.unlink()
-    assert_equal(loaded(resolve("user/cut")), tensors())
+    check_equal(loaded(resolve("user/cut")), tensors())
 
 
 @pytest.mark.usefixtures("hub")
@@ -342,7 +326,7 @@ def test_a_file_that_arrives_damaged_is_found_and_fetched_by_the_next_run(hub: H
     size = (folder / "model.safetensors").stat().st_size
     hub.fail("large file", Fault(body=b"x" * size))
     assert "model.safetensors of user/damaged arrived damaged" in refusal("user/damaged")
-    assert_equal(loaded(resolve("user/damaged")), tensors())
+    check_equal(loaded(resolve("user/damaged")), tensors())
     hub.requests.clear()
     resolve("user/damaged")
     assert not [request for request in hub.requests if "/tree/" in request.path]  # checked once
@@ -356,7 +340,7 @@ def test_a_file_that_nobody_checked_is_checked_the_next_time(hub: HubServer, fol
     file = cached_file(resolve_config("user/mine"), "model.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert "arrived damaged" in refusal("user/mine")
-    assert_equal(loaded(resolve("user/mine")), tensors())
+    check_equal(loaded(resolve("user/mine")), tensors())
 
 
 def test_a_file_that_no_run_downloaded_is_neither_checked_nor_deleted(hub: HubServer, folder: Path) -> None:
@@ -394,7 +378,7 @@ def test_what_a_cache_says_of_no_repo_is_no_snapshot(
         go_offline(patch)
         message = refusal(name)
     assert ("no complete copy" in message) == (said is None)
-    assert_equal(loaded(resolve(name)), tensors())
+    check_equal(loaded(resolve(name)), tensors())
 
 
 HTML = Fault(body=b"<html><a href='https://elsewhere.test/?secret=1'>welcome</a></html>")
@@ -469,7 +453,7 @@ def test_an_address_of_a_large_file_that_lapsed_is_asked_for_again(hub: HubServe
     name = f"user/lapsed-{status}"
     hub.add_repo(name, folder)
     hub.fail("large file", Fault(status=status, carried_out=False), times=2)
-    assert_equal(loaded(resolve(name)), tensors())
+    check_equal(loaded(resolve(name)), tensors())
     shutil.rmtree(constants.HF_HUB_CACHE)
     hub.fail("large file", Fault(status=status, carried_out=False), times=None)
     message = refusal(name)
@@ -505,7 +489,7 @@ def test_pickles_are_converted_with_the_flag(
     snapshot = resolve(name, allow_pickle=True)
     assert (snapshot.name, snapshot.commit) == (name, commit if place == "hub" else None)
     assert "converted" in snapshot.notes[0]
-    assert_equal(loaded(snapshot), tensors())
+    check_equal(loaded(snapshot), tensors())
     assert (snapshot.folder / "extra" / "notes.txt").read_text() == "kept"
     assert not list(snapshot.folder.glob("*.bin*"))
     go_offline(monkeypatch)
@@ -524,8 +508,8 @@ def test_a_folder_that_changed_is_converted_again_and_tied_and_overlapping_weigh
     ):
         torch.save(wanted, pickled / "pytorch_model.bin")
         os.utime(pickled / "pytorch_model.bin", (number, number))
-        assert_equal(loaded(resolve(str(pickled), allow_pickle=True)), wanted)
-    assert_equal(loaded(before), tensors())
+        check_equal(loaded(resolve(str(pickled), allow_pickle=True)), wanted)
+    check_equal(loaded(before), tensors())
 
 
 class Trap:

@@ -89,11 +89,6 @@ def stored(hub: HubServer, repo_id: str, revision: str = "main") -> dict[str, by
     return {path: blob.path.read_bytes() for path, blob in files.items() if path != ".gitattributes"}
 
 
-def commits(hub: HubServer, repo_id: str) -> int:
-    """How often anyone committed."""
-    return len(hub.repos["model", repo_id].log)
-
-
 def model(folder: Path, **files: str) -> Path:
     """Another model's folder."""
     folder.mkdir()
@@ -139,11 +134,9 @@ def test_a_repo_with_a_model_is_committed_to_on_request_only(hub: HubServer, fol
     message = refusal(lambda: aim("alice/taken"))
     assert "--create-pr" in message
     assert "--overwrite-repo" in message
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "notes.md").write_text("mine")
-    hub.add_repo("alice/text", tmp_path / "text")
+    hub.add_repo("alice/text", folder / "extra")
     send(folder, "alice/text")
-    assert stored(hub, "alice/text") == visible(folder) | {"notes.md": b"mine"}
+    assert stored(hub, "alice/text") == visible(folder) | {"notes.txt": b"notes"}
     # somebody was faster
     target = aim("alice/raced")
     hub.add_repo("alice/raced", tmp_path / "old")
@@ -166,7 +159,7 @@ def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, fold
     hub.add_repo("alice/mix", model(tmp_path / "old", **dict.fromkeys((*stale, *kept), "*.png")))
     send(folder, "alice/mix", overwrite_repo=True)
     assert stored(hub, "alice/mix") == visible(folder) | dict.fromkeys(kept, b"*.png")
-    assert commits(hub, "alice/mix") == 1
+    assert len(hub.repos["model", "alice/mix"].log) == 1
     shutil.copytree(folder, tmp_path / "same")  # everything else is there already
     (tmp_path / "same" / "model.safetensors").write_text("old")
     hub.add_repo("alice/same", tmp_path / "same")
@@ -182,13 +175,12 @@ def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path
     hub.requests.clear()
     assert push(folder, target, message="m") == first
     assert all(request.method == "GET" for request in hub.requests)
-    assert commits(hub, "alice/twice") == 1
 
 
 def test_a_repo_that_holds_the_finished_model_is_no_obstacle(hub: HubServer, folder: Path) -> None:
     send(folder, "alice/done")
     send(folder, "alice/done", finished=folder)
-    assert commits(hub, "alice/done") == 1
+    assert len(hub.repos["model", "alice/done"].log) == 1
     (folder / "config.json").write_text('{"changed": 1}')
     assert "already holds a model" in refusal(lambda: aim("alice/done", finished=folder))
 
@@ -218,7 +210,7 @@ def test_links_that_lead_out_are_not_followed(hub: HubServer, folder: Path, tmp_
 def test_metadata_that_the_hub_refuses_is_named(hub: HubServer, folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: [nonsense\n---\n")
     assert "metadata of README.md" in refusal(lambda: send(folder, "alice/card"))
-    assert not commits(hub, "alice/card")
+    assert not hub.repos["model", "alice/card"].log
 
 
 # Who may push where
@@ -269,7 +261,9 @@ def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, fold
     hub.faults.clear()
     hub.requests.clear()
     send(folder, "alice/on")
-    assert hub.received("^/upload/") == large - there
+    assert (
+        sum(request.bytes_received for request in hub.requests if request.path.startswith("/upload/")) == large - there
+    )
     assert stored(hub, "alice/on").items() >= visible(folder).items()
 
 
@@ -292,13 +286,12 @@ def test_a_commit_that_may_have_arrived_is_found_by_the_next_push(hub: HubServer
     assert [commit.sha for commit in hub.repos["model", name].log] == [pushed.commit]
 
 
-@pytest.mark.parametrize(("kind", "status"), [("upload", 401), ("upload part", 403)])
-def test_an_upload_that_is_too_late_gets_another_address(hub: HubServer, folder: Path, kind: str, status: int) -> None:
-    hub.uploads.part_size = 30_000 if kind == "upload part" else hub.uploads.part_size
-    hub.fail(kind, Fault(status=status, carried_out=False))
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_upload_that_is_too_late_gets_another_address(hub: HubServer, folder: Path, status: int) -> None:
+    hub.fail("upload", Fault(status=status, carried_out=False))
     send(folder, f"alice/late-{status}")
     assert stored(hub, f"alice/late-{status}") == visible(folder)
-    hub.fail(kind, Fault(status=status, carried_out=False), times=None)
+    hub.fail("upload", Fault(status=status, carried_out=False), times=None)
     message = refusal(lambda: send(folder, f"alice/never-{status}"))
     assert re.search(rf"localhost:\d+ does not take alice/never-{status} .HTTP status {status}.", message)
     assert "token" not in message
@@ -351,7 +344,7 @@ def test_a_hub_that_takes_nothing_over_xet_is_told_with_what_helps(folder: Path,
 KINDS = (*WRITES, "model info", "discussions", "pull request")
 """Requests of a push; the last is a commit that opens a pull request."""
 SOME = [fault for fault in FAULTS if fault not in ("503", "slow")]  # as 500; takes long
-CHANGING = ("create", "upload", "upload part", "upload end", "commit", "pull request")
+CHANGING = ("create", "upload", "commit", "pull request")
 """Requests that change something on the Hub: of others a late answer is none, as one that is reset."""
 LOST = ("lost reply", "reset midway", "truncated", "lost behind a gateway")
 """Faults of a request that is carried out at once."""
@@ -374,8 +367,6 @@ def test_whatever_fails_the_next_push_finishes_with_one_commit(
 ) -> None:
     if fault == "slow":
         request.getfixturevalue("impatient")
-    if kind in ("upload part", "upload end"):
-        hub.uploads.part_size = 30_000
     create_pr = kind in ("discussions", "pull request")
     for times in (1, None):
         name = f"alice/{times}-{kind}-{fault}".replace(" ", "-")  # late requests of one test reach the next
