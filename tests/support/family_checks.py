@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from families import SPREAD, Family, Saved, save_family
-from oracle import Slice, calibrate_slowly, to_float64
+from oracle import Matrix, calibrate_slowly, to_float64
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -116,7 +116,7 @@ def check_oracle(
     listed = {f"{block.name}.{module.name}" for block in report.blocks for module in block.modules}
     parts = {path for path in listed if ".experts." in path}
     of_experts = {name for name in expected if ".experts." in name and not name.endswith("bias")}
-    assert {Slice(student, path).name for path in parts} == of_experts
+    assert {Matrix(student, path).name for path in parts} == of_experts
     listed = {path.partition("[")[0] for path in listed - parts}
     names = {name for name in expected if ".experts." not in name}
     functional = {

@@ -213,31 +213,6 @@ def _give_tokens(
         yield f"down_proj[{number}]", experts._apply_gate(both), tokens, of_token
 
 
-class Slice:
-    """The matrix of one expert [d_out, d_in]; of GPT-OSS and DBRX's last it lies transposed."""
-
-    def __init__(self, model: PreTrainedModel, path: str) -> None:
-        name, _, part = path.removesuffix("]").partition("[")
-        self.name = name if part else f"{name}.weight"
-        self.parameter = model.get_parameter(self.name).data
-        start, _, stop = part.partition(":")
-        self.part: Any = slice(int(start), int(stop)) if stop else int(start) if part else slice(None)
-        has_bias = f"{name}_bias" in dict(model.named_parameters())
-        holder = model.get_submodule(name.rpartition(".")[0])
-        self.is_transposed = has_bias or name.endswith("mlp.w2") or takes_all(holder)
-        piece = self.parameter[self.part]
-        self.weight = nn.Parameter(piece.T if self.is_transposed else piece, requires_grad=False)
-        names = dict(model.named_parameters())
-        self.bias_name = f"{name}_bias" if has_bias else "" if part else f"{name}.bias"
-        self.bias: Any = None
-        if self.bias_name in names:
-            bias = names[self.bias_name]
-            self.bias = nn.Parameter(bias.data[self.part] if part else bias.data, requires_grad=False)
-
-    def get_parameter(self, _: str) -> Any:
-        return self.weight
-
-
 def _calibrate_experts(
     student: PreTrainedModel,
     base: PreTrainedModel,
@@ -254,7 +229,7 @@ def _calibrate_experts(
     the student routes to each."""
     own = [_route(student, block, batch) for batch in examples]
     others = [_route(expert, block, x, of) for expert, x, of in zip(experts, examples, own, strict=True)]
-    new = {}
+    new: dict[str, Tensor] = {}
     for path in {path: None for routed in own for path in routed.inputs if re.search(turn, path)}:
         shares = []
         for expert, cal, exp, batch in zip(experts, own, others, examples, strict=True):
@@ -264,49 +239,42 @@ def _calibrate_experts(
             kept = weights > 0
             if kept.any():
                 total = (weights[kept] / weights.sum()).unsqueeze(1)
-                shares.append(Share(Slice(expert, path), x_cal[kept], exp.inputs[path][0][kept], total))
+                shares.append(Share(Matrix(expert, path), x_cal[kept], exp.inputs[path][0][kept], total))
         if sum(len(share.x_cal) for share in shares) >= LEAST_ROUTED:
-            solved = _linear(path, Slice(student, path), Slice(base, path), shares, ridge, rho, alpha)
-            new[path] = solved[f"{path}.weight"]
-            if (bias := solved.get(f"{path}.bias")) is not None:
-                new[f"{path} bias"] = bias
-    return _join_experts(student, new)
-
-
-def _join_experts(student: PreTrainedModel, new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same with the matrices of experts in the parameters that they are parts of."""
-    joined = {name: value for name, value in new.items() if not re.search(r"\.experts\.", name)}
-    for path in new.keys() - joined.keys():
-        piece = Slice(student, path.removesuffix(" bias"))
-        if path.endswith(" bias"):
-            whole = joined.setdefault(piece.bias_name, student.get_parameter(piece.bias_name).data.clone())
-            whole[piece.part] = new[path]
-            continue
-        whole = joined.setdefault(piece.name, piece.parameter.clone())
-        whole[piece.part] = new[path].T if piece.is_transposed else new[path]
-    return joined
+            module = Matrix(student, path)
+            module.put(_linear(path, module, Matrix(base, path), shares, ridge, rho, alpha), new)
+    return new
 
 
 class Matrix:
     """What a function multiplies with: a parameter [d_out, d_in], of XLNet [d_in, heads, d] and [d_out, heads, d]; or
-    one of several matrices in a parameter."""
+    one of several matrices in a parameter, as those of a mixture's experts, which GPT-OSS and DBRX's last transpose."""
 
     def __init__(self, model: PreTrainedModel, path: str) -> None:
         self.path, names = path, dict(model.named_parameters())
-        self.name, _, part = path.removesuffix("]").partition("[")
-        self.part: Any = int(part) if part else slice(None)
-        self.bias_name = re.sub("_weight$", "_bias", self.name)
-        bias = names.get(self.bias_name) if self.bias_name != self.name else None
-        self.bias: Any = None if bias is None else nn.Parameter(bias.data[self.part], requires_grad=False)
-        self.wholes = {name: names[name].data for name in (self.name, self.bias_name)}
+        name, _, part = path.removesuffix("]").partition("[")
+        self.name = name if name in names else f"{name}.weight"
+        start, _, stop = part.partition(":")
+        self.part: Any = slice(int(start), int(stop)) if stop else int(start) if part else slice(None)
+        biases = (re.sub("_weight$", "_bias", name), f"{name}_bias", f"{name}.bias")
+        self.bias_name = next((bias for bias in biases if bias != name and bias in names), "")
+        self.wholes = {whole: names[whole].data for whole in (self.name, self.bias_name) if whole}
+        of_bias = self.wholes[self.bias_name][self.part] if self.bias_name else None
+        self.bias: Any = None if of_bias is None else nn.Parameter(of_bias, requires_grad=False)
         piece = self.wholes[self.name][self.part]
         flat = piece.reshape(len(piece), -1)
-        from_left = piece.ndim == 3 and not path.endswith(".o")
-        self.is_transposed = from_left or re.search(r"rel_logits_proj\.proj$|_gate_weight\[", path) is not None  # x W
+        if ".experts." in path:
+            holder = model.get_submodule(name.rpartition(".")[0])
+            self.is_transposed = f"{name}_bias" in names or name.endswith("mlp.w2") or takes_all(holder)
+        else:
+            from_left = piece.ndim == 3 and not path.endswith(".o")
+            self.is_transposed = (
+                from_left or re.search(r"rel_logits_proj\.proj$|_gate_weight\[", path) is not None
+            )  # x W
         self.weight = flat.T if self.is_transposed else flat
 
     def get_parameter(self, _: str) -> Any:
-        return nn.Parameter(self.weight)
+        return nn.Parameter(self.weight, requires_grad=False)
 
     def put(self, result: dict[str, Tensor], new: dict[str, Tensor]) -> None:
         """Put what was solved into new parameters."""
