@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -19,6 +20,27 @@ from featcal_cli.models.module_kinds import Affine
 WAYS = ("drift", "residuals", "outputs", "rows")
 """By the drift of inputs; by what outputs lack of their targets, computed or with the expert's own output; all rows."""
 SYSTEMS: dict[str, type[LinearEquations]] = {way: DualEquations if way == "rows" else LinearEquations for way in WAYS}
+
+
+def draw(
+    rows: int, d_in: int, d_out: int, *, weighted: bool = False, spread: float = 0.1, dtype: torch.dtype = torch.float32
+) -> tuple[Affine, Affine, list[dict[str, Any]]]:
+    """Merged, base, and three tasks' rows and experts: models near each other, and features too."""
+    generator = torch.Generator().manual_seed(rows + d_in)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    def near(other: Affine) -> Affine:
+        return other.each(lambda x: x + spread * normal(*x.shape))
+
+    merged, tasks = Affine(normal(d_out, d_in), normal(d_out)), []
+    for _ in range(3):
+        x_cal = normal(rows, d_in)
+        weights = torch.rand(rows, generator=generator, dtype=dtype) + 0.1 if weighted else None
+        x_exp = x_cal + spread * normal(rows, d_in)
+        tasks.append({"x_cal": x_cal, "x_exp": x_exp, "weights": weights, "expert": near(merged)})
+    return merged, near(merged), tasks
 
 
 def sum_up(
@@ -77,3 +99,26 @@ def solve_plainly(
     update = torch.linalg.solve(left, right.flatten()).view(d_out, d_in)
     pull = ridge * (1 - rho) * (base.bias - merged.bias) + sum(s @ (r - update @ mean) for s, r, mean in parts)
     return Affine(merged.weight + update, merged.bias + torch.linalg.solve(outer, pull))
+
+
+def check_objective(
+    system: LinearEquations, merged: Affine, new: Affine, tasks: Sequence[Mapping[str, Any]], alpha: float, rel: float
+) -> None:
+    """What a guard looks at is Σ ω E of squares in each task's metric over all rows, at every step from merged to new.
+    A task may have an omega."""
+    update, expected = new.minus(merged), dict.fromkeys((0.0, 0.25, 0.5, 1.0), 0.0)
+    shift = torch.zeros(len(new.weight)).double() if update.bias is None else update.bias
+    for task in tasks:
+        x, expert = task["x_cal"], task["expert"]
+        weights = torch.ones(len(x)).double() if task.get("weights") is None else task["weights"]
+        share = weights / weights.sum()
+        metric = metric_of(task["g"]) if "g" in task else torch.eye(len(new.weight)).double()
+        omega = task.get("omega", 1 / (x.T @ (share[:, None] * x)).norm())
+        target = linear(alpha * task["x_exp"] + (1 - alpha) * x, expert.weight, expert.bias)
+        for t in expected:
+            bias = None if merged.bias is None else merged.bias + t * shift
+            error = linear(x, merged.weight + t * update.weight, bias) - target
+            expected[t] += float(omega * (share * ((error @ metric) * error).sum(1)).sum())
+    curvature, descent = map(float, system.objective("m", update.weight, shift))
+    for t, value in expected.items():
+        assert t * t * curvature - 2 * t * descent == pytest.approx(value - expected[0.0], rel=rel)

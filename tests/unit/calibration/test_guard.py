@@ -13,7 +13,6 @@ from families import BY_NAME, Saved, save_family
 from jobs import prepare
 from oracle import normalise, record
 from safetensors.torch import load_file
-from summing import SYSTEMS, WAYS, sum_up
 from torch import Tensor, nn
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
@@ -30,14 +29,6 @@ OVERFIT = Hyperparameters(ridge=1e-5, rho=1.0, alpha=1.0)
 HELD_BACK = Hyperparameters(ridge=1.0, rho=1.0, alpha=0.3)
 """A fit to few rows of which some holds on others."""
 FITTED, HELD_OUT = 2, 8
-ALPHA, ROWS = 0.4, 7
-TIMES = (1.0, 0.5, 0.25, 0.0)
-"""Shares of an update."""
-
-
-def affine(d_out: int, d_in: int, *, bias: bool) -> Affine:
-    weight, shift = torch.randn(d_out, d_in, dtype=torch.float64), torch.randn(d_out, dtype=torch.float64)
-    return Affine(weight, shift if bias else None)
 
 
 def apply(parameters: Affine, x: Tensor) -> Tensor:
@@ -51,31 +42,6 @@ def between(merged: Affine, new: Affine, t: float) -> Affine:
     """W_merged + t (W* − W_merged)."""
     bias = None if merged.bias is None or new.bias is None else merged.bias + t * (new.bias - merged.bias)
     return Affine(merged.weight + t * (new.weight - merged.weight), bias)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_objective_of_a_linear_is_that_of_its_rows(bias: bool, weighted: bool, way: str) -> None:
-    """Of all tasks, at every step; also where tokens weigh differently, and however they are summed."""
-    torch.manual_seed(0)
-    merged, new = (affine(3, 5, bias=bias) for _ in range(2))
-    system = SYSTEMS[way]({"m": merged}, Hyperparameters(0.05, 2.0, ALPHA), with_bias=True)
-    expected = dict.fromkeys(TIMES, 0.0)
-    for omega in torch.tensor([0.5, 2.0, 0.1]).double():
-        expert = affine(3, 5, bias=bias)
-        x_cal, x_exp = torch.randn(2, ROWS, 5, dtype=torch.float64) + 0.5
-        weights = torch.rand(ROWS, dtype=torch.float64) if weighted else torch.ones(ROWS, dtype=torch.float64)
-        given = weights if weighted else None
-        system.add_task(sum_up(way, x_cal, x_exp, expert, merged, ALPHA, given, batches=2), {"m": expert}, omega)
-        target = apply(expert, ALPHA * x_exp + (1 - ALPHA) * x_cal)
-        for t in TIMES:
-            distance = (apply(between(merged, new, t), x_cal) - target).square().sum(1)
-            expected[t] += float(omega) * float((weights * distance).sum() / weights.sum())
-    shift = torch.zeros(3).double() if new.bias is None or merged.bias is None else new.bias - merged.bias
-    curvature, descent = map(float, system.objective("m", new.weight - merged.weight, shift))
-    for t in TIMES:
-        assert t * t * curvature - 2 * t * descent == pytest.approx(expected[t] - expected[0.0], rel=1e-10)
 
 
 def parameters(model: nn.Module, path: str) -> Affine:

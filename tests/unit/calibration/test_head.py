@@ -51,14 +51,20 @@ def reference(weight: Tensor, rows: list[tuple[Tensor, Tensor]], bias: Tensor | 
     return total
 
 
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("logit_bytes", [1, 1 << 28])
-def test_derivatives_are_those_of_autograd(bias: bool, logit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derivatives_are_those_of_autograd(
+    bias: bool, logit_bytes: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The curvature may be that of every second row, of 65; the value and the gradient are of all rows."""
     monkeypatch.setattr(head, "LOGIT_BYTES", logit_bytes)
+    monkeypatch.setattr(head, "CURVATURE_ROWS", sum(ROWS) if every == 1 else 40)
     divergence, merged, rows, offset = problem(bias=bias)
     at, direction = merged.double(), torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
     gradient = torch.func.grad(reference)(at, rows, offset)
-    curved = torch.func.jvp(lambda w: torch.func.grad(reference)(w, rows, offset), (at,), (direction.double(),))[1]
+    sampled = [(x[::every], q[::every]) for x, q in rows]
+    curved = torch.func.jvp(lambda w: torch.func.grad(reference)(w, sampled, offset), (at,), (direction.double(),))[1]
     slope = divergence.slope(merged)
     torch.testing.assert_close(slope.gradient.double(), gradient, rtol=1e-4, atol=1e-6)
     for size, (value, rise) in zip((0.0, 0.5), divergence.along(merged, direction, (0.0, 0.5)), strict=True):
@@ -66,21 +72,6 @@ def test_derivatives_are_those_of_autograd(bias: bool, logit_bytes: int, monkeyp
         assert (value, rise) == pytest.approx([float(x) for x in along], rel=1e-5)
     torch.testing.assert_close(divergence.curvature(merged, direction).double(), curved, rtol=1e-4, atol=1e-6)
     assert divergence.rows == sum(ROWS)
-
-
-def test_curvature_of_a_sample_is_that_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CURVATURE_ROWS", 40)
-    divergence, merged, rows, _ = problem()
-    # 65 rows, of which every second one is taken; the value and the gradient are of all rows
-    sampled = [(x[::2], q[::2]) for x, q in rows]
-    direction = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
-    at = merged.double()
-    curved = torch.func.jvp(lambda w: torch.func.grad(reference)(w, sampled, None), (at,), (direction.double(),))[1]
-    torch.testing.assert_close(divergence.curvature(merged, direction).double(), curved, rtol=1e-4, atol=1e-6)
-    slope = divergence.slope(merged)
-    torch.testing.assert_close(
-        slope.gradient.double(), torch.func.grad(reference)(at, rows, None), rtol=1e-4, atol=1e-6
-    )
 
 
 @pytest.mark.parametrize(("newton_steps", "share"), [(head.NEWTON_STEPS, 0.95), (30, 0.9999)])

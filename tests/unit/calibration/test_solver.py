@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from summing import SYSTEMS, WAYS, solve_plainly, sum_up
-from torch import Tensor
+from summing import SYSTEMS, WAYS, check_objective, draw, solve_plainly, sum_up
 from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
@@ -18,28 +15,8 @@ from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 
 CPU = torch.device("cpu")
-TASKS = 3
 SHAPES = [(20, 12, 5), (20, 5, 12), (6, 40, 9), (70, 33, 33)]
 """Rows of a task, d_in and d_out."""
-
-
-def draw(
-    rows: int, d_in: int, d_out: int, *, weighted: bool, dtype: torch.dtype = torch.float32
-) -> tuple[Affine, Affine, list[dict[str, Any]]]:
-    """Merged, base, and each task's rows and expert: models near each other, and features too."""
-    generator = torch.Generator().manual_seed(rows + d_in)
-    merged = Affine(*(torch.randn(*size, generator=generator, dtype=dtype) for size in ((d_out, d_in), (d_out,))))
-
-    def near(other: Tensor) -> Tensor:
-        return other + 0.1 * torch.randn(other.shape, generator=generator, dtype=dtype)
-
-    tasks = []
-    for _ in range(TASKS):
-        x_cal = torch.randn(rows, d_in, generator=generator, dtype=dtype)
-        weights = torch.rand(rows, generator=generator, dtype=dtype) + 0.1 if weighted else None
-        expert = Affine(near(merged.weight), near(merged.bias))  # type: ignore[arg-type]
-        tasks.append({"x_cal": x_cal, "x_exp": near(x_cal), "weights": weights, "expert": expert})
-    return merged, Affine(near(merged.weight), near(merged.bias)), tasks  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [PAPER["CLIP"], PAPER["Llama-3.1-8B"], Hyperparameters(0.05, 1.0, 1.0)])
@@ -59,22 +36,26 @@ def test_all_ways_are_equal(way: str, shape: tuple[int, int, int], weighted: boo
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_equal_models_stay_as_they_are(way: str) -> None:
-    """To the last bit where no output is used that was computed in another order."""
-    merged, _, tasks = draw(20, 40, 9, weighted=False)
-    for alpha, ridge in ((1.0, 1e-5), (0.3, 0.05)):
-        system = SYSTEMS[way]({"m": merged}, Hyperparameters(ridge, 2.0, alpha))
-        for task in tasks:
-            system.add_task(sum_up(way, task["x_cal"], task["x_cal"], merged, merged, alpha), {"m": merged})
-        found = system.solve({"m": merged})["m"].parameters.weight
-        assert (found - merged.weight).norm() <= (1e-6 if way == "outputs" else 0.0) * merged.weight.norm()
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_objective_is_that_of_all_rows(bias: bool, weighted: bool, way: str) -> None:
+    merged, new, tasks = draw(7, 5, 3, weighted=weighted, dtype=torch.float64)
+    for task, omega in zip(tasks, torch.tensor([0.5, 2.0, 0.1]).double(), strict=True):
+        task |= {"omega": omega, "expert": Affine(task["expert"].weight, task["expert"].bias if bias else None)}
+    merged, new = (Affine(each.weight, each.bias if bias else None) for each in (merged, new))
+    system = SYSTEMS[way]({"m": merged}, Hyperparameters(0.05, 2.0, 0.4), with_bias=True)
+    for task in tasks:
+        given = {name: task[name] for name in ("x_cal", "x_exp", "expert", "weights")}
+        moments = sum_up(way, **given, merged=merged, alpha=0.4, batches=2)
+        system.add_task(moments, {"m": task["expert"]}, task["omega"])
+    check_objective(system, merged, new, tasks, 0.4, rel=1e-10)
 
 
 @pytest.mark.parametrize(("rows", "d_in", "d_out"), [(100, 256, 256), (1000, 64, 512), (400, 256, 64), (300, 64, 64)])
 @pytest.mark.parametrize("outputs_known", [True, False])
 def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int, outputs_known: bool) -> None:
     """Counted where it runs; a float64 product counts as often as it costs."""
-    merged, _, (task, *_) = draw(rows, d_in, d_out, weighted=False)
+    merged, _, (task, *_) = draw(rows, d_in, d_out)
     counted = {}
     for way in ("drift", "outputs" if outputs_known else "residuals"):
         outputs_in_advance = FlopCounterMode(display=False)
@@ -91,7 +72,7 @@ def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int
 
 
 def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
-    merged, base, _ = draw(4, 7, 5, weighted=False)
+    merged, base, _ = draw(4, 7, 5)
     equations = LinearEquations({"m": merged}, PAPER["CLIP"])
     x = torch.full((4, 7), torch.nan)
     equations.add_task(sum_up("drift", x, x, merged, merged, 0.3), {"m": merged})
