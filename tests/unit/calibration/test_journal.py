@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 from families import Saved
 from jobs import Watcher
 from outcome import weights
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
@@ -91,17 +89,6 @@ def test_a_damaged_block_is_computed_again(bert: Saved, whole: bytes, journal: P
     assert weights == whole
     assert f"1 of 2 {TAKEN_OVER}" in notes if number else TAKEN_OVER not in notes
     assert (f"block {number + 1} of an earlier run was damaged on the disk" in notes) == (name != "gone")
-
-
-def test_every_block_says_of_which_job_it_is(journal: Path) -> None:
-    """Nothing else is there, so no file can say another thing than the blocks."""
-    assert sorted(path.name for path in journal.iterdir()) == ["block-0000.safetensors", "block-0001.safetensors"]
-    for file in journal.iterdir():
-        with safe_open(file, framework="np") as stored:
-            job, made_with = (json.loads(stored.metadata()[key]) for key in ("job", "made with"))
-        assert job["recipe"]["calibration"]["ridge"] == 0.05
-        assert made_with["batch sizes"]["red"] >= 12 and made_with["ranks"] == 1
-        assert made_with["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.survive
@@ -194,19 +181,6 @@ def test_a_model_that_vanishes_is_one_message(saved: Saved, tmp_path: Path, stag
     with pytest.raises(FeatCalError) as refused:
         calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(stage, steal))
     assert refused.value.fix and not (tmp_path / "out").exists()
-
-
-@pytest.mark.survive
-def test_a_merged_folder_that_vanishes_and_comes_back_costs_nothing(saved: Saved, tmp_path: Path) -> None:
-    """Also where it comes back as a copy."""
-    vanish = Watcher(2, lambda: (tmp_path / "merged").rename(tmp_path / "elsewhere"))
-    with pytest.raises(CheckpointError, match="was changed, replaced or deleted"):
-        calibrate(saved.recipe(), output=tmp_path / "out", listener=vanish)
-    assert not (tmp_path / "out").exists()
-    shutil.copytree(tmp_path / "elsewhere", tmp_path / "merged")
-    watcher = Watcher()
-    calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher)
-    assert f"2 of 2 {TAKEN_OVER}" in watcher.notes
 
 
 # What differs

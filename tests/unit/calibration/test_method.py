@@ -72,11 +72,6 @@ def test_given_numbers_replace_numbers(given: dict[str, Any], kind: str, expecte
     assert choose_hyperparameters(Calibration.model_validate(given), kind) == (expected, whose)
 
 
-def test_where_outputs_cannot_be_measured_the_rest_of_the_method_stays() -> None:
-    used, _ = choose_hyperparameters(Calibration(), "encoder", has_gradients=False)
-    assert used == replace(FEATCAL["module"], metric="features")
-
-
 @pytest.mark.parametrize(("method", "checks"), [("featcal", True), ("paper", False)])
 def test_the_method_says_whether_updates_are_checked_and_the_recipe_in_the_output_gives_the_same_bytes(
     bert: Saved, tmp_path: Path, method: str, checks: bool
