@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -53,6 +54,16 @@ def save(model: Any, folder: Path, seed: int = 0) -> Any:
     return model.eval()
 
 
+def save_roles(folder: Path, make: Callable[[], Any], roles: Sequence[str] = ("base", "expert", "merged")) -> Any:
+    """Models by role that differ in their weights, saved, each with a tokenizer."""
+    models = {}
+    for number, role in enumerate(roles):
+        torch.manual_seed(0)
+        models[role] = save(make(), folder / role, 3 * number)
+        save_tokenizer(folder / role, chat=False)
+    return models
+
+
 def values(found: Evaluation, task: str = "it") -> dict[str, float]:
     return {role: score.value for role, score in found.tasks[task].scores.items()}
 
@@ -67,6 +78,20 @@ def draft_of(folder: Path, how: Mapping[str, Any], data: Mapping[str, Any] | Non
 # --- zero-shot ---
 
 
+def write_images(folder: Path) -> list[tuple[Any, int]]:
+    """A dataset of images with labels by chance, which are returned too."""
+    random = Random(0)
+    rows = [{"image": {"bytes": draw(random), "path": None}, "label": random.randrange(3)} for _ in range(ROWS)]
+    folder.mkdir()
+    write_table(folder / "test.parquet", rows, {"label": {"names": CLASSES, "_type": "ClassLabel"}})
+    return [(Image.open(BytesIO(row["image"]["bytes"])).convert("RGB"), row["label"]) for row in rows]  # type: ignore[index, misc]
+
+
+def accuracy(classes: Tensor, features: Callable[[Any], Tensor], rows: Sequence[tuple[Any, int]]) -> float:
+    """The share of images whose features are nearest to the direction of their class."""
+    return sum(int((classes @ features(image)).argmax()) == label for image, label in rows) / len(rows)
+
+
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A full CLIP as base, vision towers as expert and merged, a full CLIP of its own, and images."""
@@ -78,44 +103,31 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("expert", "merged")):
         save(build("clip").vision_model, folder / name, number + 1)
     save(build("clip"), folder / "full", 5)
-    random = Random(0)
-    rows = [{"image": {"bytes": draw(random), "path": None}, "label": random.randrange(3)} for _ in range(ROWS)]
-    (folder / "data").mkdir()
-    write_table(folder / "data" / "test.parquet", rows, {"label": {"names": CLASSES, "_type": "ClassLabel"}})
+    write_images(folder / "data")
     return folder
 
 
-def classify_slowly(folder: Path, name: str) -> float:
-    """Accuracy of a model, an image and a prompt at a time, by the formulas."""
-    base = library.CLIPModel.from_pretrained(folder / "base")
-    tokenizer = library.AutoTokenizer.from_pretrained(folder / "base")
-    processor = library.CLIPImageProcessorPil.from_pretrained(folder / "base")
-    if name == "full":
-        full = library.CLIPModel.from_pretrained(folder / name)
-        tower, projection = full.vision_model, full.visual_projection
-    else:
-        tower, projection = library.CLIPVisionModel.from_pretrained(folder / name), base.visual_projection
-    directions = []
-    for known in CLASSES:
-        each = []
-        for prompt in PROMPTS:
-            before, after = prompt.split("{}", 1)
-            ids = tokenizer(before + known + after, return_tensors="pt").input_ids
-            each.append(normalize(base.text_projection(base.text_model(ids).pooler_output)[0], dim=0))
-        directions.append(normalize(torch.stack(each).mean(0), dim=0))
-    right = 0
-    for row in parquet.read_table(folder / "data" / "test.parquet").to_pylist():
-        image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB")
-        pixels = processor(images=image, return_tensors="pt").pixel_values
-        found = normalize(projection(tower(pixels).pooler_output)[0], dim=0)
-        right += int(max(range(3), key=lambda number: float(found @ directions[number])) == row["label"])
-    return right / ROWS
-
-
 @torch.no_grad()
-def test_zero_shot_is_what_the_formulas_say(clip: Path) -> None:
+def test_zero_shot_is_what_the_formulas_say(clip: Path, tmp_path: Path) -> None:
+    """An image and a prompt at a time."""
+    base, full = (library.CLIPModel.from_pretrained(clip / name) for name in ("base", "full"))
+    tokenizer = library.AutoTokenizer.from_pretrained(clip / "base")
+    processor = library.CLIPImageProcessorPil.from_pretrained(clip / "base")
+    classes, slow, rows = [], {}, write_images(tmp_path / "data")
+
+    def see(image: Any, own: Any, tower: Any) -> Tensor:
+        pixels = processor(images=image, return_tensors="pt").pixel_values
+        return own.visual_projection(tower(pixels).pooler_output)[0]  # type: ignore[no-any-return]
+
+    for known in CLASSES:
+        texts = [tokenizer(prompt.replace("{}", known, 1), return_tensors="pt").input_ids for prompt in PROMPTS]
+        each = [base.text_projection(base.text_model(ids).pooler_output)[0] for ids in texts]
+        classes.append(normalize(normalize(torch.stack(each), dim=-1).mean(0), dim=0))
+    for name in ("expert", "merged", "full"):
+        own = full if name == "full" else base
+        tower = full.vision_model if name == "full" else library.CLIPVisionModel.from_pretrained(clip / name)
+        slow[name] = accuracy(torch.stack(classes), partial(see, own=own, tower=tower), rows)
     draft = draft_of(clip, {"split": "test", "prompts": PROMPTS})
-    slow = {name: classify_slowly(clip, name) for name in ("expert", "merged", "full")}
     assert values(evaluate(draft, [str(clip / "full")], batch_size=7)) == pytest.approx(slow)
     assert len(set(slow.values())) > 1
 
@@ -125,29 +137,19 @@ def test_a_tower_that_reads_the_last_place_gets_texts_of_its_full_length(tmp_pat
     """As SigLIP was trained: padded, and without a mask."""
     text = {**TINY, "vocab_size": VOCABULARY, "max_position_embeddings": 24, "pad_token_id": 0}
     config = library.SiglipConfig(text_config=text, vision_config={**TINY, "image_size": 16, "patch_size": 8})
-    names = ("base", "expert", "merged")
-    models = {name: save(library.SiglipModel(config), tmp_path / name, seed) for seed, name in enumerate(names)}
-    base = models["base"]
-    save_tokenizer(tmp_path / "base", chat=False)
+    models, rows = save_roles(tmp_path, lambda: library.SiglipModel(config)), write_images(tmp_path / "data")
     processor = library.SiglipImageProcessorPil(size={"height": 16, "width": 16})
     processor.save_pretrained(tmp_path / "base")
-    random, right = Random(0), dict.fromkeys(("expert", "merged"), 0)
-    pictures = [draw(random) for _ in range(ROWS)]
-    rows = [{"image": {"bytes": picture, "path": None}, "label": random.randrange(3)} for picture in pictures]
-    (tmp_path / "data").mkdir()
-    write_table(tmp_path / "data" / "test.parquet", rows, {"label": {"names": CLASSES, "_type": "ClassLabel"}})
     tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / "base")
-    full = {"padding": "max_length", "max_length": 24}
-    texts = [tokenizer(f"w1 {known}", return_tensors="pt", **full).input_ids for known in CLASSES]
-    directions = normalize(torch.cat([base.get_text_features(ids).pooler_output for ids in texts]), dim=-1)
-    for row in rows:
-        image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB")  # type: ignore[index]
-        pixels = processor(images=image, return_tensors="pt")
-        for name in right:
-            features = models[name].get_image_features(**pixels).pooler_output[0]
-            right[name] += int((directions @ features).argmax() == row["label"])
-    found = values(evaluate(draft_of(tmp_path, {"prompts": ["w1 {}"]})))
-    assert found == pytest.approx({name: count / ROWS for name, count in right.items()})
+    full = {"padding": "max_length", "max_length": 24, "return_tensors": "pt"}
+    texts = [tokenizer(f"w1 {known}", **full).input_ids for known in CLASSES]
+    classes = normalize(torch.cat([models["base"].get_text_features(ids).pooler_output for ids in texts]), dim=-1)
+
+    def see(image: Any, model: Any) -> Tensor:
+        return model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]  # type: ignore[no-any-return]
+
+    slow = {name: accuracy(classes, partial(see, model=models[name]), rows) for name in ("expert", "merged")}
+    assert values(evaluate(draft_of(tmp_path, {"prompts": ["w1 {}"]}))) == pytest.approx(slow)
 
 
 def test_classes_of_the_recipe_replace_those_of_the_dataset(clip: Path) -> None:
@@ -170,10 +172,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **TINY, vocab_size=100, max_position_embeddings=80, num_labels=3, id2label=dict(enumerate(CLASSES)),
         label2id={name: number for number, name in enumerate(CLASSES)},
     )  # fmt: skip
-    for number, name in enumerate(("base", "expert", "merged")):
-        torch.manual_seed(0)
-        save(library.BertForSequenceClassification(config), folder / name, number + 1)
-        save_tokenizer(folder / name, chat=False)
+    save_roles(folder, lambda: library.BertForSequenceClassification(config))
     torch.manual_seed(0)
     save(library.BertModel(config), folder / "body", 4)
     random = Random(1)
@@ -234,12 +233,9 @@ def test_a_label_is_the_class_that_the_head_calls_so(bert: Path, tmp_path: Path)
 def test_classes_of_image_folders_are_those_that_the_head_calls_so(tmp_path: Path) -> None:
     names, sizes = ["wolf", "bee", "cow"], {"image_size": 8, "patch_size": 4}
     config: Any = library.ViTConfig(**TINY, **sizes, id2label=dict(enumerate(names)), label2id={})
-    for number, name in enumerate(("base", "expert", "merged")):
-        torch.manual_seed(0)
-        save(library.ViTForImageClassification(config), tmp_path / name, number + 1)
-        library.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / name)
-    expert = library.ViTForImageClassification.from_pretrained(tmp_path / "expert")
-    processor = library.ViTImageProcessorPil.from_pretrained(tmp_path / "expert")
+    expert = save_roles(tmp_path, lambda: library.ViTForImageClassification(config))["expert"]
+    processor = library.ViTImageProcessorPil(size={"height": 8, "width": 8})
+    processor.save_pretrained(tmp_path / "expert")
     # its head would rank one class first for all of them
     with torch.no_grad():
         expert.classifier.weight *= 30
@@ -315,24 +311,16 @@ def test_a_head_that_does_not_tell_texts_apart_is_refused(bert: Path, tmp_path: 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("t5")
-    for number, name in enumerate(("base", "expert", "merged")):
-        save(build("t5"), folder / name, 3 * number)
-    save_tokenizer(folder / "base", chat=False)
+    save_roles(folder, lambda: build("t5"))
     return folder
 
 
-@torch.no_grad()
 def write_slowly(folder: Path, name: str, text: str, count: int) -> str:
-    """What a model answers, a token at a time without a cache."""
-    model = library.T5ForConditionalGeneration.from_pretrained(folder / name).eval()
+    """What a model answers, as transformers writes one text alone without a cache."""
+    model = library.T5ForConditionalGeneration.from_pretrained(folder / name)
     tokenizer = library.AutoTokenizer.from_pretrained(folder / "base")
     ids = tokenizer(text, return_tensors="pt", truncation=True).input_ids
-    written = [0]
-    for _ in range(count):
-        logits: Tensor = model(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits
-        written.append(int(logits[0, -1].argmax()))
-        if written[-1] == model.config.eos_token_id:
-            break
+    written = model.generate(ids, do_sample=False, use_cache=False, max_new_tokens=count)[0]
     return str(tokenizer.decode(written, skip_special_tokens=True))
 
 
@@ -399,9 +387,7 @@ def test_ranks_of_numbers_in_answers_are_compared_with_those_of_labels(t5: Path,
 def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     random = Random(4)
-    for number, name in enumerate(("base", "expert", "merged")):
-        save(build("llama"), tmp_path / name, 3 * number)
-        save_tokenizer(tmp_path / name, chat=True)
+    save_roles(tmp_path, lambda: build("llama"))
     keys = ("question", "distractor1", "distractor2", "distractor3", "correct_answer", "support")
     rows = [{key: write_text(random) for key in keys} for _ in range(10)]
     for split in ("train", "validation", "test"):
@@ -609,9 +595,7 @@ def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Language models, texts of several lengths, and a recipe of two tasks, each with an expert."""
     folder, random = tmp_path_factory.mktemp("llama"), Random(4)
-    for number, name in enumerate(("base", "expert", "other", "merged", "calibrated")):
-        save(build("llama"), folder / name, 3 * number)
-        save_tokenizer(folder / name, chat=False)
+    save_roles(folder, lambda: build("llama"), ("base", "expert", "other", "merged", "calibrated"))
     texts = [" ".join(write_text(random) for _ in range(1 + number % 4)) for number in range(30)]
     (folder / "data").mkdir()
     write_table(folder / "data" / "test.parquet", [{"text": text} for text in texts], {})
@@ -623,21 +607,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def perplexity_slowly(folder: Path, name: str) -> float:
-    """Perplexity in float64, a text at a time, from probabilities."""
-    model = library.LlamaForCausalLM.from_pretrained(folder / name).eval().double()
-    tokenizer = library.AutoTokenizer.from_pretrained(folder / name)
-    nats, count = 0.0, 0
-    for text in parquet.read_table(folder / "data" / "test.parquet")["text"].to_pylist():
-        ids = tokenizer(text, truncation=True).input_ids
-        chances = model(torch.tensor([ids])).logits[0].softmax(-1)
-        nats -= sum(float(chances[place - 1, ids[place]].log()) for place in range(1, len(ids)))
-        count += len(ids) - 1
-    return float(numpy.exp(nats / count))
+def perplexity_slowly(folder: Path, texts: Sequence[Tensor]) -> float:
+    """Perplexity by transformers' own loss of each text [1, length] alone, in float64."""
+    model = library.AutoModelForCausalLM.from_pretrained(folder).double()
+    nats = sum(float(model(input_ids=text, labels=text).loss) * (text.shape[1] - 1) for text in texts)
+    return float(numpy.exp(nats / sum(text.shape[1] - 1 for text in texts)))
 
 
-def test_perplexity_is_that_of_tokens_foreseen_one_after_another(llama: Path) -> None:
-    slow = {name: perplexity_slowly(llama, name) for name in ("expert", "merged")}
+def test_perplexity_is_that_of_every_text_alone(llama: Path) -> None:
+    tokenizer = library.AutoTokenizer.from_pretrained(llama / "base")
+    rows = parquet.read_table(llama / "data" / "test.parquet")["text"].to_pylist()
+    texts = [tokenizer(row, truncation=True, return_tensors="pt").input_ids for row in rows]
+    slow = {name: perplexity_slowly(llama / name, texts) for name in ("expert", "merged")}
     data = {"path": str(llama / "data"), "columns": {"text": "text"}}
     for limit, batch_size in ((None, 7), (30, 1)):
         found = evaluate(draft_of(llama, {"metric": "perplexity"}, data), batch_size=batch_size, limit=limit)
@@ -647,22 +628,16 @@ def test_perplexity_is_that_of_tokens_foreseen_one_after_another(llama: Path) ->
 
 
 def test_padding_before_a_text_changes_no_loss(tmp_path: Path) -> None:
-    """Positions that a model has learned would count it. The loss of each text alone is transformers' own."""
+    """Positions that a model has learned would count it."""
     config = library.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=100, initializer_range=0.5)
-    for number, name in enumerate(("base", "expert", "merged")):
-        torch.manual_seed(0)
-        save(library.GPT2LMHeadModel(config), tmp_path / name, number)
-        save_tokenizer(tmp_path / name, chat=False)
+    save_roles(tmp_path, lambda: library.GPT2LMHeadModel(config))
     ids, mask = torch.randint(3, 30, (2, 6)), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "ids.safetensors")
     data = {"path": str(tmp_path / "ids.safetensors")}
     found = values(evaluate(draft_of(tmp_path, {"metric": "perplexity", "split": "train"}, data)))
-    for name in ("expert", "merged"):
-        model = library.GPT2LMHeadModel.from_pretrained(tmp_path / name)
-        texts = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
-        with torch.no_grad():
-            nats = sum(float(model(input_ids=text, labels=text).loss) * (text.shape[1] - 1) for text in texts)
-        assert found[name] == pytest.approx(numpy.exp(nats / (3 + 5)), 1e-5)
+    texts = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
+    slow = {name: perplexity_slowly(tmp_path / name, texts) for name in ("expert", "merged")}
+    assert found == pytest.approx(slow, 1e-5)
 
 
 def test_perplexity_is_shown_as_it_is_and_less_is_better(
