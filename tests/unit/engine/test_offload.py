@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from jobs import CPU, Prepared, prepare
 from torch import Tensor
 
 from featcal_cli.engine.lockstep import forward_order
-from featcal_cli.engine.offload import DEVICE, DISK, TRIM_EVERY, Offloader
+from featcal_cli.engine.offload import DISK, TRIM_EVERY, Offloader
 from featcal_cli.runtime.errors import OutputError
 
 KIB = 1024
@@ -29,11 +28,6 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def make(size: int = 64 * KIB, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random values in that many bytes."""
     return torch.randint(-99, 99, (size // dtype.itemsize,)).to(dtype)
-
-
-def used(offloader: Offloader) -> tuple[int, int]:
-    """KiB in memory and on disk."""
-    return offloader.used(DEVICE) // KIB, offloader.used(DISK) // KIB
 
 
 @pytest.fixture
@@ -97,18 +91,6 @@ def test_passes_come_to_the_same_bits_wherever_their_states_lie(
     assert (offloader.most > 0) == (sum(rooms) < 1 << 30)
 
 
-# Places.
-
-
-def test_what_is_put_stays_in_memory_while_there_is_room_and_leaves_it_again(tmp_path: Path) -> None:
-    offloader = Offloader(CPU, 100 * KIB, 50 * KIB, tmp_path)
-    tensors = [make() for _ in range(4)]
-    offloader.put(tensors)
-    assert used(offloader) == (128, 128)
-    tensors.clear()
-    assert used(offloader) == (0, 0)
-
-
 # Room.
 
 
@@ -164,26 +146,6 @@ def test_files_have_no_names_and_go_with_their_tensors(spill: Offloader, tmp_pat
     assert maps.read_text(encoding="utf-8").count(str(tmp_path)) == 50
     tensors.clear()
     assert str(tmp_path) not in maps.read_text(encoding="utf-8")  # nor opened: their space is free
-
-
-@on_linux
-def test_a_full_disk_is_an_error_and_no_value_is_lost(spill: Offloader, tmp_path: Path) -> None:
-    tensor = make(1 << 20)
-    expected = tensor.clone()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256 * KIB, limits[1]))  # as a disk with that much space
-    try:
-        with pytest.raises(OutputError, match="cannot be kept on disk: File too large") as caught:
-            spill.put([tensor])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (caught.value.where, bool(caught.value.fix)) == (str(tmp_path), True)
-    assert torch.equal(tensor, expected)
-    assert not list(tmp_path.iterdir())
-    del caught  # its traceback holds the memory
-    spill.put([tensor])
-    assert spill.used(DISK) == 1 << 20
-    assert torch.equal(tensor, expected)
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

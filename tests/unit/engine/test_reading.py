@@ -25,7 +25,6 @@ from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import calibrate
 
-SETTINGS = Hyperparameters(0.05, 2.0, 0.3)
 LINUX = pytest.mark.skipif(not hardware.MAPS.is_file(), reason="this system does not say what is mapped")
 
 
@@ -67,13 +66,16 @@ def keys_of(tensors: dict[str, Tensor], values: list[Tensor]) -> set[str]:
     }
 
 
+def run_blocks(prepared: Prepared, folder: Path) -> None:
+    job = prepared.to_calibrate()
+    calibrate_blocks(job, Hyperparameters(0.05, 2.0, 0.3), Journal(folder, {}), bias=True, watch=lambda _: None)
+
+
 @pytest.mark.parametrize("name", few_of(["llama", "clip", "t5"], ("llama",)))
 def test_what_was_given_back_is_read_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An expert's block is spoilt as soon as it is given back, and nothing comes out differently."""
     prepared = prepare(save_family(tmp_path / "saved", BY_NAME[name]).only(2))
-    calibrate_blocks(
-        prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "plain", {}), bias=True, watch=lambda _: None
-    )
+    run_blocks(prepared, tmp_path / "plain")
     spoilt: list[str] = []
     plainly = BlockRunner.give_back
 
@@ -85,9 +87,7 @@ def test_what_was_given_back_is_read_no_more(tmp_path: Path, monkeypatch: pytest
         return plainly(runner, path)
 
     monkeypatch.setattr(BlockRunner, "give_back", spoil)
-    calibrate_blocks(
-        prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "spoilt", {}), bias=True, watch=lambda _: None
-    )
+    run_blocks(prepared, tmp_path / "spoilt")
     assert spoilt
     for block in range(len(prepared.architecture.blocks)):
         one, other = (load_file(tmp_path / place / f"block-{block:04}.safetensors") for place in ("plain", "spoilt"))
@@ -129,9 +129,7 @@ def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(hardware, "WORTHWHILE", 0)
     saved = save_family(tmp_path / "saved", BY_NAME["llama"])
     prepared = prepare(saved, dtype=dtype)
-    calibrate_blocks(
-        prepared.to_calibrate(), SETTINGS, Journal(tmp_path / "journal", {}), bias=True, watch=lambda _: None
-    )
+    run_blocks(prepared, tmp_path / "journal")
     for model in prepared.models.experts.values():
         inside = sum(
             value.numel() * value.element_size()
