@@ -24,6 +24,7 @@ from hub_server import HubServer
 
 if TYPE_CHECKING:
     from bad_input import Stage
+    from example_folder import Folder
     from families import Saved
     from zygote import Zygote
 
@@ -152,6 +153,14 @@ def bert_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = save_family(folder, BY_NAME["bert"])
     (folder / "job.yaml").write_text(json.dumps(saved.recipe()))
     return folder
+
+
+@pytest.fixture
+def at(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A folder for sources of examples, with tokenizers that are made once in a process."""
+    from example_folder import Folder
+
+    return Folder(tmp_path, tmp_path_factory.getbasetemp() / "tokenizers")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -35,11 +34,6 @@ SOUNDING: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 2, "do_stable_layer_norm": True, "feat_extract_norm": "layer",
 }  # fmt: skip
 library: Any = transformers
-
-
-@pytest.fixture
-def at(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    return Folder(tmp_path, tmp_path_factory.getbasetemp() / "tokenizers")
 
 
 def tone(number: int, seconds: float = 0.1, rate: int = RATE) -> Any:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -67,11 +66,6 @@ def tiny(name: str) -> Any:
         case "t5":
             sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
             return build("T5ForConditionalGeneration", **sizes, decoder_start_token_id=0)
-
-
-@pytest.fixture
-def at(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    return Folder(tmp_path, tmp_path_factory.getbasetemp() / "tokenizers")
 
 
 def encode_image(value: int) -> bytes:

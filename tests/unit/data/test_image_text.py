@@ -72,11 +72,6 @@ def picture(number: int) -> dict[str, Any]:
     return {"bytes": file.getvalue(), "path": f"{number}.png"}
 
 
-@pytest.fixture
-def at(tmp_path: Path) -> Folder:
-    return Folder(tmp_path, tmp_path)
-
-
 def pictures(at: Folder, row: Callable[[int], dict[str, Any]]) -> Data:
     """Four rows of a picture and what `row` makes of the number of its colour."""
     return at.file("rows.parquet", [{"image": picture(number), **row(number % 3)} for number in range(4)])

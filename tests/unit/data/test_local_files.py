@@ -28,11 +28,6 @@ TABLE = "text,label\n" + LINES
 OBJECTS = lines(ROWS)
 
 
-@pytest.fixture
-def at(tmp_path: Path) -> Folder:
-    return Folder(tmp_path, tmp_path)
-
-
 def zipped(content: str | bytes) -> bytes:
     return gzip.compress(content.encode() if isinstance(content, str) else content, mtime=0)
 
