@@ -49,17 +49,6 @@ def test_the_means_of_table_2_are_those_of_the_full_tables() -> None:
             assert row["figures"] == [whole[row.get("merge"), row["method"]]], (name, row)
 
 
-def test_known_misprints_are_marked() -> None:
-    def misprints(name: str, method: str, merge: str | None = None) -> set[str]:
-        (row,) = (row for row in TABLES[name]["rows"] if (row["method"], row.get("merge")) == (method, merge))
-        return set(row["misprints"])
-
-    assert misprints("clip-vit-b32-14 table-8", "pretrained") == {"cifar100", "mean"}
-    assert misprints("clip-vit-b32-20 table-10", "experts") == {"pcam", "mean"}
-    assert misprints("clip-vit-b32-20 table-10", "featcal", "average") == {"mean"}
-    assert misprints("clip-vit-l14-14 table-9", "experts") == {"eurosat", "mean"}
-
-
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_a_row_fits_its_columns(table: dict[str, Any]) -> None:
     for row in table["rows"]:

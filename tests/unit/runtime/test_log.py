@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import featcal_inside
-from families import BY_NAME, save_family
+from families import BY_NAME
 
 from featcal_cli.runtime.errors import BugError
 from featcal_cli.runtime.logfile import recorded
@@ -57,10 +57,10 @@ def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeyp
         assert redact(text) == text
 
 
-def test_lines_of_a_log_are_json_and_the_last_tells_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
-    (tmp_path / "job.yaml").write_text(json.dumps(saved.recipe()))
-    options = {"-r": tmp_path / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
+def test_lines_of_a_log_are_json_and_the_last_tells_the_end(
+    bert_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"-r": bert_job / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
     assert featcal_inside(capsys, "calibrate", options).code == 0
     lines = read(tmp_path / "log.jsonl")
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", str(line["time"])) for line in lines)

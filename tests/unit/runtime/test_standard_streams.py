@@ -15,8 +15,7 @@ import pytest
 from command_line import featcal
 from families import BY_NAME, save_family
 from hub_server import HubServer
-from published import write_card
-from recipe_world import build, write_table
+from published import publish, write_card
 
 from featcal_cli.__main__ import share_cores
 from featcal_cli.runtime import distributed
@@ -186,15 +185,13 @@ def test_processes_of_torchrun_start_no_others(monkeypatch: pytest.MonkeyPatch) 
 
 
 STARTS = {
-    "one argument": (["calibrate", "user/merged"], ": base openai/clip-vit-base-patch32"),
-    "an inspection": (["inspect-drift", "user/merged"], ": data mnist ylecun/mnist"),
+    "one argument": (["calibrate", "user/merged"], ": base user/base"),
+    "an inspection": (["inspect-drift", "user/merged"], ": data red user/red-rows"),
     "an evaluation": (["evaluate", "-r", "demo"], "given: merged "),
 }
 """What is typed, and what must be there when torch is asked for."""
 ENDS = {"--help": "demo", "--version": "featcal ", "calibrate silent/model": "", "modules silent/model": ""}
 """What is typed that is answered, or refused, without torch."""
-TASKS = {"mnist": "ylecun/mnist", "svhn": "ufldl-stanford/svhn"}
-BASE = "openai/clip-vit-base-patch32"
 STANDS_IN = """
 import sys
 heavy = {"transformers", "datasets", "pyarrow", "matplotlib", "PIL", "pandas"} & sys.modules.keys()
@@ -203,22 +200,11 @@ raise ImportError(f"heavy modules before torch: {sorted(heavy)}")
 
 
 @pytest.fixture
-def world(hub: HubServer, tmp_path: Path) -> None:
-    """Let the Hub have a merge and all it is made of: configs and cards, and no weights to speak of."""
-    build("clip").config.save_pretrained(tmp_path / "clip")
-    (tmp_path / "clip" / "model.safetensors").write_bytes(b"none are read here")
-    (tmp_path / "rows").mkdir()
-    write_table(tmp_path / "rows" / "train.parquet", [{"image": "a picture", "label": 0}], {})
-    hub.add_repo(BASE, tmp_path / "clip")
-    for task, dataset in TASKS.items():
-        write_card(tmp_path / "clip", base_model=BASE, datasets=[dataset])
-        hub.add_repo(f"user/clip-{task}", tmp_path / "clip")
-        hub.add_repo(dataset, tmp_path / "rows", kind="dataset")
-    write_card(tmp_path / "clip", base_model=[f"user/clip-{task}" for task in TASKS], tags=["merge"])
-    hub.add_repo("user/merged", tmp_path / "clip")
-    (tmp_path / "silent").mkdir()
-    (tmp_path / "silent" / "README.md").write_text("A model")
-    hub.add_repo("silent/model", tmp_path / "silent")
+def world(hub: HubServer, merge: Path, tmp_path: Path) -> None:
+    """Let the Hub have a merge and all that it is made of, and a model of which nothing is said."""
+    publish(hub, merge, "user")
+    write_card(tmp_path, "A model")
+    hub.add_repo("silent/model", tmp_path)
 
 
 def start_with(torch: str, folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
