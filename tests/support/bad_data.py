@@ -67,6 +67,14 @@ def png(width: int, height: int) -> bytes:
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(pwned) (w) file closefile\nshowpage\n"
 
 
+def postscript(stage: Stage) -> Arguments:
+    """An image that Ghostscript would run, where there is one that tells of it."""
+    ghostscript = stage.write("bin/gs", f"#!/bin/sh\ntouch {stage.folder}/pwned\n")
+    ghostscript.chmod(0o755)
+    stage.patch.setenv("PATH", f"{ghostscript.parent}:{os.environ['PATH']}")
+    return of_images(stage, stage.write("images/0.png", POSTSCRIPT).parent)
+
+
 def bombs_in_a_table(stage: Stage) -> Arguments:
     rows = [{"image": {"bytes": png(20_000, 20_000), "path": None}}] * 20
     pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), stage.folder / "rows.parquet")
@@ -92,7 +100,7 @@ CASES: list[Case] = [
     (images(png(20_000, 20_000)), ["'0.png'", "red", "400000000 pixels", "example 1"]),
     (images(png(2**31 - 1, 2**31 - 1)), ["'0.png'", "red", "pixels"]),
     (images(png(8_000, 8_000)), ["'0.png'", "cannot be decoded"]),
-    (images(POSTSCRIPT), ["'0.png'", "cannot be decoded"]),
+    (postscript, ["'0.png'", "cannot be decoded"]),
     (images(png(9_500, 9_500), f"{ESCAPE}.png"), ["\\x1b[31m.png", "90250000 pixels"]),
     (bombs_in_a_table, ["rows.parquet", "400000000 pixels", "20 of 20 rows", "example 1"]),
     (a_pipe_among_images, ["pipe.png", "no plain file"]),

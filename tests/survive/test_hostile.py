@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import time
@@ -14,7 +13,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from bad_data import POSTSCRIPT
 from bad_input import Stage, files_under, good_arguments
 from command_line import Run, featcal_inside, succeed
 from hub_faults import Fault
@@ -137,16 +135,6 @@ def test_an_expert_that_is_only_read_may_hold_links_and_nothing_is_written_outsi
 
 
 # --- no code ---
-
-
-def test_a_postscript_image_is_not_run(stage: Stage, tmp_path: Path) -> None:
-    ghostscript = stage.write("bin/gs", f"#!/bin/sh\ntouch {tmp_path}/pwned\n")
-    ghostscript.chmod(0o755)
-    stage.patch.setenv("PATH", f"{ghostscript.parent}:{os.environ['PATH']}")
-    stage.write("images/0.png", POSTSCRIPT)
-    with pytest.raises(Exception, match="cannot be decoded"):
-        draw(stage, Data(path=str(stage.folder / "images")), images=True)
-    assert not (tmp_path / "pwned").exists()
 
 
 def test_code_beside_a_model_is_not_run(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -32,33 +30,11 @@ SECONDS = 2.0
 """In which an interrupted run is over."""
 
 
-class Real:
-    """One run of the command as a user starts it, in the words of a zygote's."""
-
-    def __init__(self, folder: Path, *arguments: object, **environment: str) -> None:
-        self.stdout, self.stderr = folder / ".stdout", folder / ".stderr"
-        with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
-            command = [sys.executable, "-m", "featcal_cli", *map(str, arguments)]
-            self._process = subprocess.Popen(
-                command, cwd=folder, env=os.environ | environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL
-            )
-        self.pid = self._process.pid
-
-    def kill(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def wait(self) -> int:
-        return self._process.wait()
-
-
-Start = Callable[..., Real | Started]
-
-
 @pytest.fixture(scope="module")
 def expected(bert_job: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of that job, undisturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    check_success(calibrate(zygote.start, folder, bert_job))
+    check_success(calibrate(zygote, folder, bert_job))
     return folder / "out"
 
 
@@ -66,11 +42,11 @@ def expected(bert_job: Path, zygote: Zygote, tmp_path_factory: pytest.TempPathFa
 def pushed(merge: Path, zygote: Zygote, hub_on_loopback: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a job whose models and rows are on the Hub, undisturbed."""
     folder = tmp_path_factory.mktemp("pushed")
-    check_success(push(zygote.start, folder, stock(hub_on_loopback, merge)))
+    check_success(push(zygote, folder, stock(hub_on_loopback, merge)))
     return folder / "out"
 
 
-def check_success(run: Real | Started) -> None:
+def check_success(run: Started) -> None:
     assert run.wait() == 0, run.stderr.read_text()
 
 
@@ -82,16 +58,20 @@ def stock(hub: HubServer, merge: Path) -> str:
     return hub.add_token(ORG)
 
 
-def calibrate(start: Start, folder: Path, bert_job: Path) -> Real | Started:
-    return start(folder, "calibrate", "-r", bert_job / "job.yaml", "-o", "out", "--log-file", "log.jsonl")
+LINE = ("-o", "out", "--log-file", "log.jsonl")
 
 
-def push(start: Start, folder: Path, token: str) -> Real | Started:
-    return start(folder, "calibrate", f"{ORG}/merged", "-n", 16, "-o", "out", "--push-to", f"{ORG}/out", HF_TOKEN=token)
+def calibrate(zygote: Zygote, folder: Path, bert_job: Path) -> Started:
+    return zygote.start(folder, "calibrate", "-r", bert_job / "job.yaml", *LINE)
+
+
+def push(zygote: Zygote, folder: Path, token: str) -> Started:
+    line = ("calibrate", f"{ORG}/merged", "-n", 16, "-o", "out", "--push-to", f"{ORG}/out")
+    return zygote.start(folder, *line, HF_TOKEN=token)
 
 
 def interrupt(
-    run: Real | Started, message: str = CALIBRATING, *, times: int = 1, number: signal.Signals = signal.SIGINT
+    run: Started, message: str = CALIBRATING, *, times: int = 1, number: signal.Signals = signal.SIGINT
 ) -> bool:
     """Whether Ctrl-C, or another signal, came before the run was over; then it is over soon, and says one thing."""
     began = time.monotonic()
@@ -115,30 +95,29 @@ def stall(hub: HubServer, kind: str, path: str = "", after: int = 0) -> Callable
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "after", "real"),
+    ("kind", "path", "after"),
     [
-        ("model info", "bert-green", 0, False),
-        ("large file", "{weights}", 1, True),
-        ("large file", "{rows}", 1, False),
-        ("upload", "", 0, False),
-        ("commit", "", 0, False),
+        ("model info", "bert-green", 0),
+        ("large file", "{weights}", 1),
+        ("large file", "{rows}", 1),
+        ("upload", "", 0),
+        ("commit", "", 0),
     ],
     ids=["looking for models", "downloading", "streaming", "uploading", "committing"],
 )
 def test_a_hub_that_stalls_holds_nobody_up(
-    zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path, kind: str, path: str, after: int,
-    real: bool,
-) -> None:  # fmt: skip
+    zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path, kind: str, path: str, after: int
+) -> None:
     token = stock(hub, merge)
     names = {"weights": "blue/model.safetensors", "rows": "data/red/data/train-00000-of-00001.parquet"}
     contents = {name: sha256((merge / file).read_bytes()).hexdigest() for name, file in names.items()}
     stalled = stall(hub, kind, path.format(**contents), after)
-    run = push(Real if real else zygote.start, tmp_path, token)
+    run = push(zygote, tmp_path, token)
     assert wait_until(stalled)
     assert interrupt(run, times=3 if kind == "model info" else 1)  # impatience changes nothing
     assert (tmp_path / "out").exists() == (kind in ("upload", "commit"))
     hub.faults.clear()
-    check_success(push(zygote.start, tmp_path, token))
+    check_success(push(zygote, tmp_path, token))
     assert result(tmp_path / "out") == result(pushed)
     assert not (tmp_path / ".out.featcal").exists()
     assert len(hub.repos["model", f"{ORG}/out"].log) == 1
@@ -159,12 +138,12 @@ def test_a_computation_stops_where_it_is(
     for attempt in count():
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        run = calibrate(zygote.start, folder, bert_job)
+        run = calibrate(zygote, folder, bert_job)
         assert wait_for(folder / "log.jsonl", moment)
         if interrupt(run, number=number):
             break
         assert attempt < 9  # else it was faster
-    check_success(calibrate(zygote.start, folder, bert_job))
+    check_success(calibrate(zygote, folder, bert_job))
     assert result(folder / "out") == result(expected)
     assert not (folder / ".out.featcal").exists()
 
@@ -172,8 +151,7 @@ def test_a_computation_stops_where_it_is(
 def test_a_hang_up_that_is_ignored_stays_ignored(bert_job: Path, expected: Path, tmp_path: Path) -> None:
     """That is what nohup does."""
     log = tmp_path / "log.jsonl"
-    line = ["calibrate", "-r", str(bert_job / "job.yaml"), "-o", "out", "--log-file", str(log)]
-    command = ["nohup", sys.executable, "-m", "featcal_cli", *line]
+    command = ["nohup", sys.executable, "-m", "featcal_cli", "calibrate", "-r", str(bert_job / "job.yaml"), *LINE]
     run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert wait_for(log, '"calibrating"')
     run.send_signal(signal.SIGHUP)
@@ -200,14 +178,18 @@ def test_an_inspection_has_nothing_to_go_on_with(zygote: Zygote, bert_job: Path,
     ],
 )
 def test_a_start_ends_soon(bert_job: Path, tmp_path: Path, loaded: str, message: str, number: signal.Signals) -> None:
-    run = calibrate(partial(Real, PYTHONPROFILEIMPORTTIME="1"), tmp_path, bert_job)
-    assert wait_for(run.stderr, f" {loaded}\n")
+    """As a user starts it, in a process that imports everything."""
+    command = [sys.executable, "-X", "importtime", "-m", "featcal_cli", "calibrate", "-r", str(bert_job / "job.yaml")]
+    stderr = tmp_path / ".stderr"
+    with stderr.open("wb") as said:
+        run = subprocess.Popen([*command, *LINE], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=said)
+    assert wait_for(stderr, f" {loaded}\n")
     began = time.monotonic()
-    run.kill(number)
+    run.send_signal(number)
     assert (run.wait(), time.monotonic() - began < SECONDS) == (128 + number, True)
-    said = [line for line in run.stderr.read_text().splitlines() if line and not line.startswith("import time:")]
+    lines = [line for line in stderr.read_text().splitlines() if line and not line.startswith("import time:")]
     # the names of models and data are found, and told, before torch is imported
-    assert said[-1] == message and all(line.startswith(("· given: ", "  ")) for line in said[:-1])
+    assert lines[-1] == message and all(line.startswith(("· given: ", "  ")) for line in lines[:-1])
 
 
 # Two runs
@@ -224,7 +206,7 @@ def test_a_second_run_stops_at_once(zygote: Zygote, hub: HubServer, merge: Path,
     hub.fail("file head", Fault(action=hold_up), path="bert-blue/.*safetensors")
     (here := tmp_path / "here").mkdir()
     (there := tmp_path / "there").mkdir()
-    first = push(zygote.start, here, token)
+    first = push(zygote, here, token)
     try:
         assert waiting.wait(60)
         before = sorted(here.rglob("*"))

@@ -13,10 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 
 import pytest
 from command_line import featcal_inside
@@ -29,32 +26,9 @@ from featcal_cli.runtime.process import CALIBRATING
 
 ORG = "waits"
 STALL = Fault(seconds=60.0, carried_out=False)
-SHORTLY = 2.5
-"""Seconds after a first failure, on a machine that is busy."""
 SILENCE = 23.0
 LONGEST = 120.0
 """Seconds that one request may keep a run waiting."""
-
-
-class Spoken:
-    """What the command wrote to stderr in a process of its own, and when."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "featcal_cli", *arguments]
-        with subprocess.Popen(command, cwd=folder, stderr=PIPE, stdout=DEVNULL, stdin=DEVNULL, text=True) as process:
-            assert process.stderr is not None
-            self.lines = [(time.monotonic(), line.rstrip()) for line in process.stderr]
-            self.code = process.wait(10)
-        self.ended = time.monotonic()
-
-    def longest_silence(self, began: float) -> float:
-        """After that time: how long a process takes to start is another matter."""
-        times = [began, *(at for at, _ in self.lines if at > began), self.ended]
-        return max(later - earlier for earlier, later in pairwise(times))
-
-    def first(self, text: str) -> float:
-        """When a line with this text came."""
-        return next(at for at, line in self.lines if text in line)
 
 
 ENDLESS = {
@@ -65,23 +39,8 @@ ENDLESS = {
 """By the owner of what is asked for: a command, what never works, and what the command says of it."""
 
 
-def test_a_hub_that_fails_for_ever_is_told_of_at_once_and_given_up(hub: HubServer, merge: Path, tmp_path: Path) -> None:
-    """In a process of its own, by the clock."""
-    command, kind, fault, told = ENDLESS["two"]
-    publish(hub, merge, "two")
-    failed: list[float] = []
-    noted = replace(fault, action=lambda: failed.append(time.monotonic()))
-    hub.fail(kind, noted, path="/two/", times=None)
-    spoken = Spoken(tmp_path, *command)
-    text = "\n".join(line for _, line in spoken.lines)
-    assert spoken.code == 2 and "error: " in text and "Traceback" not in text, text
-    assert told in text and "http:" not in text, text
-    assert spoken.first(told) - failed[0] < SHORTLY, text
-    assert spoken.longest_silence(failed[0]) < SILENCE and spoken.ended - failed[0] < LONGEST, text
-
-
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("org", ["one", "three"])
+@pytest.mark.parametrize("org", ENDLESS)
 def test_a_failure_is_told_before_the_first_pause_and_pauses_end(
     hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, org: str
 ) -> None:
