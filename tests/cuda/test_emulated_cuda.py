@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
-from safetensors.torch import save_file
+from families import Family, Saved, save_family
 
 from featcal_cli.engine import offload, weight_uploads
 from featcal_cli.workflows import calibrate as workflow
@@ -84,58 +83,47 @@ def test_weights_used_last_stay_as_far_as_there_is_room(device: ModuleType, monk
     assert not device.faults()
 
 
-TASKS = ("red", "green", "blue")
 NEAR = 0.3
 """How far an estimate may be from what is measured."""
-LIBRARY: Any = tf
-SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": (
-        "LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
-    "bert": ("BertForSequenceClassification", "BertConfig", {"num_hidden_layers": 3, "num_attention_heads": 4}),
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "bert": ("BertForSequenceClassification", {"num_hidden_layers": 3, "num_attention_heads": 4}),
     "vit": (
-        "ViTForImageClassification", "ViTConfig",
+        "ViTForImageClassification",
         {"num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 64, "patch_size": 8},
     ),
-    "t5": ("T5ForConditionalGeneration", "T5Config", {"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
-}  # fmt: skip
+    "t5": ("T5ForConditionalGeneration", {"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+}
 WIDE, NARROW, HEADED = (256, 12, 16), (64, 64, 48), (256, 12, 8, 20_000)
 """Width, examples, tokens and words: one whose weights count, one whose features do, and one whose head does."""
 
 
-def save(folder: Path, name: str, width: int, examples: int, tokens: int, vocabulary: int = 300) -> dict[str, Any]:
-    """A family and its recipe."""
-    model_class, config_class, shape = SHAPES[name]
+def save(folder: Path, name: str, width: int, examples: int, tokens: int, vocabulary: int = 300) -> Saved:
+    model_class, shape = SHAPES[name]
     sizes = {"d_model": width, "d_ff": 3 * width, "d_kv": width // 4} if name == "t5" else {}
     sizes = sizes or {"hidden_size": width, "intermediate_size": 3 * width}
     words = {} if name == "vit" else {"vocab_size": vocabulary}
-    config = getattr(LIBRARY, config_class)(**shape, **sizes, **words)
-    for number, role in enumerate(("base", "merged", *TASKS)):
-        torch.manual_seed(number)
-        getattr(LIBRARY, model_class)(config).save_pretrained(folder / role)
-    for task in TASKS:
-        ids = torch.randint(3, 300, (examples + 8, tokens))
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if name == "t5":
-            inputs["decoder_input_ids"] = ids[:, : tokens // 4].contiguous()
-        images = {"pixel_values": torch.randn(examples + 8, 3, 64, 64)}
-        save_file(images if name == "vit" else inputs, folder / f"{task}.safetensors")
-    return {
-        "merged": str(folder / "merged"),
-        "base": str(folder / "base"),
-        "tasks": {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in TASKS},
-        "calibration": {"rho": 2.0, "alpha": 0.3, "examples": examples, "method": "paper"},
-    }
+
+    def draw(count: int) -> dict[str, torch.Tensor]:
+        if name == "vit":
+            return {"pixel_values": torch.randn(count, 3, 64, 64)}
+        ids = torch.randint(3, 300, (count, tokens))
+        more = {"decoder_input_ids": ids[:, : tokens // 4].contiguous()} if name == "t5" else {}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+
+    return save_family(folder, Family(name, model_class, {**shape, **sizes, **words}, draw, ""), examples=examples + 8)
 
 
+PAPER: dict[str, Any] = {"method": "paper"}
+OWN: dict[str, Any] = {"method": "featcal", "ridge": None, "rho": None, "alpha": None}
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, int] | None, dict[str, Any]]] = {
-    "wide": (WIDE, None, {"ridge": 0.05}),
-    "bfloat16": (WIDE, None, {"ridge": 0.05, "dtype": "bfloat16"}),
-    "narrow": (NARROW, None, {"ridge": 0.05}),
-    "default": (WIDE, None, {"rho": None, "alpha": None, "method": "featcal"}),
-    "head": (HEADED, (0, 1 << 30), {"rho": None, "alpha": None, "method": "featcal", "refine": False}),
-    "outputs": (NARROW, None, {"rho": None, "alpha": None, "method": "featcal"}),
-    "host": (NARROW, (0, 1 << 30), {"ridge": 0.05}),
+    "wide": (WIDE, None, PAPER),
+    "bfloat16": (WIDE, None, {**PAPER, "dtype": "bfloat16"}),
+    "narrow": (NARROW, None, PAPER),
+    "default": (WIDE, None, OWN),
+    "head": (HEADED, (0, 1 << 30), {**OWN, "refine": False}),
+    "outputs": (NARROW, None, OWN),
+    "host": (NARROW, (0, 1 << 30), PAPER),
 }
 
 
@@ -147,8 +135,7 @@ def test_the_estimate_is_near_the_peak(
     tmp_path: Path, device: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, case: str
 ) -> None:
     size, rooms, settings = CASES[case]
-    recipe = save(tmp_path, name, *size)
-    recipe["calibration"] = {k: v for k, v in {**recipe["calibration"], **settings}.items() if v is not None}
+    recipe = save(tmp_path, name, *size).recipe(examples=size[1], **settings)
     if rooms is not None:
         for module in (setup, resource_estimate):
             monkeypatch.setattr(module, "rooms_for_features", lambda _: rooms)
