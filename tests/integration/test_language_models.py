@@ -229,20 +229,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def refine(llama: Saved, output: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     # a merge that is worse than its base, so that there is much to win
-    line = {
-        "--merge": "task_arithmetic:1.0",
-        "--base": llama.folder / "base",
-        "-n": 64,
-        "-o": output,
-        "--device": "cpu",
-        "--refine": "",
-        "--json": "",
-    }
-    named = {
-        "--expert": [f"{task}={llama.folder / task}" for task in llama.inputs],
-        "--data": [f"{task}={llama.folder / task}.safetensors" for task in llama.inputs],
-    }
-    return featcal_inside(capsys, "calibrate", {**line, **named})
+    line = {"--merge": "task_arithmetic:1.0", "-n": 64, "-o": output, "--refine": "", "--json": ""}
+    return featcal_inside(capsys, "calibrate", {**llama.arguments(), **line})
 
 
 class Stopper(Listener):

@@ -113,16 +113,8 @@ def random_job(folder: Path, seed: int) -> tuple[Saved, dict[str, Any]]:
     given = random.choice(SETTINGS)
     examples = random.choice([1, 2, 4, 8, 12, 256])
     # a refined result is judged by its divergence instead, which tests/unit/calibration/test_distillation.py asks for
-    calibration = {
-        "ridge": None,
-        "rho": None,
-        "alpha": None,
-        "refine": False,
-        "examples": examples,
-        "seed": seed,
-        **given,
-    }
-    return saved, saved.recipe(**calibration)
+    left = dict.fromkeys(("ridge", "rho", "alpha"))
+    return saved, saved.recipe(**{**left, "refine": False, "examples": examples, "seed": seed, **given})
 
 
 def mean(pairs: Mapping[str, tuple[float, float]]) -> tuple[float, ...]:
@@ -209,8 +201,7 @@ def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path)
 def test_fitted_rows_are_no_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]) -> None:
     """Nine rows for featcal's method; for the paper's as many as are fitted."""
     saved = save_family(tmp_path, BY_NAME["bert"], examples=12 if given else 9)
-    settings = {"ridge": None, "rho": None, "alpha": None, **given}
-    run = run_inside(capsys, saved, tmp_path / "out", settings)
+    run = run_inside(capsys, saved, tmp_path / "out", given)
     assert run.code == 0 and "on calibration examples" in run.stdout.splitlines()[0]
     report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
     assert report["headline"].endswith("on calibration examples") and not report["settings"]["guard"]
@@ -219,7 +210,7 @@ def test_fitted_rows_are_no_gate(tmp_path: Path, capsys: pytest.CaptureFixture[s
     judged = "Mean drift from the experts" if given else "Mean distance of outputs from the experts'"
     assert f"{judged}, on calibration examples" in card and "## Drift from the experts, on calibration examples" in card
     for name in ("out", "strict"):  # what is finished, and before anything is computed
-        refused = run_inside(capsys, saved, tmp_path / name, settings, "--strict", "-q")
+        refused = run_inside(capsys, saved, tmp_path / name, given, "--strict", "-q")
         assert refused.code == 2 and not (tmp_path / "strict").exists()
     assert "--strict has nothing to judge by" in refused.stderr.replace("\n", " ")
 
@@ -228,11 +219,9 @@ def run_inside(
     capsys: pytest.CaptureFixture[str], saved: Saved, output: Path, given: Mapping[str, Any], *options: str
 ) -> Run:
     """`featcal calibrate`, with the settings that are given."""
-    arguments: dict[str, Any] = {"merged": saved.folder / "merged", "--base": saved.folder / "base", "-n": 12}
-    arguments["--expert"] = [f"{task}={saved.folder / task}" for task in saved.inputs]
-    arguments["--data"] = [f"{task}={saved.folder / task}.safetensors" for task in saved.inputs]
-    arguments |= {f"--{name}": value for name, value in given.items()} | dict.fromkeys(options, "")
-    return featcal_inside(capsys, "calibrate", {**arguments, "-o": output})
+    more = {f"--{name}": value for name, value in given.items()} | dict.fromkeys(options, "")
+    job = {"merged": saved.folder / "merged", **saved.arguments(), "-n": 12, "-o": output}
+    return featcal_inside(capsys, "calibrate", {**job, **more})
 
 
 def first_seed() -> int:

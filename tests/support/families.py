@@ -76,6 +76,12 @@ class Saved:
             "calibration": {"method": method, "ridge": 0.05, "rho": 2.0, "alpha": 0.3, "examples": 12, **calibration},
         }
 
+    def arguments(self) -> dict[str, object]:
+        """The job but for merged, as it is typed."""
+        experts = [f"{task}={self.folder / task}" for task in self.inputs]
+        data = [f"{expert}.safetensors" for expert in experts]
+        return {"--base": self.folder / "base", "--expert": experts, "--data": data, "--device": "cpu"}
+
 
 _KEPT = tempfile.TemporaryDirectory(prefix="featcal-families-")
 _MADE: dict[str, tuple[Saved, Tensor]] = {}
