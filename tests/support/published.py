@@ -57,7 +57,7 @@ def write_merge(folder: Path) -> Path:
     return folder
 
 
-def publish(hub: HubServer, folder: Path, org: str, *, private: bool = False) -> Published:
+def publish(hub: HubServer, folder: Path, org: str) -> Published:
     """Put the files of `write_merge` on the Hub, with cards that name each other by `org`."""
     place = folder / org
     commits = {}
@@ -67,7 +67,7 @@ def publish(hub: HubServer, folder: Path, org: str, *, private: bool = False) ->
     for task in TASKS:
         write_card(place / task, base_model=base, datasets=[f"{org}/{task}-rows"], license="mit")
         commits[f"{org}/{task}-rows"] = hub.add_repo(f"{org}/{task}-rows", folder / "data" / task, kind="dataset")
-        commits[f"{org}/bert-{task}"] = hub.add_repo(f"{org}/bert-{task}", place / task, private=private)
+        commits[f"{org}/bert-{task}"] = hub.add_repo(f"{org}/bert-{task}", place / task)
     write_card(place / "base", license="mit")
     config = {
         "merge_method": "task_arithmetic",
@@ -86,7 +86,7 @@ def publish(hub: HubServer, folder: Path, org: str, *, private: bool = False) ->
         license="mit",
     )
     for name in ("base", "merged"):
-        commits[f"{org}/{name}"] = hub.add_repo(f"{org}/{name}", place / name, private=private)
+        commits[f"{org}/{name}"] = hub.add_repo(f"{org}/{name}", place / name)
     return Published(org, place, commits)
 
 
