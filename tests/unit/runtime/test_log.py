@@ -13,7 +13,6 @@ import pytest
 from command_line import featcal_inside
 from families import BY_NAME
 
-from featcal_cli.runtime.errors import BugError
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import exception_text, list_some, redact
@@ -97,31 +96,24 @@ def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
     assert "careful with hf_***" in (tmp_path / "log").read_text()
 
 
-def test_a_bug_is_one_message_and_its_traceback_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(BugError) as raised, recorded(Listener(), tmp_path / "log"):
-        raise KeyError(f"with {TOKEN}")
-    assert "KeyError: 'with ***'" in raised.value.what and str(tmp_path / "log") in raised.value.fix
-    _, bug, error, end = read(tmp_path / "log")
-    assert bug["event"] == "bug" and "test_log.py" in str(bug["traceback"])
-    assert [error["kind"], end["exit_code"]] == ["BugError", 1]
-    assert TOKEN not in str(raised.value) + (tmp_path / "log").read_text()
-    assert list(tmp_path.iterdir()) == [tmp_path / "log"]
-
-
-def test_a_bug_of_the_command_is_exit_code_1_and_one_message(
+def test_a_bug_is_exit_code_1_and_one_message_and_its_traceback_is_in_the_log(
     bert_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def break_down(_: object) -> bytes:
-        raise LookupError("no figures here")
+        raise LookupError(f"no figures with {TOKEN}")
 
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("featcal_cli.workflows.calibrate.plot_drift", break_down)
-    run = featcal_inside(capsys, "calibrate", {"-q": "", "-r": bert_job / "job.yaml", "-o": tmp_path / "out"})
-    assert run.code == 1 and "Traceback" not in run.stderr and not (tmp_path / "out").exists()
-    shown = re.fullmatch(r"bug: (.+)\n  in: (.+)\n  fix: (.+)\n", run.stderr)
-    assert shown and shown[1].endswith("LookupError: no figures here"), run.stderr
-    assert re.fullmatch(r"featcal_cli/\S+\.py, line \d+", shown[2])
-    assert "--log-file FILE" in shown[3]
+    job, log = {"-q": "", "-r": bert_job / "job.yaml", "-o": tmp_path / "out"}, tmp_path / "log"
+    for more, helps in (({}, "--log-file FILE"), ({"--log-file": log}, str(log))):
+        run = featcal_inside(capsys, "calibrate", {**job, **more})
+        assert run.code == 1 and "Traceback" not in run.stderr and not (tmp_path / "out").exists()
+        shown = re.fullmatch(r"bug: (.+)\n  in: (.+)\n  fix: (.+)\n", run.stderr)
+        assert shown and shown[1].endswith("LookupError: no figures with ***"), run.stderr
+        assert re.fullmatch(r"featcal_cli/\S+\.py, line \d+", shown[2]) and helps in shown[3]
+    *_, bug, error, end = read(log)
+    assert bug["event"] == "bug" and "test_log.py" in str(bug["traceback"])
+    assert [error["kind"], end["exit_code"]] == ["BugError", 1] and TOKEN not in log.read_text()
 
 
 def test_lines_and_tabs_of_an_exception_are_spaces_and_what_terminals_obey_is_shown() -> None:
