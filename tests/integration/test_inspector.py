@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answer_distance
+from answers import answer_distance, answer_rows, rows_of, run_plainly
 from families import BY_NAME, Family, Saved, few_of, save_family
 from family import TEXT_SIZES
 from published import resolve
@@ -57,16 +57,6 @@ def watch(model: nn.Module, names: list[str], batch: dict[str, Tensor]) -> tuple
     for handle in handles:
         handle.remove()
     return seen, output
-
-
-def rows_of(hidden: Tensor, family: Family, block: str, batch: dict[str, Tensor]) -> Tensor:
-    """The tokens that count."""
-    if family.cls and hidden.ndim == 3:
-        return hidden[:, 0]
-    mask = family.mask(f"{block}.anything", 0, batch)
-    if mask is not None and mask.shape == hidden.shape[:2]:
-        return hidden[mask.bool()]
-    return hidden.reshape(-1, hidden.shape[-1])
 
 
 def norm(rows: Tensor) -> float:
@@ -190,30 +180,13 @@ def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path:
     task, batch = next(iter(saved.inputs.items()))
     model, expert = load(tmp_path / "merged"), load(tmp_path / task)
     last = family.block_names[-1]
-    ours, _ = watch(model, family.block_names, batch)
-    _, wanted = watch(expert, family.block_names, batch)
-
-    def swap(_: Any, __: Any, output: Any) -> Any:
-        hidden = ours[last].hidden
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-    handle = expert.get_submodule(last).register_forward_hook(swap)
-    _, swapped = watch(expert, [], batch)
-    handle.remove()
+    pair = [run_plainly(each, last, batch)[0] for each in (model, expert)]
+    (z, z_exp), are_logits = answer_rows([run_plainly(expert, last, batch, x)[1] for x in pair], family, batch)
     output = found.tasks[task].models["model"].output
-    assert output is not None
-    z, z_exp = (getattr(x, "logits", None) for x in (swapped, wanted))
-    assert output.kind == ("features" if z is None else "logits")
-    if z is None:
-        z, z_exp = swapped.pooler_output, wanted.pooler_output
-    assert z is not None and z_exp is not None
-    mask = family.mask(f"{last}.anything", 0, batch)
-    if z.ndim == 3 and mask is not None and mask.shape == z.shape[:2]:
-        z, z_exp = z[mask.bool()], z_exp[mask.bool()]
-    z, z_exp = z.reshape(-1, z.shape[-1]), z_exp.reshape(-1, z.shape[-1])
-    distance = answer_distance(z, z_exp, are_logits=output.kind == "logits")
+    assert output is not None and output.kind == ("logits" if are_logits else "features")
+    distance = answer_distance(z, z_exp, are_logits=are_logits)
     assert output.relative == pytest.approx(distance, rel=1e-4)
-    if output.kind == "logits":
+    if are_logits:
         p, q = z_exp.softmax(-1), z.softmax(-1)
         assert output.divergence == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3, abs=1e-6)
         assert output.agreement == pytest.approx(float((z.argmax(-1) == z_exp.argmax(-1)).float().mean()))

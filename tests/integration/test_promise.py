@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from answers import answer_distance
+from answers import answer_distance, answer_rows, rows_of, run_plainly
 from command_line import Run, featcal_inside
 from families import BY_NAME, TASKS, Saved, save_family
 from jobs import Watcher
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from featcal_cli.data.batches import count_examples
 from featcal_cli.workflows.verbs import calibrate
@@ -38,43 +37,21 @@ def load(saved: Saved, folder: Path) -> Any:
     return model_class.from_pretrained(folder).double().eval()
 
 
-def run(saved: Saved, model: Any, batch: Mapping[str, Tensor], given: Tensor | None = None) -> tuple[Tensor, Any]:
-    """What the last block returns in a plain pass in float64, and the model, which goes on with what is `given`."""
-    kept: list[Tensor] = []
-
-    def hook(_: object, __: object, y: Any) -> Any:
-        kept.append(y if isinstance(y, Tensor) else y[0])
-        return None if given is None else given if isinstance(y, Tensor) else (given, *y[1:])
-
-    handle = model.get_submodule(saved.family.block_names[-1]).register_forward_hook(hook)
-    with torch.no_grad():
-        output = model(**{name: x.double() if x.is_floating_point() else x for name, x in batch.items()})
-    handle.remove()
-    return kept[-1], output
-
-
-def choose(saved: Saved, hidden: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Of the tokens that count [T, d]."""
-    mask = saved.family.mask(saved.family.block_names[-1], 0, dict(batch))
-    return hidden.flatten(0, -2) if mask is None or hidden.ndim < 3 else hidden[mask.bool()]
-
-
 def mean_distance(saved: Saved, folder: Path, rows: Mapping[str, slice], *, of_answers: bool) -> float:
     """Mean over tasks of mean ‖h − h_exp‖ / mean ‖h_exp‖ after the last block; or the same of what the rest of the
     expert makes of these features."""
-    distances, name = [], ""
+    distances, family = [], saved.family
+    last = family.block_names[-1]
     for task, part in rows.items():
-        batch = {name: value[part] for name, value in saved.inputs[task].items()}
+        batch = {name: x[part].double() if x.is_floating_point() else x[part] for name, x in saved.inputs[task].items()}
         expert = load(saved, saved.folder / task)
-        pair = [run(saved, load(saved, place), batch)[0] for place in (folder, saved.folder / task)]
+        pair = [run_plainly(model, last, batch)[0] for model in (load(saved, folder), expert)]
         if of_answers:
-            outputs = [run(saved, expert, batch, hidden)[1] for hidden in pair]
-            names = ("logits", "pooler_output", "last_hidden_state")
-            name = next(name for name in names if getattr(outputs[0], name, None) is not None)
-            ours, theirs = (choose(saved, getattr(output, name), batch) for output in outputs)
+            outputs = [run_plainly(expert, last, batch, hidden)[1] for hidden in pair]
+            (ours, theirs), are_logits = answer_rows(outputs, family, batch)
         else:
-            ours, theirs = (hidden[:, 0] if saved.family.cls else choose(saved, hidden, batch) for hidden in pair)
-        distances.append(answer_distance(ours, theirs, are_logits=of_answers and name == "logits"))
+            (ours, theirs), are_logits = [rows_of(hidden, family, last, batch) for hidden in pair], False
+        distances.append(answer_distance(ours, theirs, are_logits=are_logits))
     return sum(distances) / len(distances)
 
 
