@@ -71,29 +71,6 @@ def run_blocks(prepared: Prepared, folder: Path) -> None:
     calibrate_blocks(job, Hyperparameters(0.05, 2.0, 0.3), Journal(folder, {}), bias=True, watch=lambda _: None)
 
 
-@pytest.mark.parametrize("name", few_of(["llama", "clip", "t5"], ("llama",)))
-def test_what_was_given_back_is_read_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """An expert's block is spoilt as soon as it is given back, and nothing comes out differently."""
-    prepared = prepare(save_family(tmp_path / "saved", BY_NAME[name]).only(2))
-    run_blocks(prepared, tmp_path / "plain")
-    spoilt: list[str] = []
-    plainly = BlockRunner.give_back
-
-    def spoil(runner: BlockRunner, path: str | None = None) -> int:
-        if path is not None and runner.model.role.startswith("expert"):
-            spoilt.append(path)
-            for tensor in runner.module(path).parameters():
-                tensor.data = torch.full_like(tensor, float("nan"))
-        return plainly(runner, path)
-
-    monkeypatch.setattr(BlockRunner, "give_back", spoil)
-    run_blocks(prepared, tmp_path / "spoilt")
-    assert spoilt
-    for block in range(len(prepared.architecture.blocks)):
-        one, other = (load_file(tmp_path / place / f"block-{block:04}.safetensors") for place in ("plain", "spoilt"))
-        assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 @LINUX
 def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: Path) -> None:
     save_file({"x": torch.arange(4_000_000.0), "y": torch.ones(10)}, tmp_path / "file.safetensors")
