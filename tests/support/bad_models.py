@@ -11,7 +11,8 @@ import torch
 from bad_input import Arguments, Arrange, Case, Stage, case, options
 from families import changed_tensors
 from hub_faults import Fault
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
+from recipe_world import save_adapter
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
@@ -159,10 +160,9 @@ def link_in_what_a_merge_copies(stage: Stage) -> Arguments:
 @case
 def adapter(stage: Stage, /, **config: object) -> Arguments:
     """The expert as an adapter, with other keys in its config."""
-    base = BertModel.from_pretrained(stage.folder / "base")
-    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["query"]))
-    wrapped.peft_config["default"].base_model_name_or_path = str(stage.folder / "base")
-    wrapped.save_pretrained(stage.folder / "adapter")
+    base = stage.folder / "base"
+    lora = LoraConfig(r=2, target_modules=["query"])
+    save_adapter(stage.folder / "adapter", base, BertModel.from_pretrained(base), lora)
     stage.change("adapter/adapter_config.json", **config)
     return {"--expert": f"red={stage.folder / 'adapter'}"}
 

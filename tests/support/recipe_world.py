@@ -77,8 +77,11 @@ class World:
         return folder
 
     def _adapter(self, base: str, number: int) -> Path:
+        from peft import LoraConfig
+
         if not (folder := self.folder / f"adapter-{number}").exists():
-            save_adapter(folder, base, number)
+            config = LoraConfig(r=2, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+            save_adapter(folder, base, build("t5"), config, number + 1)
         return folder
 
     def _add_dataset(self, dataset: str, specs: Sequence[TaskDraft]) -> None:
@@ -114,19 +117,19 @@ def save_model(folder: Path, kind: str, name: str) -> None:
         processor.save_pretrained(folder)
 
 
-def save_adapter(folder: Path, base: str, seed: int) -> None:
-    """A LoRA adapter, as peft saves it, on a model that it calls `base`."""
+def save_adapter(folder: Path, base: object, model: Any, config: Any, seed: int = 0) -> Path:
+    """An adapter of random weights on a model that it calls `base`, as peft saves it."""
     import peft
 
-    torch.manual_seed(0)
-    config: Any = peft.LoraConfig(r=2, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
-    adapted = peft.get_peft_model(build("t5"), config)
-    torch.manual_seed(seed + 1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.2)
-    adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(folder)
+    wrapped = peft.get_peft_model(model, config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if parameter.requires_grad or "lora_" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    wrapped.peft_config["default"].base_model_name_or_path = str(base)
+    wrapped.save_pretrained(folder)
+    return folder
 
 
 def build(kind: str) -> Any:

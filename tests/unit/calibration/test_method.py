@@ -15,7 +15,7 @@ import torch
 import transformers
 import yaml
 from command_line import Run, featcal_inside
-from families import BY_NAME, TASKS, Saved, save_family, save_tokenizer
+from families import TASKS, Saved, save_tokenizer
 from hub_server import HubServer
 from outcome import weights
 
@@ -32,12 +32,6 @@ SETTINGS = tuple(OPEN)
 def chosen(settings: Mapping[str, Any]) -> dict[str, float]:
     """λ, ρ and α of a report's settings, of one of its candidates, or of a recipe."""
     return {name: settings[name] for name in SETTINGS}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """12 examples of each task to fit, and 8 to hold out."""
-    return save_family(tmp_path_factory.mktemp("bert"), BY_NAME["bert"]).only(2)
 
 
 def read_report(output: Path) -> Report:
@@ -125,11 +119,12 @@ def test_a_model_without_its_head_has_the_numbers_of_its_blocks(name: str) -> No
 
 
 def run_job(
-    capsys: pytest.CaptureFixture[str], saved: Saved, recipe: Mapping[str, Any], output: Path, **options: object
+    capsys: pytest.CaptureFixture[str], recipe: Mapping[str, Any], output: Path, **options: object
 ) -> tuple[Run, str]:
     """`featcal calibrate` with a recipe; and what it said in one line."""
-    (saved.folder / "job.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    run = featcal_inside(capsys, "calibrate", {"-r": saved.folder / "job.yaml", "-o": output, **options})
+    file = output.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    run = featcal_inside(capsys, "calibrate", {"-r": file, "-o": output, **options})
     return run, re.sub(r"\s+", " ", run.stderr)
 
 
@@ -142,14 +137,14 @@ def write_rows(folder: Path, *, labels: Callable[[int], int], test: bytes) -> No
     (folder / "test.parquet").write_bytes(test)
 
 
-def test_labels_and_test_data_are_never_read_and_a_seed_gives_the_same_bytes(bert: Saved, tmp_path: Path) -> None:
+def test_labels_and_test_data_are_never_read_and_a_seed_gives_the_same_bytes(saved: Saved, tmp_path: Path) -> None:
     """Two runs whose data differ in nothing else."""
-    save_tokenizer(bert.folder / "base")
+    save_tokenizer(saved.folder / "base")
     write_rows(tmp_path / "one", labels=lambda number: number % 2, test=b"not a parquet file")
     write_rows(tmp_path / "two", labels=lambda number: 7 - number, test=b"")
     reports = []
     for name in ("one", "two"):
-        recipe: dict[str, Any] = bert.recipe(**OPEN, method="featcal")
+        recipe: dict[str, Any] = saved.recipe(**OPEN, method="featcal")
         recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[:1]}
         recipe["tasks"][TASKS[0]]["data"] = {"path": str(tmp_path / name), "split": "train"}
         reports.append(calibrate(recipe, output=tmp_path / f"{name}-out").report)
@@ -169,7 +164,7 @@ def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
     monkeypatch.setenv("HF_TOKEN", hub.add_token("alice"))
     output, push = tmp_path / "out", {"--push-to": "alice/strict"}
     for _ in range(2):
-        run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **{**push, "--strict": ""})
+        run, said = run_job(capsys, bert.recipe(**GROWING), output, **{**push, "--strict": ""})
         report = read_report(output)
         task = max(report.worse, key=lambda task: report.drift[task].after - report.drift[task].before)
         drift = report.drift[task]
@@ -181,10 +176,10 @@ def test_drift_that_grew_stops_a_strict_run_before_it_pushes(
     assert "held-out rows" in report.headline
     assert "**Warning:** mean drift grew from" in (output / "README.md").read_text()
     written = weights(output)
-    run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **push)
+    run, said = run_job(capsys, bert.recipe(**GROWING), output, **push)
     assert run.code == 3 and "nothing is computed again" in said and "--push-anyway" in said
     assert ("model", "alice/strict") not in hub.repos or not hub.repos["model", "alice/strict"].log
-    run, said = run_job(capsys, bert, bert.recipe(**GROWING), output, **{**push, "--push-anyway": ""})
+    run, said = run_job(capsys, bert.recipe(**GROWING), output, **{**push, "--push-anyway": ""})
     assert run.code == 0 and "nothing is computed again" in said and "WARNING: mean drift grew" in run.stdout
     assert len(hub.repos["model", "alice/strict"].log) == 1 and weights(output) == written
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.yaml"]

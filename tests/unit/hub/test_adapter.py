@@ -18,6 +18,7 @@ from families import VOCABULARY, save_tokenizer
 from hub_server import HubServer
 from outcome import check_equal, refusal_of
 from published import resolve
+from recipe_world import save_adapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,19 +47,6 @@ def save_base(folder: Path, name: str = "bert", dtype: torch.dtype = torch.float
     """A base on disk."""
     torch.manual_seed(0)
     BASES[name][0]().to(dtype).save_pretrained(folder)
-    return folder
-
-
-def save_adapter(folder: Path, base: Path, model: PreTrainedModel, config: Any, named: str | None = None) -> Path:
-    """An adapter of random weights on disk, trained on `model` from `base`, which it calls `named`."""
-    torch.manual_seed(len(str(folder)))
-    wrapped = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if parameter.requires_grad or "lora_" in name:
-                parameter += 0.1 * torch.randn_like(parameter)
-    wrapped.peft_config["default"].base_model_name_or_path = str(base) if named is None else named
-    wrapped.save_pretrained(folder)
     return folder
 
 
