@@ -132,22 +132,6 @@ def test_what_is_written_while_in_a_file_is_kept_and_its_pages_leave_with_the_lo
     assert torch.equal(tensor, expected)
 
 
-# Files.
-
-
-@on_linux
-def test_files_have_no_names_and_go_with_their_tensors(spill: Offloader, tmp_path: Path) -> None:
-    opened = len(list(Path("/proc/self/fd").iterdir()))
-    tensors = [make() for _ in range(50)]
-    spill.put(tensors)
-    assert not list(tmp_path.iterdir())
-    assert len(list(Path("/proc/self/fd").iterdir())) == opened
-    maps = Path("/proc/self/maps")
-    assert maps.read_text(encoding="utf-8").count(str(tmp_path)) == 50
-    tensors.clear()
-    assert str(tmp_path) not in maps.read_text(encoding="utf-8")  # nor opened: their space is free
-
-
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="No such file"):
         Offloader(CPU, 0, 0, tmp_path / "missing").put([make()])

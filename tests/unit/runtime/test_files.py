@@ -13,7 +13,6 @@ import pytest
 import torch
 from families import BY_NAME, save_family
 from safetensors.torch import load_file
-from torch import nn
 
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import OutputError
@@ -76,21 +75,6 @@ def is_in_a_file(tensor: torch.Tensor) -> bool:
         if first <= tensor.data_ptr() < last:
             return line.split()[4] != "0"
     return False
-
-
-@LINUX
-def test_large_tensors_move_to_files_that_have_no_names(tmp_path: Path) -> None:
-    large = nn.Parameter(torch.randn(700, 800))
-    half, small = torch.randn(2, 600, 500).bfloat16(), torch.randn(3)
-    tensors = [large, half, small]
-    values = [tensor.detach().clone() for tensor in tensors]
-    map_to_files(tensors, tmp_path)
-    assert [is_in_a_file(tensor) for tensor in tensors] == [True, True, False]
-    assert all(tensor.equal(value) for tensor, value in zip(tensors, values, strict=True))
-    assert isinstance(large, nn.Parameter) and not any(tmp_path.iterdir())
-    places = [tensor.data_ptr() for tensor in tensors]
-    map_to_files(tensors, tmp_path)
-    assert [tensor.data_ptr() for tensor in tensors] == places  # they are in files already
 
 
 @LINUX
