@@ -6,30 +6,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-HERE = "127.0.0.1,localhost"
 
+class Egress(NamedTuple):
+    """What lets HTTP clients of Python go through a proxy, except to this machine; and their attempts to leave."""
 
-class Egress:
-    """The proxy's address, and the attempts to leave so far."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.hosts: list[str] = []
-        """Host of every attempt, in order; empty where nothing left."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables with which Python's HTTP clients go through the proxy, except to this machine."""
-        through = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), self.url)
-        both = through | {"NO_PROXY": HERE}
-        return both | {name.lower(): value for name, value in both.items()}
+    environment: dict[str, str]
+    hosts: list[str]
+    """Host of every attempt, in order; empty where nothing left."""
 
 
 @contextmanager
 def watch_egress() -> Iterator[Egress]:
     """A running proxy; it stops when the block ends."""
+    hosts: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -38,7 +30,7 @@ def watch_egress() -> Iterator[Egress]:
         def refuse(self) -> None:
             # CONNECT names HOST:PORT, every other method a whole URL
             host = self.path.rpartition(":")[0] if self.command == "CONNECT" else urlsplit(self.path).hostname
-            egress.hosts.append(str(host))
+            hosts.append(str(host))
             self.send_response(403)
             self.send_header("Content-Length", "0")
             self.send_header("Connection", "close")
@@ -48,10 +40,11 @@ def watch_egress() -> Iterator[Egress]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    egress = Egress(f"http://127.0.0.1:{server.server_address[1]}")
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), f"http://127.0.0.1:{server.server_address[1]}")
+    both = {**proxies, "NO_PROXY": "127.0.0.1,localhost"}
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
-        yield egress
+        yield Egress({**both, **{name.lower(): value for name, value in both.items()}}, hosts)
     finally:
         server.shutdown()
         server.server_close()
