@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,6 @@ from featcal_cli.workflows.session import RunOptions, Session
 CUDA = torch.device("cuda")
 GIB = 2**30
 ROWS, BYTES, MEMORIES = (1, 50, 197, 512, 1500, 9000), (4_000, 1_400_000, 60_000_000), (4, 8, 24, 80, 512)
-
-
-def outline(model_class: type, config: tf.PretrainedConfig) -> tf.PreTrainedModel:
-    """Without values."""
-    with torch.device("meta"):
-        return model_class(config).eval().to(config.dtype or torch.float32)
 
 
 def sizes_of(
@@ -69,45 +64,45 @@ def test_a_little_more_or_less_memory_changes_nothing() -> None:
         assert len(few) == 1
 
 
-def test_all_images_of_a_task_are_one_batch_on_a_large_card() -> None:
-    model = outline(tf.CLIPVisionModel, tf.CLIPVisionConfig(num_hidden_layers=2))
-    inputs = {"pixel_values": torch.zeros(1, 3, 224, 224)}
-    assert sizes_of(model, {"task": inputs}, CUDA, 79 * GIB)["task"] >= 256
-    assert 20 * 50 <= 50 * sizes_of(model, {"task": inputs}, CPU)["task"] <= CPU_ROWS
+WIDE = {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8}
+READ = 4 * 512 * (3 * 4096 + 14_336)
+"""Bytes that q_proj, o_proj, gate_proj and down_proj of a block so wide read of a text."""
+MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "clip": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(num_hidden_layers=2)),
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**WIDE, num_hidden_layers=2)).bfloat16(),
+    "whisper": lambda: tf.WhisperForConditionalGeneration(tf.WhisperConfig(encoder_layers=1)).bfloat16(),
+    "albert": lambda: tf.AlbertModel(tf.AlbertConfig(num_hidden_layers=4)),
+}
 
 
-def test_long_texts_of_a_wide_model_leave_a_small_card_its_memory() -> None:
-    wide = {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    model = outline(tf.LlamaForCausalLM, tf.LlamaConfig(**wide, num_hidden_layers=2, dtype=torch.bfloat16))
-    inputs = {"input_ids": torch.zeros(1, 512, dtype=torch.long)}
-    each = 4 * 512 * (3 * 4096 + 14_336)  # what q_proj, o_proj, gate_proj and down_proj of a block read
-    on_card = sizes_of(model, {"task": inputs}, CUDA, 23 * GIB)["task"]
-    assert 4096 <= 512 * on_card <= DEVICE_ROWS and on_card * each <= GIB
-    assert sizes_of(model, {"task": inputs}, CPU)["task"] == CPU_ROWS // 512
-
-
-def test_a_decoder_of_one_token_does_not_hide_a_long_encoder() -> None:
-    config = tf.WhisperConfig(encoder_layers=1, decoder_layers=4, dtype=torch.bfloat16)
-    sound = {"input_features": torch.zeros(1, 80, 3000), "decoder_input_ids": torch.zeros(1, 1, dtype=torch.long)}
-    assert sizes_of(outline(tf.WhisperForConditionalGeneration, config), {"task": sound}, CPU) == {"task": 1}
-
-
-def test_a_block_that_runs_often_is_counted_once() -> None:
-    text = {"task": {"input_ids": torch.zeros(1, 64, dtype=torch.long)}}
-    few, many = (
-        sizes_of(outline(tf.AlbertModel, tf.AlbertConfig(num_hidden_layers=layers)), text, CPU, 512 * GIB)
-        for layers in (1, 4)
-    )
-    assert few == many == {"task": CPU_ROWS // 64}
+@pytest.mark.parametrize(
+    ("name", "shapes", "device", "memory", "least", "most"),
+    [
+        ("clip", {"pixel_values": (3, 224, 224)}, CUDA, 79, 256, 10**9),
+        ("clip", {"pixel_values": (3, 224, 224)}, CPU, 24, 20, CPU_ROWS // 50),
+        ("llama", {"input_ids": (512,)}, CUDA, 23, 8, min(DEVICE_ROWS // 512, GIB // READ)),
+        ("llama", {"input_ids": (512,)}, CPU, 24, CPU_ROWS // 512, CPU_ROWS // 512),
+        ("whisper", {"input_features": (80, 3000), "decoder_input_ids": (1,)}, CPU, 24, 1, 1),
+        ("albert", {"input_ids": (64,)}, CPU, 512, CPU_ROWS // 64, CPU_ROWS // 64),
+    ],
+    ids=["images", "images", "long texts", "long texts", "a decoder of one token", "a block that runs often"],
+)
+def test_a_batch_is_as_large_as_its_longest_examples_and_memory_allow(
+    name: str, shapes: dict[str, tuple[int, ...]], device: torch.device, memory: int, least: int, most: int
+) -> None:
+    """All images of a task are one batch on a large card; a short decoder does not hide a long encoder, and a block
+    that runs often is counted once."""
+    with torch.device("meta"):
+        model = MODELS[name]().eval()
+    inputs = {key: torch.zeros(1, *shape, dtype=torch.long if "ids" in key else None) for key, shape in shapes.items()}
+    assert least <= sizes_of(model, {"task": inputs}, device, memory * GIB)["task"] <= most
 
 
 @pytest.mark.parametrize("name", ["mixtral", "bart"])
 def test_a_model_that_looks_at_values_has_a_plain_size(name: str) -> None:
-    family = BY_NAME[name]
     with torch.device("meta"):
-        model = family.build()
-    longest = {key: value[:1] for key, value in family.inputs(1).items()}
-    assert sizes_of(model, {"task": longest}, CUDA) == {"task": PLAIN}
+        model = BY_NAME[name].build()
+    assert sizes_of(model, {"task": BY_NAME[name].inputs(1)}, CUDA) == {"task": PLAIN}
 
 
 def test_a_size_that_is_asked_for_is_the_size(tmp_path: Path) -> None:
@@ -135,25 +130,26 @@ def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path, mon
     assert needs[0] < needs[1] and needs[1] == pytest.approx(needs[2], rel=0.05)
 
 
-def test_memory_is_what_the_control_groups_leave_of_it(tmp_path: Path) -> None:
-    groups = "9:name=systemd:/\n0::/user/mine\n"
-    limits = {"user/mine/memory.max": "max", "memory.max": "6000000000"}
+GROUPS = "9:name=systemd:/\n0::/user/mine\n"
+
+
+def write_limits(folder: Path, limits: Mapping[str, str]) -> None:
     for name, limit in limits.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
-    assert sorted(find_memory_limits(groups, tmp_path)) == [6_000_000_000]
-    assert list(find_memory_limits(groups, tmp_path / "elsewhere")) == []
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{limit}\n", encoding="ascii")
+
+
+def test_memory_is_what_the_control_groups_leave_of_it(tmp_path: Path) -> None:
+    write_limits(tmp_path, {"user/mine/memory.max": "max", "memory.max": "6000000000"})
+    assert sorted(find_memory_limits(GROUPS, tmp_path)) == [6_000_000_000]
+    assert list(find_memory_limits(GROUPS, tmp_path / "elsewhere")) == []
     assert GIB // 2 < memory_of(CPU) < 2**50
 
 
 def test_threads_are_as_many_as_control_groups_grant_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = "9:name=systemd:/\n0::/user/mine\n"
-    limits = {"user/mine/cpu.max": "250000 100000", "user/cpu.max": "max 100000"}
-    for name, limit in limits.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{limit}\n", encoding="ascii")
-    assert sorted(find_core_limits(groups, tmp_path)) == [2.5]
-    assert list(find_core_limits(groups, tmp_path / "elsewhere")) == []
+    write_limits(tmp_path, {"user/mine/cpu.max": "250000 100000", "user/cpu.max": "max 100000"})
+    assert sorted(find_core_limits(GROUPS, tmp_path)) == [2.5]
+    assert list(find_core_limits(GROUPS, tmp_path / "elsewhere")) == []
     threads: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hub_texts import card, open_texts
+from jobs import Watcher
 from outcome import weights
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import word_tokenizer
@@ -76,8 +77,10 @@ def writer(folder: Path, model: LlamaForCausalLM, chat: str | None = None) -> Wr
 
 
 def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = dry_run(recipe(world), output=world / "out")
+    watcher = Watcher()
+    plan = dry_run(recipe(world), output=world / "out", listener=watcher)
     assert {str(spec.data) for spec in plan.recipe.tasks.values()} == {"self"} and not (world / "cache").exists()
+    assert "math and law: its expert is to write 20 examples of at most 16 tokens itself" in watcher.notes
 
     first = calibrate(recipe(world), output=world / "out")
     assert [len(rows) for rows in kept(world)] == [20, 20]
@@ -103,17 +106,6 @@ def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkey
     monkeypatch.setattr(Writer, "write", refuse)
     again = calibrate(world / "out" / "featcal.yaml", output=world / "again")
     assert weights(again.output) == weights(first.output)
-
-
-def test_a_dry_run_says_who_is_to_write_and_counts_the_whole_expert(world: Path) -> None:
-    from featcal_cli.workflows.inputs import find_inputs
-    from featcal_cli.workflows.plan import make_plan
-    from featcal_cli.workflows.session import RunOptions, Session
-
-    session = Session(recipe(world, data="self"), RunOptions("cpu", dry_run=True))
-    make_plan(session, find_inputs(session))
-    assert "math: its expert is to write 20 examples of at most 16 tokens itself" in session.notes
-    assert not (world / "cache").exists()
 
 
 def test_the_same_seed_writes_the_same_rows_and_another_one_others(tmp_path: Path) -> None:

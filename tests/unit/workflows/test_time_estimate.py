@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from families import BY_NAME, Saved, save_family
 
 from featcal_cli import dry_run
@@ -17,11 +16,10 @@ from featcal_cli.cli.results import show_plan
 from featcal_cli.runtime.progress import ENOUGH, Countdown, Listener, Progress, tell_range
 from featcal_cli.workflows import plan as module
 from featcal_cli.workflows.plan import Plan
-from featcal_cli.workflows.time_estimate import CALL, LOGITS, PRODUCTS, SOLVES, SPREAD, SUMS, WRITING, TimeEstimate
+from featcal_cli.workflows.time_estimate import SPREAD, WRITING, TimeEstimate
 from featcal_cli.workflows.verbs import calibrate
 
-FITTED, CHECKED, HELD = 12, 4, 4
-"""Of 20 rows of one task."""
+OPEN = dict.fromkeys(("ridge", "rho", "alpha"))
 
 
 @pytest.fixture(scope="module")
@@ -41,49 +39,16 @@ def stages_of(plan: Plan) -> dict[str, float]:
     return dict(plan.time.stages)
 
 
-def test_formula_by_hand(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks of width 32 and 48, with two of four heads for keys and values: 99 tokens."""
-    speed, settings = 1e3, {"ridge": None, "rho": None, "alpha": None}
-    plan = planned(llama, monkeypatch, speed, **settings)
-    rows = plan.examples["red"]
-    assert plan.example_counts == {"red": (FITTED, CHECKED + HELD)}
-    first, *others = (batch["attention_mask"] for batch in rows.fitted)
-    length = float(torch.cat([mask.sum(1) for mask in (first, *others)]).float().mean())
-    longer = length / float(first.sum(1).float().mean())
-    inputs = [(32, 64), (32, 32), (32, 96), (48, 32)]  # of q, k and v; o; gate and up; down
-    rows_of_batch = longer * first.shape[1]
-    forward = 2 * rows_of_batch * sum(d_in * d_out for d_in, d_out in inputs)
-    head, batches = 99 * 32 * length, {FITTED: 3, CHECKED: 1, HELD: 1}
-    parts = 4
-    product, call = PRODUCTS * forward / speed, 2 * CALL * torch.get_num_threads() / speed
-
-    back = min(2, round(64 / FITTED))
-    gradient = 2 * sum(d_out * widest / 2 for d_out, widest in ((64, 32), (32, 32), (96, 48), (32, 32)))
-    measuring = (
-        FITTED * (1 + back) * product
-        + (1 + back) * batches[FITTED] * call
-        + LOGITS * head / speed * FITTED * (1 + back)
-        + SUMS * rows_of_batch * FITTED * back * gradient / speed
-    )
-    stages = stages_of(plan)
-    assert stages["measuring the experts' outputs"] == pytest.approx(measuring, rel=1e-6)
-    solves = 2 * sum(d_in**2 * (d_in * 2 / 3 + d_out * 8 + 10 * 64) for d_in, d_out in inputs)
-    of_task = (
-        (FITTED + CHECKED) * 2 * product
-        + (2 * parts + 1) * (batches[FITTED] + batches[CHECKED]) * call
-        + (4 * HELD + 3 * CHECKED) * (product + LOGITS * head / speed)
-        + (4 * batches[HELD] + 3 * batches[CHECKED]) * call
-        + SUMS * rows_of_batch * (FITTED + CHECKED) * 2 * 1.5 * (3 * 32**2 + 48**2) / speed
-    )
-    systems = 2 * 7 * call
-    assert stages["calibrating"] == pytest.approx(of_task + SOLVES * solves / speed + systems, rel=1e-6)
-    assert stages["head"] == pytest.approx(LOGITS * head * FITTED * (2 * 4 + 3 * 24) / speed, rel=1e-6)
-    one = product + LOGITS * head / speed
-    steps = FITTED * (4 * 3 * one + 2 * call)  # four texts each, forwards and back
-    once = (FITTED + CHECKED) * one + batches[FITTED] * call + batches[CHECKED] * call
-    checks = 5 * CHECKED * one + 5 * batches[CHECKED] * call
-    assert stages["refining the result"] == pytest.approx(steps + once + checks, rel=1e-6)
-    assert stages["writing"] == WRITING
+def test_what_is_done_takes_time_and_twice_the_examples_twice_as_much(
+    llama: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How near to the clock it is, benchmarks/estimate.py measures."""
+    monkeypatch.setattr("featcal_cli.workflows.time_estimate.CALL", 0.0)
+    few, many = (stages_of(planned(llama, monkeypatch, 1e3, **OPEN, examples=n)) for n in (6, 12))
+    assert list(few) == list(many) and {name for name, seconds in few.items() if not seconds} == {"checking the result"}
+    assert many["measuring the experts' outputs"] == pytest.approx(2 * few["measuring the experts' outputs"], rel=0.2)
+    assert few["calibrating"] < many["calibrating"] < 2 * few["calibrating"], "solving takes as long for any number"
+    assert few["writing"] == many["writing"] == WRITING
 
 
 def test_what_is_not_done_takes_no_time(llama: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +74,7 @@ def test_stages_are_reported_by_the_names_that_are_expected(llama: Saved, monkey
             seen.append(progress.unit)
 
     monkeypatch.setattr("featcal_cli.workflows.plan.LONG", Schedule(4, 8, 0.1, 2))
-    recipe = llama.recipe(ridge=None, rho=None, alpha=None, refine=True)
+    recipe = llama.recipe(**OPEN, refine=True)
     recipe["tasks"] = {"red": recipe["tasks"]["red"]}  # type: ignore[index]
     calibrate(recipe, output=llama.folder / "refined", listener=Watcher())
     assert [name for name in dict.fromkeys(seen) if name in expected] == expected

@@ -79,10 +79,10 @@ def blocks_of(folder: Path) -> dict[str, Tensor]:
     return {name: x for name, x in load_file(folder / "model.safetensors").items() if ".layers." in name}
 
 
-def find_notes(job: Mapping[str, Any], others: Mapping[str, str] | None = None) -> str:
+def find_notes(job: Mapping[str, Any]) -> str:
     """What is said before the models are downloaded."""
     session = Session(dict(job), RunOptions("cpu", dry_run=True))
-    make_plan(session, find_inputs(session, others))
+    make_plan(session, find_inputs(session))
     return "\n".join(session.notes)
 
 
