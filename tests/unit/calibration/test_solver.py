@@ -1,17 +1,27 @@
-"""The closed forms solve what they say they solve, in whichever of the equal forms costs least."""
+"""The closed forms solve what they say they solve, in whichever of the equal forms costs least; and so do the equations
+in each task's own metric, and those of convolutions, which are linear maps of patches."""
 
 from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from summing import SYSTEMS, WAYS, check_objective, draw, solve_plainly, sum_up
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from featcal_cli.calibration import normal_equations, output_metric
+from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedMoments
 from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import Symmetric
 from featcal_cli.calibration.normal_equations import is_residual_cheaper
+from featcal_cli.calibration.output_metric import MOST_STEPS, MetricEquations
 from featcal_cli.calibration.solver import PRECISE_COST, LinearEquations, is_dual_cheaper
-from featcal_cli.models.module_kinds import Affine
+from featcal_cli.models.module_kinds import Affine, kind_of, new_parameters, read_parameters, read_patches, rows_shape
+from featcal_cli.models.token_rows import Rows
 from featcal_cli.runtime.errors import NumericsError
 
 CPU = torch.device("cpu")
@@ -97,3 +107,195 @@ def test_half_a_symmetric_product_is_the_whole(d: int) -> None:
     expected = (x.T @ (x * weights) + 0.5 * more.T @ more).double()
     torch.testing.assert_close(total.full(), expected, rtol=1e-5, atol=1e-5)
     assert float(total.norm()) == pytest.approx(float(expected.norm()), rel=1e-5)
+
+
+# In each task's own metric
+
+
+SETTINGS = [Hyperparameters(0.05, 2.0, 0.3), Hyperparameters(1e-3, 1.0, 0.6), Hyperparameters(1e-5, 0.5, 0.15)]
+D_OUT = 6
+
+
+def draw_answered(rank: int = D_OUT) -> tuple[Affine, Affine, list[dict[str, Any]]]:
+    """With R, for each task, of as many rows as there are outputs, or of fewer."""
+    merged, base, tasks = draw(30, 9, D_OUT, spread=0.3, dtype=torch.float64)
+    for task in tasks:
+        g = torch.randn(rank, D_OUT, dtype=torch.float64) * torch.arange(1, 1 + D_OUT)
+        share = 1.0 if rank == D_OUT else 0.7  # of what the mean diagonal is 1 of
+        task["g"] = g * (share * D_OUT / g.square().sum()).sqrt()
+    return merged, base, tasks
+
+
+def add_all(system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]], alpha: float) -> None:
+    for task in tasks:
+        rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
+        moments = sum_up("drift", **rows, merged=merged, alpha=alpha, batches=2)
+        moments.gradients = {"m": task["g"]} if "g" in task else {}
+        system.add_task(moments, {"m": task["expert"]})
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("gradients", ["of all outputs", "a sketch", "none"])
+def test_equations_are_solved(gradients: str, settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that does not reach the outputs has no gradients, and S = I: the paper's equations."""
+    monkeypatch.setattr(output_metric, "TOLERANCE", 1e-10)
+    monkeypatch.setattr(output_metric, "MOST_STEPS", 500)
+    merged, base, tasks = draw_answered(2 if gradients == "a sketch" else D_OUT)
+    for task in tasks if gradients == "none" else ():
+        del task["g"]
+    system = MetricEquations({"m": merged}, settings)
+    add_all(system, merged, tasks, settings.alpha)
+    solved, expected = system.solve({"m": base})["m"].parameters, solve_plainly(merged, base, tasks, settings)
+    for ours, plain in zip(solved, expected, strict=True):
+        assert ours is not None and plain is not None
+        assert (ours - plain).norm() <= 1e-6 * plain.norm()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_every_step_lowers_the_error(settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what is minimised, with the anchor; the steps begin at merged, where the error is that of no update."""
+    merged, base, tasks = draw_answered()
+    best = solve_plainly(merged, base, tasks, settings).weight - merged.weight
+    towards = (1 - settings.rho) * (base.weight - merged.weight)
+    errors = []
+    for steps in (1, 2, 4, MOST_STEPS):
+        monkeypatch.setattr(output_metric, "MOST_STEPS", steps)
+        system = MetricEquations({"m": merged}, settings)
+        add_all(system, merged, tasks, settings.alpha)
+        update = system.solve({"m": base}, bias=False)["m"].parameters.weight - merged.weight
+        errors.append(
+            [
+                float(curvature - 2 * descent + settings.ridge * (of - towards).square().sum())
+                for of in (update, best)
+                for curvature, descent in [system.objective("m", of, torch.zeros(D_OUT).double())]
+            ]
+        )
+    ours, (least, *_) = zip(*errors, strict=True)
+    none = settings.ridge * float(towards.square().sum())
+    assert all(now <= before + 1e-12 for before, now in pairwise((none, *ours)))
+    assert ours[-1] - least <= 0.02 * (none - least)
+
+
+def test_the_guard_looks_at_the_same_metric() -> None:
+    merged, new, tasks = draw_answered()
+    system = MetricEquations({"m": merged}, SETTINGS[0], with_bias=True)
+    add_all(system, merged, tasks, 0.3)
+    check_objective(system, merged, new, tasks, 0.3, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_metrics_of_few_outputs_have_axes(seed: int) -> None:
+    """Where answers hang on few outputs of a module, most of R is zero, which LAPACK's float32 cannot decompose."""
+    factor = torch.zeros(192, 300)
+    chosen = torch.randperm(192, generator=torch.Generator().manual_seed(seed))[:25]
+    factor[chosen, :3] = torch.randn(25, 3, generator=torch.Generator().manual_seed(seed + 5))
+    values, vectors = output_metric._principal_axes(factor)
+    assert len(values) == 3
+    torch.testing.assert_close(vectors * values @ vectors.T, factor.T @ factor, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_directions_that_are_only_rounding_change_nothing(settings: Hyperparameters) -> None:
+    """Gradients that avoid an output, and those that have the least trace of it, give one update, however few steps are
+    made: of which directions there is a trace depends on the order of sums."""
+    merged, base, tasks = draw_answered()
+    found = []
+    for trace in (0.0, 1e-7):
+        system = MetricEquations({"m": merged}, settings)
+        for task in tasks:
+            task["g"][:, 0], task["g"][0, 0] = 0.0, trace
+        add_all(system, merged, tasks, settings.alpha)
+        found.append(system.solve({"m": base}, bias=False)["m"].parameters.weight - merged.weight)
+    assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
+
+
+# Of convolutions
+
+
+CONVOLUTIONS = [
+    (nn.Conv1d(6, 4, 3, padding=1), (2, 6, 9)),
+    (nn.Conv1d(6, 6, 4, stride=2, dilation=2, padding=3, groups=6, padding_mode="circular", bias=False), (2, 6, 11)),
+    (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding="valid", groups=2), (3, 4, 8, 7)),
+    (nn.Conv2d(4, 8, 3, padding="same", dilation=2, padding_mode="reflect", groups=4), (2, 4, 7, 8)),
+    (nn.Conv3d(2, 3, 2, stride=2), (2, 2, 4, 6, 4)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), CONVOLUTIONS, ids=lambda value: str(value)[:40])
+def test_weights_times_patches_are_the_convolution(module: Any, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    weight, bias = read_parameters(module)
+    groups = module.groups
+    patches = read_patches(module, x).flatten(x.ndim - 1)
+    assert kind_of(module) == "convolution" and patches.shape == rows_shape(module, x.shape)
+    rows = patches.unflatten(-1, (groups, -1))
+    y = torch.einsum("...gd,god->...go", rows, weight.view(groups, -1, weight.shape[-1])).flatten(-2)
+    y = y if bias is None else y + bias
+    torch.testing.assert_close(y, module(x).movedim(1, -1))
+    ((parameter, value), *_) = new_parameters(module, Affine(weight, bias))
+    assert torch.equal(parameter, value)
+
+
+def test_some_of_many_patches_are_drawn_the_same_in_batches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normal_equations, "MOST_NUMBERS", 0)
+    monkeypatch.setattr(normal_equations, "LEAST_PATCHES", 5)
+    rows = Rows("own", tokens=1, examples=0)
+    mask = torch.tensor([[1.0] * 20, [1.0] * 3 + [0.0] * 17, [1.0] * 12 + [0.0] * 8])
+    x = torch.arange(60.0).view(3, 1, 20)
+
+    def choose(examples: range) -> list[Tensor]:
+        part = slice(examples.start, examples.stop)
+        seen: Any = SimpleNamespace(masks={"own": mask[part]}, examples=examples)
+        patches = read_patches(nn.Conv1d(1, 1, 1), x[part])
+        chosen = normal_equations._choose_patches(patches, rows, {}, seen)
+        assert chosen is not None and chosen[1] is None
+        return list(chosen[0].flatten().split(1))
+
+    together = choose(range(3))
+    assert together == [row for number in range(3) for row in choose(range(number, number + 1))]
+    counts = [
+        sum(20 * number <= row < 20 * number + length for row in together) for number, length in enumerate((20, 3, 12))
+    ]
+    assert counts == [5, 3, 5] and len(together) == 13
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_groups_are_linears_of_their_own(bias: bool) -> None:
+    torch.manual_seed(0)
+    groups, d_out, d, rows = 3, 2, 4, 50
+    settings = Hyperparameters(0.01, 1.5, 0.4)
+
+    def make() -> Affine:
+        return Affine(torch.randn(groups, d_out, d), torch.randn(groups * d_out) if bias else None)
+
+    def part(whole: Affine, group: int) -> Affine:
+        return Affine(whole.weight[group], None if whole.bias is None else whole.bias.view(groups, -1)[group])
+
+    merged, base, experts = make(), make(), [make(), make()]
+    features = [(torch.randn(rows, groups * d), torch.randn(rows, groups * d), torch.rand(rows)) for _ in experts]
+    whole = GroupedEquations({"m": merged}, settings, with_bias=True)
+    for expert, (x_cal, x_exp, weights) in zip(experts, features, strict=True):
+        moments = GroupedMoments(merged.weight.shape, x_cal.device, settings.alpha, torch.float64)
+        for turn in (slice(20), slice(20, None)):
+            moments.add(x_cal[turn], x_exp[turn], weights[turn])
+        whole.add_task(moments, {"m": expert})
+    solution = whole.solve({"m": base})["m"].parameters
+    update, shift = solution.minus(merged)
+    objective = torch.stack(whole.objective("m", update, torch.zeros(groups) if shift is None else shift))
+    sums = torch.zeros(2, dtype=torch.float64)
+    for group in range(groups):
+        equations = LinearEquations({"m": part(merged, group)}, settings, with_bias=True)
+        columns = slice(group * d, (group + 1) * d)
+        for expert, (x_cal, x_exp, weights) in zip(experts, features, strict=True):
+            cal, exp, of_merged = x_cal[:, columns], x_exp[:, columns], part(merged, group)
+            alone = sum_up("drift", cal, exp, part(expert, group), of_merged, settings.alpha, weights)
+            equations.add_task(alone, {"m": part(expert, group)})
+        expected = equations.solve({"m": part(base, group)})["m"].parameters
+        torch.testing.assert_close(part(solution, group).weight, expected.weight, rtol=1e-5, atol=1e-6)
+        if bias:
+            torch.testing.assert_close(part(solution, group).bias, expected.bias, rtol=1e-5, atol=1e-6)
+        change = part(solution, group).minus(part(merged, group))
+        sums += torch.stack(
+            equations.objective("m", change.weight, torch.zeros(d_out) if change.bias is None else change.bias)
+        )
+    torch.testing.assert_close(objective, sums, rtol=1e-4, atol=1e-5)
