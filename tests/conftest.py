@@ -164,6 +164,16 @@ def at(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture
+def vit_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the models and the data of a tiny ViT's job, in which commands run."""
+    from families import BY_NAME, save_family
+
+    save_family(tmp_path, BY_NAME["vit"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait less between two tries."""
     sleep = time.sleep

@@ -7,25 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import featcal_inside
-from families import BY_NAME, save_family
+from command_line import LOCAL, featcal_inside
 
-LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
 DRY = {**LOCAL, "--dry-run": "", "-o": "out"}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    save_family(tmp_path, BY_NAME["vit"])
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.usefixtures("hub")
-def test_all_stops_are_said(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stops_are_said(vit_job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    (folder / "out").mkdir()
-    (folder / "out" / "mine.txt").write_text("mine")
+    (vit_job / "out").mkdir()
+    (vit_job / "out" / "mine.txt").write_text("mine")
     wrong = {"--push-to": "me/calibrated", "--as-adapter": 999, "--evaluate": ""}
     run = featcal_inside(capsys, "calibrate", {**DRY, **wrong, "--save": "my job.yaml"})
     assert run.code == 2 and run.stderr.count("error:") == 1
@@ -52,16 +43,16 @@ def test_all_stops_are_said(folder: Path, capsys: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_base_that_is_gone_is_told_with_who_names_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_is_gone_is_told_with_who_names_it(vit_job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As of an adapter that was trained on a folder which has the name of no repo."""
-    (folder / "red" / "README.md").write_text("---\nbase_model: nobody/base\n---\n")
+    (vit_job / "red" / "README.md").write_text("---\nbase_model: nobody/base\n---\n")
     run = featcal_inside(capsys, "calibrate", {**DRY, "--base": None})
     assert run.code == 2 and "there is no model nobody/base on" in run.stderr
-    assert f"in: nobody/base, named by the base_model of {folder / 'red'}" in run.stderr
+    assert f"in: nobody/base, named by the base_model of {vit_job / 'red'}" in run.stderr
     assert "or name the base: --base REPO" in run.stderr
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("vit_job")
 def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """20 rows: of so few that are read at once some are always left over."""
     strict = {**LOCAL, "-n": 20, "--strict": "", "-o": "out", "--method": "paper"}
@@ -73,10 +64,10 @@ def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -
     assert enough.code == 0 and "Leave out --dry-run to start" in enough.stderr
 
 
-def test_lm_eval_is_missed(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_is_missed(vit_job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr("featcal_cli.evaluation.lm_eval_tasks.find_spec", lambda _: None)
-    recipe = folder / "job.yaml"
+    recipe = vit_job / "job.yaml"
     recipe.write_text("merged: merged\ntasks: {red: {evaluate: {lm_eval: {boolq: acc}}}}\n")
     run = featcal_inside(capsys, "calibrate", {**DRY, "merged": None, "-r": recipe, "--evaluate": ""})
     assert run.code == 2 and "lm-eval, which measures language models, is not installed" in run.stderr
@@ -84,7 +75,7 @@ def test_lm_eval_is_missed(folder: Path, capsys: pytest.CaptureFixture[str], mon
 
 
 def test_blocks_of_another_job_are_seen_unless_they_are_dropped(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    vit_job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unfinished run of a merge without numbers, beside one with some."""
     import featcal_cli.workflows.calibrate as module
@@ -93,7 +84,7 @@ def test_blocks_of_another_job_are_seen_unless_they_are_dropped(
     with monkeypatch.context() as patch:
         patch.setattr(module, "shrink_updates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert featcal_inside(capsys, "calibrate", average).code == 130
-    assert list((folder / ".out.featcal" / "journal").glob("block-*"))
+    assert list((vit_job / ".out.featcal" / "journal").glob("block-*"))
     other = {**average, "--merge": "ties:0.5:0.4"}
     for dry in ({}, {"--dry-run": ""}):
         run = featcal_inside(capsys, "calibrate", {**other, **dry})

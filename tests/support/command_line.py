@@ -17,6 +17,11 @@ from featcal_cli.cli.main import main
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.errors import RecipeError
 
+LOCAL: dict[str, object] = {
+    "merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8,
+}  # fmt: skip
+"""The arguments of a small job in the folder of a family."""
+
 
 def unfold(text: str) -> str:
     """What was printed to stderr without the breaks of its lines: those that go on are indented."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 import yaml
-from command_line import featcal_inside, succeed
-from families import FAMILIES, save_family
+from command_line import LOCAL, featcal_inside, succeed
 from hub_server import HubServer
 from outcome import weights
 from pydantic import Field
@@ -33,8 +31,6 @@ from featcal_cli.reporting.report import Report, TaskDrift
 from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError, SeveralErrors
 
 Capsys = pytest.CaptureFixture[str]
-VIT = next(family for family in FAMILIES if family.name == "vit")
-LOCAL = {"merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8}
 
 
 def test_every_option_that_is_a_recipe_key_is_declared_in_the_schema_alone(capsys: Capsys) -> None:
@@ -73,23 +69,7 @@ def test_the_help_of_calibrate_fits_on_two_screens() -> None:
     assert sum(parameter.param_type_name == "option" for parameter in parameters) <= 38
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models and the data of a small job."""
-    folder = tmp_path_factory.mktemp("job")
-    save_family(folder, VIT, examples=20)
-    return folder
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of them, in which commands run."""
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: Capsys) -> None:
+def test_results_go_to_stdout_and_the_rest_to_stderr(vit_job: Path, capsys: Capsys) -> None:
     run = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out"})
     assert run.code == 0
     assert "red" in run.stdout and "calibrated" in run.stdout and "out" in run.stdout
@@ -107,7 +87,7 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path, capsys: Capsy
     assert printed.code == 0 and printed.stderr == ""
     report = json.loads(printed.stdout)
     assert (report.pop("output"), report.pop("pushed")) == ("out", None)
-    assert report == json.loads((folder / "out" / "featcal_report.json").read_text())
+    assert report == json.loads((vit_job / "out" / "featcal_report.json").read_text())
 
 
 def test_what_comes_next_fits_in_three_short_lines() -> None:
@@ -132,25 +112,25 @@ def test_recipes_are_listed_and_printed(capsys: Capsys) -> None:
 
 
 def test_relative_paths_work_and_run_again_from_anywhere(
-    folder: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+    vit_job: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeed(capsys, "calibrate", LOCAL)
-    (folder / "elsewhere").mkdir()
-    monkeypatch.chdir(folder / "elsewhere")
+    (vit_job / "elsewhere").mkdir()
+    monkeypatch.chdir(vit_job / "elsewhere")
     succeed(capsys, "calibrate", {"-r": "../merged-featcal/featcal.yaml", "-o": "again"})
-    assert weights(folder / "merged-featcal") == weights(folder / "elsewhere" / "again")
-    monkeypatch.chdir(folder / "merged")
+    assert weights(vit_job / "merged-featcal") == weights(vit_job / "elsewhere" / "again")
+    monkeypatch.chdir(vit_job / "merged")
     beside = {"--base": "../base", "--expert": "red=../red", "--data": "red=../red.safetensors"}
     succeed(capsys, "calibrate", {**LOCAL, **beside, "merged": ".", "-o": "../out"})
-    assert weights(folder / "out") == weights(folder / "merged-featcal")
+    assert weights(vit_job / "out") == weights(vit_job / "merged-featcal")
 
 
-def test_a_saved_dry_run_is_the_job(folder: Path, hub: HubServer, capsys: Capsys) -> None:
+def test_a_saved_dry_run_is_the_job(vit_job: Path, hub: HubServer, capsys: Capsys) -> None:
     for name in ("merged", "base", "red"):
-        hub.add_repo(f"saved/{name}", folder / name)
-    data = f"red={folder / 'red.safetensors'}"
+        hub.add_repo(f"saved/{name}", vit_job / name)
+    data = f"red={vit_job / 'red.safetensors'}"
     given = {"merged": "saved/merged", "--base": "saved/base", "--expert": "red=saved/red", "--data": data, "-n": 8}
-    job = folder / "job.yaml"
+    job = vit_job / "job.yaml"
     saving = {**given, "--dry-run": "", "--save": job, "--json": ""}
     run = succeed(capsys, "calibrate", saving)
     recipe, text = json.loads(run.stdout)["recipe"], job.read_text()
@@ -158,16 +138,16 @@ def test_a_saved_dry_run_is_the_job(folder: Path, hub: HubServer, capsys: Capsys
     assert all(saved[key] == recipe[key] for key in ("merged", "base", "calibration")) and "output" not in saved
     assert re.search(r"merged: saved/merged@[0-9a-f]{40}\n", text) and "#   base: the command line" in text
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert not any(str(folder) in line for line in comments)
-    assert list(folder.glob(".job*")) == []
+    assert not any(str(vit_job) in line for line in comments)
+    assert list(vit_job.glob(".job*")) == []
     again = featcal_inside(capsys, "calibrate", saving)
     assert again.code == 2 and "--overwrite" in again.stderr and again.stdout == "" and job.read_text() == text
     for options, out in ((given, "direct"), ({"-r": job}, "saved")):
         succeed(capsys, "calibrate", {**options, "-o": out, "-q": ""})
-    assert weights(folder / "direct") == weights(folder / "saved")
-    made = (folder / "saved" / "featcal.yaml").read_text()
-    assert made.startswith("# Written by featcal ") and str(folder) not in made.partition("\nmerged:")[0]
-    direct = yaml.safe_load((folder / "direct" / "featcal.yaml").read_text())
+    assert weights(vit_job / "direct") == weights(vit_job / "saved")
+    made = (vit_job / "saved" / "featcal.yaml").read_text()
+    assert made.startswith("# Written by featcal ") and str(vit_job) not in made.partition("\nmerged:")[0]
+    direct = yaml.safe_load((vit_job / "direct" / "featcal.yaml").read_text())
     for place in (direct["merged"], direct["base"], direct["tasks"]["red"]["expert"]):
         assert re.fullmatch(r"saved/\w+@[0-9a-f]{40}", place)
 
@@ -240,7 +220,7 @@ def test_help_is_asked_for_in_any_usual_way(words: tuple[str, ...], capsys: Caps
     assert featcal_inside(capsys, "-V", {}).stdout == featcal_inside(capsys, "--version", {}).stdout
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("vit_job")
 def test_a_command_to_type_again_keeps_gpus(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "featcal")
     monkeypatch.setenv("WORLD_SIZE", "2")
