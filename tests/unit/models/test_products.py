@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from featcal_cli.models.module_kinds import ParameterSlice
-from featcal_cli.models.products import MatmulInterceptor
+from featcal_cli.models.products import MatmulInterceptor, Routing
 
 WIDE = nn.Parameter(torch.randn(12, 6))
 DEEP = nn.Parameter(torch.randn(3, 6, 4))
@@ -70,3 +70,32 @@ def test_each_matrix_of_a_batched_product_is_told_of(*, with_bias: bool) -> None
         assert torch.equal(weight.of(DEEP), DEEP[number].T)
         assert torch.equal(given, x[number])
         assert shift == (ParameterSlice("shift", 4 * number, (4,), (1,)) if with_bias else None)
+
+
+def test_a_choice_among_all_values_gives_no_tokens() -> None:
+    routing = Routing()
+    with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda *_: None, routing=routing):
+        torch.argmax(torch.randn(4, 3))
+        result = torch.bmm(torch.ones(3, 4, 6), DEEP)
+    torch.testing.assert_close(result, torch.ones(3, 4, 6) @ DEEP)
+    assert routing.find(torch.ones(4, 6)) is None
+
+
+def test_attention_is_looked_into_with_its_rows_by_length_and_example() -> None:
+    attention = nn.MultiheadAttention(8, 2, bias=True).eval()
+    x = torch.randn(5, 3, 8)
+    seen: dict[str, tuple[torch.Size, ParameterSlice | None]] = {}
+
+    def keep(weight: ParameterSlice, x: Tensor, bias: ParameterSlice | None) -> None:
+        seen[weight.parameter] = (x.shape, bias)
+
+    with torch.no_grad():
+        expected, _ = attention(x, x, x, need_weights=False)
+        with MatmulInterceptor(dict(attention.named_parameters()), keep):
+            output, _ = attention(x, x, x, need_weights=False)
+    torch.testing.assert_close(output, expected)
+    assert {name: shape for name, (shape, _) in seen.items()} == {
+        "in_proj_weight": (5, 3, 8),
+        "out_proj.weight": (5, 3, 8),
+    }
+    assert [bias and bias.parameter for _, bias in seen.values()] == ["in_proj_bias", "out_proj.bias"]
