@@ -136,8 +136,9 @@ Compare = _given(str, MODELS, "--compare", "MODEL2", "Compare a second model wit
 Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [64].")
 MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [43; calibrate uses 42].")
 Limit = _given(
-    int, METHOD, "--limit", "N", "Examples per task, randomly chosen (lm-eval: the first N) [all; 256 texts].", min=1
-)
+    int, METHOD, "--limit", "N",
+    "Examples per task, randomly chosen (lm-eval: the first N) [all; 256 texts, or fewer long ones].", min=1,
+)  # fmt: skip
 _DEVICES = "auto, cpu or cuda[:K] [auto]."
 Device = Annotated[
     str, typer.Option("--device", metavar="NAME", help=_DEVICES, rich_help_panel=MACHINE, show_default=False)

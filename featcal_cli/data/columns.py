@@ -199,8 +199,8 @@ def _no_column(what: str, role: str, columns: Iterable[str]) -> DataError:
     """Return the error that lists the columns and says how to name the one of a role."""
     what = f"no column holds {what}; the columns are {list_some(columns)}"
     fix = f"name it: --columns TASK={role}:COLUMN (in a recipe, columns: {{{role}: COLUMN}})"
-    if "input_ids" in columns:
-        fix = "give the texts that its tokens are of, or put input_ids and attention_mask into a .safetensors file"
+    if role == "text" and "input_ids" in columns:
+        fix = "give the texts that these tokens were made from, or put input_ids and attention_mask into .safetensors"
     return DataError(what, fix=fix)
 
 

@@ -28,10 +28,9 @@ from featcal_cli.data.preprocessing import Reader, Target
 from featcal_cli.data.rows import draw_rows, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
-from featcal_cli.recipe.data_formats import Row
+from featcal_cli.recipe.data_formats import Row, check_single_column
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
-from featcal_cli.runtime.sanitise import quoted
 
 PEEKED_ROWS = 16
 """First rows of a source that are examined to choose its columns."""
@@ -133,7 +132,7 @@ def draw_examples(
     sampled: int | None = None,
 ) -> DrawnExamples:
     """Draw up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, as inputs of the
-    target's model; of long texts, fewer (`_is_enough`).
+    target's model; of long texts, fewer (`_UsableRows.is_enough`).
 
     Rows are chosen at random but are equal for equal seeds (.safetensors: in file order). Equal rows are never both
     fitted and held out. hold_out: if the source has too few rows for both, hold out some of the `count`. sampled: read
@@ -180,10 +179,8 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     samples = {name: [row.get(name) for row in first] for name in names}
     check_columns(data, samples)
     named = data.columns.keys() - {"label"}
-    if len(names) == 1 and not (named or data.template) and {*",;|\t"} & {*(only := next(iter(names)))}:
-        what = f"the only column is called {quoted(only)}, which looks like several"
-        fix = "separate columns by commas in a .csv, by tabs in a .tsv file, or name it: --columns TASK=text:COLUMN"
-        raise DataError(what, fix=fix)
+    if not (named or data.template):
+        check_single_column(names)
     has_images = "image" in named or (not named and bool(find_media("image", samples)))
     if model.main_input_name == "pixel_values":
         return open_images(data, samples, target)
@@ -298,7 +295,7 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
         yield f"{some} left out, because equal rows may not be both fitted and held out"
     fitted = len(usable.fitted)
     if fitted < count and not usable.is_whole:
-        yield f"{fitted} texts are fitted and {held_out} held out, as they are long; a larger -n takes more"
+        yield f"{fitted} texts are fitted and {held_out} held out, as they are long; a larger number takes more"
     elif fitted < count and held_out:
         rows = fitted + held_out + usable.left_out
         yield f"only {rows} usable rows: {fitted} are fitted ({count} requested) and {held_out} held out"

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from featcal_cli.data.batches import Example, decoder_inputs
+from featcal_cli.data.batches import Example, count_positions, decoder_inputs
 from featcal_cli.data.columns import (
     BadRowError,
     Message,
@@ -130,8 +130,8 @@ class AudioReader(MediaReader):
         text, config = row.get(self.transcript), self.target.model.config
         if not is_text(text):
             raise BadRowError(f"column {plain(self.transcript)} has no text")
-        most = getattr(config, "max_target_positions", None) or MAX_TOKENS
-        tokens = self.tokens.encode([text], self.target.max_length or most)["input_ids"]
+        most = min(self.target.max_length or MAX_TOKENS, getattr(config, "max_target_positions", None) or MAX_TOKENS)
+        tokens = self.tokens.encode([text], most)["input_ids"]
         self.target.check_ids(tokens, is_target=True)
         if tokens[:1] == [config.decoder_start_token_id]:
             del tokens[0]  # the shift to the right begins with it
@@ -194,6 +194,9 @@ class DialogueReader(Reader):
     processor: Any
     tokens: TextTokens
 
+    def count_tokens(self, example: Example) -> int:
+        return example.inputs["input_ids"].numel()
+
     def read(self, row: Row) -> Example:
         text, token = self.formatter.compose(row).text, str(self.processor.image_token)
         text = text if token in text else f"{token}\n{text.replace(MARK, '').strip()}"
@@ -204,12 +207,12 @@ class DialogueReader(Reader):
         inputs = self.target.preprocess("input_ids", process)
         ids, image = inputs["input_ids"][0].tolist(), self.processor.tokenizer.convert_tokens_to_ids(token)
         most_words = self.target.most_tokens(self.processor.tokenizer)
-        most = most_words + ids.count(image)
+        most = min(most_words + ids.count(image), count_positions(self.target.model)[0] or len(ids))
         if len(ids) > most:
             per_token = [name for name, x in inputs.items() if x.shape[:2] == inputs["input_ids"].shape]
             inputs |= {name: inputs[name][:, :most] for name in per_token}
             if image in ids[most:]:
-                raise BadRowError(f"its image stands behind more than {most_words} tokens")
+                raise BadRowError(f"its image does not end within {most} tokens")
         if self.tokens.others:
             self.tokens.check(self.processor.tokenizer(text)["input_ids"], [text], most_words)
         inputs = renumber(inputs, self.tokens.table)

@@ -267,10 +267,12 @@ def _find_lacking(text: str, folder: Path, kind: str) -> str:
     installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     lacking = [name for name, is_there in installed.items() if not is_there]
     # where these lack, transformers names another one
-    if kind == "tokenizer" and lacking and any(path.suffix in (".model", ".spm") for path in folder.glob("*")):
+    has_pieces = any(path.suffix in (".model", ".spm") for path in folder.glob("*"))
+    if kind == "tokenizer" and lacking and has_pieces and not (folder / "tokenizer.json").is_file():
         return " ".join(lacking)
     named = LACKING.search(text)
-    return str(named[named.lastindex or 0]).lower() if named else ""
+    package = str(named[named.lastindex or 0]).lower() if named else ""
+    return {"opencv": "opencv-python", "pil": "pillow", "pytorch": "torch"}.get(package, package)
 
 
 def _load(kind: str, folder: Path) -> Any:

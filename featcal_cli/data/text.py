@@ -133,11 +133,13 @@ class RowFormatter:
             raise BadRowError(reason, "give conversations that the model's chat template takes") from error
 
     def beginnings(self, row: Row) -> Iterator[TokenizerInput]:
-        """Yield what comes before each turn of a conversation that follows an answer, the shortest first."""
+        """Yield the conversation up to each answer but the last, the shortest first, as far as the chat template takes
+        it."""
         messages = self._read_turns(row)
         for number, (last, _) in enumerate(pairwise(messages), start=1):
             if last["role"] == "assistant":
-                yield self._join(messages[:number])
+                with suppress(BadRowError):
+                    yield self._join(messages[:number])
 
     def describe(self, samples: Samples) -> str:
         """Describe which of the columns plays which role, for a note."""
@@ -200,15 +202,16 @@ class TextReader(Reader):
     def read(self, row: Row) -> Example:
         given = self.formatter.compose(row)
         encoded = self._encode(given)
-        if given.has_special_tokens and len(encoded["input_ids"]) == self.max_tokens:
+        if given.has_special_tokens and self._is_cut(given):
             for beginning in self.formatter.beginnings(row):
-                shorter = self._encode(beginning)
-                if len(shorter["input_ids"]) == self.max_tokens:
+                if self._is_cut(beginning):
                     break
-                encoded = shorter
+                encoded = self._encode(beginning)
         target = []
         if given.target is not None:
-            target = self.tokens.encode([given.target], self.max_tokens, is_target=True)["input_ids"]
+            positions = getattr(self.target.model.config, "max_decoder_position_embeddings", None)  # LED
+            most = min(self.max_tokens, positions or self.max_tokens)
+            target = self.tokens.encode([given.target], most, is_target=True)["input_ids"]
         if not encoded["input_ids"] or (given.target is not None and not target):
             raise BadRowError("a text has no tokens")
         self.target.check_ids(encoded["input_ids"])
@@ -223,10 +226,13 @@ class TextReader(Reader):
             inputs[GLOBAL_MASK][:, 0] = 1
         return Example(inputs | decoder_inputs(self.target.model, target))
 
-    def _encode(self, given: TokenizerInput) -> dict[str, list[int]]:
+    def _encode(self, given: TokenizerInput, *, more: int = 0) -> dict[str, list[int]]:
         texts = [given.text] if given.pair is None else [given.text, given.pair]
         options = {"add_special_tokens": not given.has_special_tokens, "is_padded": self.is_padded}
-        return self.tokens.encode(texts, self.max_tokens, **options)
+        return self.tokens.encode(texts, self.max_tokens + more, **options)
+
+    def _is_cut(self, given: TokenizerInput) -> bool:
+        return len(self._encode(given, more=1)["input_ids"]) > self.max_tokens
 
 
 def open_text(data: Data, samples: Samples, target: Target) -> TextReader:

@@ -113,10 +113,12 @@ def check_model(name: str, files: Collection[str]) -> None:
     """Raise HubError if the files are not those of a transformers model."""
     if "config.json" not in files:
         if inside := sorted(str(Path(file).parent) for file in files if Path(file).name == ADAPTER_CONFIG):
-            what = f"{name} is no model itself: it holds adapters in {list_some(inside)}"
+            what = f"{name} is not itself a model: it holds adapters in {list_some(inside)}"
             here, fix = name, ""
             if not existing_path(name):
-                here, fix = "FOLDER", f"download it with `hf download {name} --local-dir FOLDER`, and "
+                repo, _, revision = name.partition("@")
+                command = f"hf download {repo}{revision and f' --revision {revision}'} --local-dir FOLDER"
+                here, fix = "FOLDER", f"download it with `{command}`, and "
             raise HubError(what, where=name, fix=f"{fix}give the folder of one adapter: {here}/{plain(inside[0])}")
         what = f"{name} is not a transformers model: it has no config.json{_name_other_weights(files)}"
         raise HubError(what, where=name, fix=FULL_MODEL)

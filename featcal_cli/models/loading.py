@@ -129,9 +129,9 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     for config_class in mapping:
         if config_class.model_type == model_type and not isinstance(mapping[config_class], tuple):
             return cast(type[PreTrainedModel], mapping[config_class])
-    told = f" (it names {plain(str(name or model_type))})" if name or model_type else ""
+    told = f"does not know the class that the config names ({plain(str(name or model_type))})"
     raise CheckpointError(
-        f"the config names no class that transformers {transformers.__version__} knows{told}",
+        f"transformers {transformers.__version__} {told if name or model_type else 'finds no class in the config'}",
         where=f"{snapshot.name}/config.json",
         fix="update transformers, or set architectures in config.json",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +85,14 @@ def check_repeated(names: Iterable[str], where: str) -> None:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         what = f"several columns are called {quoted(twice[0])}"
         raise DataError(what, where=where, fix="give each a name of its own")
+
+
+def check_single_column(names: Collection[str], where: str = "") -> None:
+    """Raise DataError if the only column has a name that looks like those of several."""
+    if len(names) == 1 and {*",;|\t"} & {*(only := next(iter(names)))}:
+        what = f"the only column is called {quoted(only)}, which looks like several"
+        fix = "separate columns by commas in a .csv, by tabs in a .tsv file, or name it: --columns TASK=text:COLUMN"
+        raise DataError(what, where=where, fix=fix)
 
 
 # Text files
@@ -203,6 +211,8 @@ def _scan_csv(file: Path, separator: str) -> Scan:
 
 def _name_values(row: tuple[Sequence[str], Sequence[str]], file: Path, line: int) -> Row:
     names, values = row
+    if len(values) != len(names) == 1:
+        check_single_column(names, f"{file}, line {line}")
     if len(values) != len(names):
         what = f"the row does not have one value for each column ({len(values)} for {len(names)})"
         fix = "put values that hold the separator, a quote or a line break in quotes"

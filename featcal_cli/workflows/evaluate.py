@@ -85,7 +85,8 @@ def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
     few = [task for task, rows in plan.examples.items() if rows.is_whole or is_tensor_file(recipe.tasks[task].data)]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
     with TemporaryDirectory(prefix="featcal-", ignore_cleanup_errors=True) as scratch:
-        setup = set_up(session, plan, Path(scratch))
+        # only a merge is built on the disk
+        setup = set_up(session, plan, Path(scratch) if isinstance(recipe.merged, Merge) else None)
         job = setup.make_job({}, {MERGED: setup.models.merged, **setup.models.others, BASE: setup.models.base})
         job.retire()
         if not has_perplexity(job):

@@ -180,7 +180,7 @@ def _count_sums(work: Workload) -> float:
 
 def _count_gradients(work: Workload) -> tuple[float, int]:
     """Return the bytes that it takes, beside weights, to sum one expert's gradients at the outputs of its modules, and
-    those of what is stored of them; nothing if errors are measured by"""
+    those of what is stored of them; nothing if errors are measured by features."""
     if not work.calibration.uses_output_metric:
         return 0.0, 0
     directions, blocks = count_directions(len(work.examples)), len(work.architecture.blocks)

@@ -55,8 +55,12 @@ def open_self_written(task: str, model_class: type[PreTrainedModel], target: Tar
 
 def _open(task: str, target: Target) -> TextReader:
     with naming_task(task, WRITTEN):
-        most = target.max_length or TOKENS_AN_EXAMPLE
-        return open_text(WRITTEN, {"text": [MARK]}, replace(target, max_length=most))
+        return open_text(WRITTEN, {"text": [MARK]}, _shorten(target))
+
+
+def _shorten(target: Target) -> Target:
+    """Return the target with texts as long as an expert writes them."""
+    return replace(target, max_length=min(target.max_length or TOKENS_AN_EXAMPLE, TOKENS_AN_EXAMPLE))
 
 
 def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | None) -> DrawnExamples:
@@ -94,7 +98,7 @@ def write_examples(
     for task, rows in session.ranks.unite(written).items():
         _keep(rows, files[task])
         data = Data(path=str(files[task]))
-        drawn[task] = draw_examples(task, data, targets[task], count=count, seed=seed)
+        drawn[task] = draw_examples(task, data, _shorten(targets[task]), count=count, seed=seed)
         session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
     return drawn
 

@@ -97,7 +97,8 @@ def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
 
 def load_models(session: Session, plan: Plan, scratch: Path | None = None) -> Models:
     """Download and load every model of a job. scratch: a folder for a merged model that is built, and for weights that
-    are converted when they are loaded, which else stay in memory. Raises HubError, CheckpointError and OutputError."""
+    are converted when they are loaded, which otherwise stay in memory. Raises HubError, CheckpointError and
+    OutputError."""
     snapshots, merge = {}, plan.recipe.merged
     for role, origin in plan.origins.items():
         session.stage(f"downloading {origin.name}" if plan.transfers[role]["missing"] else "loading models")

@@ -489,7 +489,7 @@ def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
     assert "the chat template refuses the messages: Only French" in error.what
 
 
-@pytest.mark.parametrize(("most", "text"), [(8, 4), (9, 8), (12, 8), (13, 12), (None, 16)])
+@pytest.mark.parametrize(("most", "text"), [(8, 8), (11, 8), (12, 12), (15, 12), (16, 16), (None, 16)])
 def test_a_long_chat_is_cut_behind_an_answer(at: Folder, most: int | None, text: int) -> None:
     at.tokenizer(chat=True)
     row = {"messages": TURNS * 4}
@@ -571,6 +571,14 @@ def test_the_longest_example_is_as_long_as_any_batch(at: Folder) -> None:
     for name in ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"):
         lengths = [batch[name].shape[1] for batch in (*found.fitted, *found.selection, *found.held_out)]
         assert len(lengths) == 7 and longest[name].shape == (1, max(lengths))
+
+
+def test_a_target_is_cut_at_the_positions_of_the_decoder(at: Folder) -> None:
+    """LED has fewer of them than its encoder, and no name for both."""
+    sizes = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 16, "attention_window": 4}
+    model = build("LEDForConditionalGeneration", **TINY_BART, **sizes, decoder_start_token_id=2)
+    [batch] = at.load(model, at.rows({"document": "w1 " * 30, "summary": "w2 " * 30})).fitted
+    assert (batch["input_ids"].shape[1], batch["decoder_input_ids"].shape[1]) == (32, 16)
 
 
 def test_a_start_token_that_only_the_settings_of_generation_name_is_used(at: Folder) -> None:

@@ -211,6 +211,7 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
         ("a.json", '{"data": [{"text": "w1"}]}\n', r"a.json is not a list of JSON objects"),
         ("a.json", '{\n"data": [{"text": "w1"}]}\n', r"a.json is not a list of JSON objects"),
         ("a.json", "", "not JSON"),
+        ("a.csv", "a;b\nw1, w2;0\n", r"called 'a;b', which looks like several[^$]*a.csv, line 2"),
         ("a.json", '[{"text": "w1"},\n{"text": "w2"},\n]', r"is not JSON: [^$]*a.json, line 3|line 2"),
     ],
 )
