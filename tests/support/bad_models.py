@@ -211,7 +211,7 @@ CASES: list[Case] = [
     (config_text("[]"), ["config.json", "mapping"]),
     (config_text("[" * 100_000), ["config.json", "nested too deep"]),
     (no_config, ["no config.json"]),
-    (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["config names (ZzzModel)", "update transformers"]),
+    (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["names (ZzzModel)", "update transformers"]),
     (merged_config(architectures=7, model_type="zzz"), ["transformers", "config.json"]),
     (merged_config(architectures={"BertModel": 1}, model_type=["bert"]), ["transformers", "config.json"]),
     (merged_config(architectures=["Evil\x1b[31m"], auto_map={"AutoModel": "e.E"}), ["Evil\\x1b",
