@@ -16,7 +16,7 @@ from PIL import Image
 
 from featcal_cli.reporting.report import Inspection, Report, TaskInspection
 from featcal_cli.reporting.verdict import follow_drift, list_roles, split_lists
-from featcal_cli.runtime.sanitise import cut_middle, for_html
+from featcal_cli.runtime.sanitise import cut_middle, for_html, shorten_commits
 
 if TYPE_CHECKING:  # matplotlib takes long to import
     from matplotlib.axes import Axes
@@ -138,13 +138,13 @@ def _plot(
         places[0].set_ylim(bottom=0)
         shown = {part for chart in charts for curve in chart.curves for part in curve}
         keys = [
-            Line2D([], [], color=colours[role], linewidth=2.5, label=cut_middle(label, 36))
+            Line2D([], [], color=colours[role], linewidth=2.5, label=cut_middle(shorten_commits(label), 28))
             for role, label in labels.items()
             if role in shown
         ]
         if len(strokes := [MEASURES[name] for name in MEASURES if name in shown]) > 1:
             keys += [Line2D([], [], color="#404040", linestyle=stroke, label=label) for label, stroke in strokes]
-        style: dict[str, Any] = {"frameon": False, "fontsize": 9, "title_fontsize": 10}
+        style: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 10}
         title = f"Drift from the expert after every block{title}"
         figure.legend(handles=keys, loc="upper center", ncols=3, title=title, **style)
         label = "block"

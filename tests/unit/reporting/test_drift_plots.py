@@ -58,6 +58,15 @@ def test_the_picture_is_a_small_png_on_an_opaque_ground(
     assert len(data) < 150_000
 
 
+def test_names_with_their_commits_stay_inside_of_the_picture() -> None:
+    inspection = make_compared(["red", "green", "blue"], 2)
+    names = {role: f"somebody/a-merged-model@{sign * 40}" for role, sign in (("model", "a"), ("other", "b"))}
+    drawn = plot_inspection(replace(inspection, names={**inspection.names, **names}))
+    image = Image.open(io.BytesIO(drawn)).convert("L")
+    for edge in ((0, 0, 8, image.height), (image.width - 8, 0, image.width, image.height)):
+        assert image.crop(edge).getextrema() == (255, 255)
+
+
 @pytest.mark.parametrize(
     ("plot", "make"),
     [
