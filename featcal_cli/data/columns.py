@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 
 from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
@@ -92,6 +93,23 @@ def read_messages(value: Any) -> list[Message]:
     if not any(said) and not any(map(_calls, messages)):
         raise BadRowError("the messages have no text")
     return messages
+
+
+def read_tools(row: Row) -> list[Message]:
+    """Return the tools that a conversation may call, which a column `tools` describes as a list or in JSON."""
+    tools = row.get("tools")
+    with suppress(ValueError):
+        tools = parse_json(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return []
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return nested values without the nulls of dicts: where rows differ in their keys, a table has all of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def join_turns(messages: Sequence[Message]) -> list[Message]:

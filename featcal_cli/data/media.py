@@ -227,7 +227,7 @@ class _Turns:
     processor: Any
     chat_template: str | None
 
-    def apply_chat_template(self, messages: Sequence[Message], *, tokenize: bool) -> str:
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> str:
         asked = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
         turns = []
         for number, message in enumerate(messages):
@@ -236,7 +236,7 @@ class _Turns:
                 content = [{"type": "text", "text": content.replace(MARK, "").strip()}]
             parts = [part for part in content if part.get("type") != "image"]
             turns.append({**message, "content": [{"type": "image"}, *parts] if number == asked else parts})
-        return str(self.processor.apply_chat_template(turns, tokenize=tokenize))
+        return str(self.processor.apply_chat_template(turns, **options))
 
 
 def open_pairs(data: Data, samples: Samples, target: Target) -> PairReader:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from featcal_cli.data.columns import (
     join_turns,
     name_among,
     read_messages,
+    read_tools,
 )
 from featcal_cli.data.preprocessing import Reader, Target, TextTokens, open_tokens
 from featcal_cli.recipe.data_formats import Row
@@ -63,7 +65,7 @@ class RowFormatter:
     def compose(self, row: Row) -> TokenizerInput:
         """Return the tokenizer's input for a row. Raises BadRowError for a value that is missing or not text."""
         if self.has_turns:
-            return self._join(self._read_turns(row))
+            return self._join(self._read_turns(row), read_tools(row))
         pair = target = None
         if self.template is not None:
             text = _fill(self.template, row)
@@ -108,11 +110,11 @@ class RowFormatter:
         is_whole = answered[0]["role"] in ("system", "user")  # with the prompt in it
         return answered if is_whole else [*asked, *answered]
 
-    def _join(self, messages: list[Message]) -> TokenizerInput:
-        """Format a conversation by the chat template. Without one, join its turns with line breaks; in an
-        encoder-decoder, the last turn becomes the decoder's target."""
+    def _join(self, messages: list[Message], tools: Sequence[Message] = ()) -> TokenizerInput:
+        """Format a conversation by the chat template, with the tools that it may call. Without a template, join its
+        turns with line breaks; in an encoder-decoder, the last turn becomes the decoder's target."""
         if self.kind == "causal" and self.tokenizer.chat_template:
-            return TokenizerInput(self._apply_template(messages), has_special_tokens=True)
+            return TokenizerInput(self._apply_template(messages, tools), has_special_tokens=True)
         turns = [message["content"] for message in messages if is_text(message["content"])]
         if not turns or not all(isinstance(message["content"], str) for message in messages):
             raise BadRowError("the messages have no text")
@@ -122,24 +124,25 @@ class RowFormatter:
             return TokenizerInput("\n".join(turns[:-1]), target=turns[-1])
         return TokenizerInput("\n".join(turns))
 
-    def _apply_template(self, messages: list[Message]) -> str:
+    def _apply_template(self, messages: list[Message], tools: Sequence[Message]) -> str:
         """Format messages as they are, or joined if the template refuses them."""
+        format_chat = partial(self.tokenizer.apply_chat_template, tools=[*tools] or None, tokenize=False)
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            return str(format_chat(messages))
         except Exception as error:  # a template is a program, and raises what it likes
             with suppress(Exception):
-                return str(self.tokenizer.apply_chat_template(join_turns(messages), tokenize=False))
+                return str(format_chat(join_turns(messages)))
             reason = f"the chat template refuses the messages: {exception_text(error)}"
             raise BadRowError(reason, "give conversations that the model's chat template takes") from error
 
     def beginnings(self, row: Row) -> Iterator[TokenizerInput]:
         """Yield the conversation up to each answer but the last, the shortest first, as far as the chat template takes
         it."""
-        messages = self._read_turns(row)
+        messages, tools = self._read_turns(row), read_tools(row)
         for number, (last, _) in enumerate(pairwise(messages), start=1):
             if last["role"] == "assistant":
                 with suppress(BadRowError):
-                    yield self._join(messages[:number])
+                    yield self._join(messages[:number], tools)
 
     def describe(self, samples: Samples) -> str:
         """Describe which of the columns plays which role, for a note."""
