@@ -33,6 +33,7 @@ from featcal_cli.runtime.structured_text import parse_json, walk
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
 MAX_TOKENS = 2048
+"""Most tokens of a text where the user does not say how many."""
 SHOWN = 3
 """Tokens that a message shows when it quotes a text or a list of tokens."""
 

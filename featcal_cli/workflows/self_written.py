@@ -72,7 +72,7 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
     }
     example = Example({name: values for name, values in inputs.items() if name in reader.target.names})
     total = count + most_held_out(count)
-    note = f"{task}: its expert is to write {total} examples of at most {reader.max_tokens} tokens itself"
+    note = f"{task}: the expert is to write {total} examples of at most {reader.max_tokens} tokens itself"
     half = most_held_out(kept) // 2
     lists = [example] * kept, [example] * half, [example] * (most_held_out(kept) - half)
     return DrawnExamples(reader, *lists, [note], (count, most_held_out(count)), is_whole=False)

@@ -80,7 +80,7 @@ def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkey
     watcher = Watcher()
     plan = dry_run(recipe(world), output=world / "out", listener=watcher)
     assert {str(spec.data) for spec in plan.recipe.tasks.values()} == {"self"} and not (world / "cache").exists()
-    assert "math and law: its expert is to write 20 examples of at most 16 tokens itself" in watcher.notes
+    assert "math and law: the expert is to write 20 examples of at most 16 tokens itself" in watcher.notes
 
     first = calibrate(recipe(world), output=world / "out")
     assert [len(rows) for rows in kept(world)] == [20, 20]
