@@ -22,8 +22,8 @@ from featcal_cli.evaluation.results import (
     TaskScores,
     average_tasks,
     common_metric,
+    describe_regained,
     find_metric,
-    regained_share,
 )
 from featcal_cli.lineage.search import tell_source
 from featcal_cli.recipe.metrics import METRICS
@@ -193,17 +193,16 @@ def _describe_scores(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     """Yield a phrase on what the calibrated model has won back of what merging lost; nothing without scores."""
     if not tasks:
         return
-    means, metric, share = average_tasks(tasks), common_metric(tasks), regained_share(tasks)
+    means, metric, regained = average_tasks(tasks), common_metric(tasks), describe_regained(tasks)
     before, after, of_texts = means[MERGED], means[CALIBRATED], find_metric(metric).of_texts
     verb = "fell" if after.value < before.value else "rose"
     if of_texts:
         was, now = f"{before.value:.2f}", f"{after.value:.2f}"
         moved = f"perplexity {verb} from {was} to {now}" if was != now else f"perplexity stayed at {now}"
-        won_back = share > 0 and was != now
-        yield f"won back {100 * share:.0f} % of the nats that merging lost ({moved})" if won_back else moved
+        yield f"won back {regained} ({moved})" if regained and was != now else moved
         return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
-    won = f" ({100 * share:.0f} % of what merging lost)" if share > 0 else ""
+    won = f" ({regained})" if regained else ""
     points = f"{abs(after.subtract(before, metric)):.1f}"
     yield f"{word} {verb} by {points} points{won}" if points != "0.0" else f"{word} stayed as it was"
 

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined, Template, pass_context
 from markupsafe import Markup
 
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
-from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, regained_share
+from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, describe_regained
 from featcal_cli.hub.snapshot import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, Report, Source
@@ -78,7 +78,7 @@ def write_card(
         "variables": VARIABLES,
         "means": average_tasks(report.scores) if report.scores else {},
         "metric": common_metric(report.scores),
-        "regained": regained_share(report.scores) if report.scores else 0.0,
+        "regained": describe_regained(report.scores) if report.scores else "",
         "other_metrics": _show_names(
             f"{task}: 100 · {METRICS[scores.metric].title}"
             for task, scores in report.accuracy.items()

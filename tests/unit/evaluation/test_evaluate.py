@@ -661,6 +661,10 @@ def test_what_is_won_back_is_counted_in_nats() -> None:
     assert list(_describe_scores(nats)) == [
         "won back 50 % of the nats that merging lost (perplexity fell from 5.50 to 3.50)"
     ]
+    more = {"one": scores(4.0, 5.0, 2.0, "perplexity")}
+    assert list(_describe_scores(more)) == [
+        "won back all of the nats that merging lost (perplexity fell from 5.00 to 2.00)"
+    ]
     worse = {"one": scores(2.0, 4.0, 8.0, "perplexity")}
     assert list(_describe_scores(worse)) == ["perplexity rose from 4.00 to 8.00"]
     right = {"one": scores(0.9, 0.5, 0.7, "accuracy")}
