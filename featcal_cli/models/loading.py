@@ -226,6 +226,7 @@ def load_outline(
             )
         except Exception as error:  # transformers raises many kinds
             raise _unloadable(role, snapshot, model_class, error) from error
+        module.tie_weights()  # transformers does not tie what is in the files twice without values to compare
     return _describe_loaded(role, snapshot, module, info)
 
 

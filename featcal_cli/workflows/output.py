@@ -76,7 +76,7 @@ def _check_dtype(model: Model, name: str, dtype: str) -> None:
 def _match_names(
     model: Model, parameters: Mapping[str, Tensor], stored: Collection[str]
 ) -> Iterator[tuple[str, Tensor, str | None]]:
-    """Yield parameters as the files have them (fused ones in parts), with their tensors' names or None."""
+    """Yield parameters as the files have them (fused ones in parts), with each of their tensors' names, or None."""
     prefix = f"{model.module.base_model_prefix}."
     tied: dict[int, list[str]] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
@@ -84,9 +84,9 @@ def _match_names(
     names_of = {name: [name, *(n for n in names if n != name)] for names in tied.values() for name in names}
     for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
         # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
-        # parameters it mostly has one.
+        # parameters it has one or all: they would be loaded as different ones if only one were written.
         candidates = (n for own in names_of.get(name, [name]) for n in (own, own.removeprefix(prefix), prefix + own))
-        yield name, tensor, next((n for n in candidates if n in stored), None)
+        yield from ((name, tensor, n) for n in [n for n in candidates if n in stored] or [None])
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
