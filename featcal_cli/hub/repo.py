@@ -142,7 +142,8 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     if revision is not None and not (repo and revision):
         raise HubError(f"cannot read the {kind} {name!r}", where=name, fix="write USER/NAME or USER/NAME@REVISION")
     with explained(repo, revision or "", kind):
-        commit = _Api().resolve_revision(repo, revision=revision, repo_type=kind).resolved
+        options: Any = {"repo_type": kind, "local_files_only": is_offline_mode()}
+        commit = _Api().resolve_revision(repo, revision=revision, **options).resolved
     if not COMMIT.fullmatch(commit):  # it becomes part of paths on this machine
         what = f"the Hub, or what its cache remembers of it, calls {quoted(commit)} a commit of {repo}"
         raise HubError(what, where=repo, fix="check HF_ENDPOINT and the proxy, and run again with the Hub in reach")

@@ -258,9 +258,12 @@ def test_a_cached_snapshot_is_enough(hub: HubServer, folder: Path, monkeypatch: 
     online = resolve(f"user/{silence}")
     go_offline(monkeypatch) if silence == "offline" else go_down(monkeypatch)
     hub.requests.clear()
-    assert resolve(f"user/{silence}") == online
+    told: list[str] = []
+    with heard(told.append):
+        assert resolve(f"user/{silence}") == online
     assert resolve(f"user/{silence}@{commit}") == online
     assert not hub.requests
+    assert bool(told) == (silence == "down"), told  # who is offline on purpose knows that
 
 
 @pytest.mark.parametrize(("silence", "lost"), [("offline", "tokenizer.json"), ("down", SHARDS[0])])
