@@ -94,13 +94,17 @@ def parse_index(text: str | bytes, where: str) -> list[str]:
     """List the files that the text of a weight index names, in order. Raises HubError."""
     name = PurePosixPath(where).name
     try:
-        files = sorted(set(parse_json(text)["weight_map"].values()))
+        index = parse_json(text)
+        files = sorted(set(index["weight_map"].values()))
         inside = all(PurePosixPath(file).name == file not in ("", "..") and file.isprintable() for file in files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{name} is not a weight index", where=where, fix="download it again") from error
     if not files or not inside:
         what = f"{name} names no weight file in its own folder"
         raise HubError(what, where=where, fix="use another copy of the model")
+    if name == SAFETENSORS[1] and "metadata" not in index:
+        what = f"{name} has no metadata, without which transformers does not read it"
+        raise HubError(what, where=where, fix='add "metadata": {} to it in a copy of the model')
     return files
 
 

@@ -233,6 +233,7 @@ CASES: list[Case] = [
     (shards(1, 2), [INDEX, "weight index"]),
     (index("[" * 100_000), [INDEX, "weight index"]),
     (index({"weight_map": "../x"}), [INDEX, "weight index"]),
+    (index({"weight_map": {EARLY: "a.safetensors"}}), [INDEX, "has no metadata"]),
     (config_that_is_a_link, ["config.json is a link", "replace the link"]),
     (link("notes.txt", "secret/note.txt"), ["notes.txt is a link", "secret/note.txt"]),
     (link("extras", "secret"), ["extras is a link", "secret"]),
