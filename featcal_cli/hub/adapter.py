@@ -347,6 +347,7 @@ def _load(model_class: type[PreTrainedModel], folder: Path, fit: Fit) -> tuple[P
 
 def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedModel:
     """Return the model with the adapter merged into its weights. Raises MisfitError or HubError."""
+    import torch
     from peft import PeftModel, set_peft_model_state_dict
 
     names = set(model.state_dict())
@@ -366,6 +367,11 @@ def _merge(model: PreTrainedModel, adapter: Adapter, fit: Fit) -> PreTrainedMode
         if unmatched:
             more = f" and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
             raise MisfitError(f"{what} {unmatched[0].removeprefix(PREFIX)}{more}")
+    # peft would merge what was trained on one name of a tied weight into all of them, or merge it twice
+    for name, parameter in parameters.items():
+        path, _, own = name.rpartition(".")
+        if path.endswith(".base_layer") and sum(x is parameter for x in parameters.values()) > 1:
+            setattr(wrapped.get_submodule(path), own, torch.nn.Parameter(parameter.clone(), requires_grad=False))
     try:
         folded = wrapped.merge_and_unload(safe_merge=True)
         if set(folded.state_dict()) != names:

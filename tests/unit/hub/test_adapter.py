@@ -135,6 +135,20 @@ def test_the_folded_copy_is_what_peft_makes(
     assert not list(snapshot.folder.glob("adapter_*"))
 
 
+@pytest.mark.parametrize("ends", [{"embed_tokens"}, {"lm_head"}, {"embed_tokens", "lm_head"}])
+def test_what_was_trained_of_tied_embeddings_alone_changes(tmp_path: Path, ends: set[str]) -> None:
+    """peft's own merge would change all that share the weight, or add up what was trained of each."""
+    base, build = tmp_path / "base", tf.LlamaForCausalLM
+    torch.manual_seed(0)
+    build(tf.LlamaConfig(**LLAMA, tie_word_embeddings=True)).save_pretrained(base)
+    config = lora("llama", target_modules=["q_proj", *ends])
+    adapter = save_adapter(tmp_path / "adapter", base, build.from_pretrained(base), config)
+    text = torch.arange(9)[None]
+    wanted = peft.PeftModel.from_pretrained(build.from_pretrained(base), str(adapter))(text).logits
+    found = build.from_pretrained(resolve(str(adapter)).folder)(text).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_a_trained_head_comes_with_its_number_of_labels(tmp_path: Path, base: Path) -> None:
     labels = 5
     model = tf.BertForSequenceClassification.from_pretrained(base, num_labels=labels)
