@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from featcal_cli.data.batches import Batch
+from featcal_cli.data.batches import Batch, token_masks
 from featcal_cli.models.block_lists import (
     ROUTER,
     SHARED,
@@ -158,11 +158,12 @@ def find_architecture(
     Raises ArchitectureError if no blocks are found or their order differs between tasks, and DataError if the model
     cannot run on a task's examples.
     """
-    # tasks with the same inputs share one pair of probes
-    runs: dict[frozenset[str], ProbeRun] = {}
+    # tasks with the same inputs share one pair of probes, which shows what padding does if any of them has some
+    chosen: dict[frozenset[str], tuple[str, Batch]] = {}
     for task, batch in batches.items():
-        if frozenset(batch) not in runs:
-            runs[frozenset(batch)] = probe_model(model, task, batch)
+        if frozenset(batch) not in chosen or (token_masks(batch) and not token_masks(chosen[frozenset(batch)][1])):
+            chosen[frozenset(batch)] = task, batch
+    runs = {kind: probe_model(model, *given) for kind, given in chosen.items()}
     for run in runs.values() if routers else ():
         run.first.routers.clear()
     before: set[str] = set()
@@ -188,6 +189,7 @@ def find_architecture(
         head=called - reached,
         stems=frozenset(before),
         needs_full_batches=draws
+        or any(run.minds_padding for run in runs.values())
         or any(
             rows.may_hold_padding
             for block in blocks

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
     DECODER_AXIS,
     ENCODER_AXIS,
     Batch,
+    Example,
     axis_lengths,
+    collate,
     count_examples,
     find_along,
     forward_names,
     is_mask,
+    padding_id,
     take_examples,
+    token_masks,
 )
 from featcal_cli.models.block_lists import find_blocks
 from featcal_cli.models.module_kinds import rows_shape
 from featcal_cli.models.token_rows import OWN_AXIS, PROBE_EXAMPLES, Axes, Rows, learn_rows
-from featcal_cli.models.tracing import ForwardError, Trace, trace
+from featcal_cli.models.tracing import ForwardError, Trace, first_tensor, run_forward, tensors_in, trace
+from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import DataError
 from featcal_cli.runtime.sanitise import exception_text
 
 PROBE_TOKENS = 8
 """Number of text tokens in a probe. Short probes are enough to show the shapes, and cheap on large models."""
+PADDING_ROUNDING = 8
+"""Features with and without padding are alike if they differ by less than this times the precision of their dtype."""
 AXIS_STEPS = {ENCODER_AXIS: 1, DECODER_AXIS: 2}
 """Token axes whose length can differ between the probes, each with its own step."""
 
@@ -45,6 +53,8 @@ class ProbeRun:
     blocks: list[str]
     other_inputs: bool = False
     """Whether the model has other inputs than text, and the text's length differs between the probes."""
+    minds_padding: bool = False
+    """Whether the model's outputs for a text change when padding follows the text, despite its mask."""
 
     @property
     def has_token_logits(self) -> bool:
@@ -123,7 +133,9 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
                 # ids of several choices have no axis of tokens
                 lengths = axes.get(ENCODER_AXIS, (0, 0)) if "input_ids" in batch else (0, 1)
                 has_others = lengths[0] != lengths[1] and any(x.is_floating_point() for x in batch.values())
-                return ProbeRun(entry, one, other, axes, find_blocks(model, one), has_others)
+                run = ProbeRun(entry, one, other, axes, find_blocks(model, one), has_others)
+                run.minds_padding = bool(token_masks(batch)) and _minds_padding(model, second, batch, run)
+                return run
     shapes = {name: list(tensor.shape[1:]) for name, tensor in batch.items()}
     assert problem is not None
     raise DataError(
@@ -131,6 +143,33 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
         where=f"{task}: an example has {shapes}",
         fix="give all inputs that its forward needs, no more tokens than it takes, and check merged's config.json",
     ) from problem
+
+
+def _minds_padding(model: PreTrainedModel, probe: Batch, batch: Batch, run: ProbeRun) -> bool:
+    """Tell whether padding behind the probe's texts changes their features: its mask may be ignored, or decide how the
+    texts are read."""
+    numbers = range(count_examples(probe))
+    longest = [*(take_examples(probe, [number]) for number in numbers), take_examples(batch, [0])]
+    padded = take_examples(collate([*map(Example, longest)], padding_id(model)), numbers)
+    try:
+        pairs = [*zip(*(_run_blocks(model, inputs, run) for inputs in (probe, padded)), strict=False)]
+    except ForwardError:
+        return True
+    most = max(1e-3, PADDING_ROUNDING * torch.finfo(model.dtype).eps)
+    cut = ((x, y[tuple(map(slice, x.shape))]) for x, y in pairs)
+    return any(x.shape != y.shape or (x - y).norm() > most * x.norm() for x, y in cut)
+
+
+def _run_blocks(model: PreTrainedModel, batch: Batch, run: ProbeRun) -> list[Tensor]:
+    """Run a model without a trace, and return what its blocks and itself return for each example."""
+    returned: list[Any] = []
+    with ExitStack() as hooks, hardware.drawing_alike(), torch.no_grad():
+        for block in run.blocks:
+            hook = model.get_submodule(block).register_forward_hook(lambda _, __, y: returned.append(first_tensor(y)))
+            hooks.callback(hook.remove)
+        floats = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        returned.append(run_forward(model.get_submodule(run.entry), floats))
+    return [x.float() for x in tensors_in(returned) if x.ndim > 1]
 
 
 def _entries(model: PreTrainedModel, batch: Batch) -> Iterator[str]:

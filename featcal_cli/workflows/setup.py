@@ -23,6 +23,7 @@ from featcal_cli.data.batches import (
     share_batches,
     take_examples,
     take_range,
+    token_masks,
 )
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
@@ -76,7 +77,9 @@ def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
     models, calibration, note = load_models(session, plan, scratch), plan.recipe.calibration, session.note
     merged, others = models.merged, (models.base, *models.experts.values(), *models.others.values())
     session.stage("finding blocks")
-    first = {task: rows.fitted[0] for task, rows in plan.examples.items()}
+    # a batch with padding shows what padding does to the model
+    every = {task: (*rows.fitted, *rows.selection, *rows.held_out) for task, rows in plan.examples.items()}
+    first = {task: next(filter(token_masks, batches), batches[0]) for task, batches in every.items()}
     kinds = {"routers": calibration.routers, "stems": calibration.stems}
     with _layers_given_back(merged.module):  # the probes go through all of it
         architecture = find_architecture(merged.module, first, calibration.norms, **kinds)

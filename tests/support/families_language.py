@@ -84,13 +84,6 @@ def _typed_images_in_text(count: int) -> Batch:
     return {**batch, "token_type_ids": (batch["input_ids"] == IMAGE_TOKEN).long()}
 
 
-def _typed_prefix(count: int) -> Batch:
-    """An image and text that are all prefix, as the processor says; where it is not said, padding changes how
-    PaliGemma attends."""
-    batch = images_in_text(16)(count)
-    return {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
-
-
 def _lists_of_images_in_text(count: int) -> Batch:
     batch = images_in_text(4)(count)
     return {**batch, "pixel_values": batch["pixel_values"][:, None]}
@@ -139,9 +132,10 @@ def _florence_padding(path: str, call: int, batch: Batch) -> Tensor | None:
 VISION_LANGUAGE = [
     Family("llava", "LlavaForConditionalGeneration", {"vision_config": _CLIP_TOWER, "text_config": _LLAMA,
            "image_token_index": IMAGE_TOKEN}, images_in_text(16), _CLIP_STACKS, mask=_IN_LANGUAGE),
+    # where nothing says that all is prefix, its texts are read in both directions, but with padding in one
     Family("paligemma", "PaliGemmaForConditionalGeneration", {"vision_config": {**_SIGLIP_TOWER,
            "projection_dim": WIDTH}, "text_config": _GEMMA, "projection_dim": WIDTH, "image_token_index": IMAGE_TOKEN},
-           _typed_prefix, _CLIP_STACKS, mask=_IN_LANGUAGE),
+           images_in_text(16), _CLIP_STACKS, alone=True),
     Family("gemma3-vision", "Gemma3ForConditionalGeneration", {"vision_config": {**_SIGLIP_TOWER,
            "vision_use_head": False}, "text_config": _GEMMA3, "mm_tokens_per_image": 4, "image_token_id": IMAGE_TOKEN},
            _typed_images_in_text, _CLIP_STACKS, mask=_IN_LANGUAGE),

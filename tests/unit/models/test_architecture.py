@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as tf
-from families import BY_NAME, build_lively, few_of, images, text
+from families import BY_NAME, build_lively, few_of, images, save_family, text
 from families_text import MIXTURES
+from jobs import prepare
+from safetensors.torch import save_file
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -95,3 +99,14 @@ def test_the_depth_of_a_tensor_does_not_depend_on_whose_memory_it_has_now() -> N
             depths.add_one(deep)
             del deep
             assert depths.of(torch.tensor([1.0] * 1000)) == 0
+
+
+def test_what_padding_does_is_seen_wherever_there_is_some(tmp_path: Path) -> None:
+    """PaliGemma reads texts otherwise beside padding; of red none has it, of green only those that are held out."""
+    saved, found = save_family(tmp_path, BY_NAME["paligemma"]), []
+    for task, count in (("red", 20), ("green", 12)):
+        saved.inputs[task]["attention_mask"][:count] = 1
+        save_file(saved.inputs[task], tmp_path / f"{task}.safetensors")
+    for count in (2, 1):
+        found.append(prepare(saved.only(count), batch_size=12).architecture.needs_full_batches)
+    assert found == [True, False]
