@@ -140,10 +140,10 @@ def learn_rows(first: torch.Size, second: torch.Size, axes: Axes, *, other_input
             return Rows(axis, pairs.index(flat), may_hold_padding=is_hidden)
         if examples is not None and lengths in pairs:
             return Rows(axis, pairs.index(lengths), examples, may_hold_padding=is_hidden)
-    # tables of relative positions have 2 n or 2 n − 1 rows for n tokens
+    # tables of relative positions have 2 n or 2 n − 1 rows for n tokens, before any dimension of examples
     for one, other in axes.values():
         for offset in (0, -1):
-            if one != other and (size := (2 * one + offset, 2 * other + offset)) in pairs:
+            if one != other and (size := (2 * one + offset, 2 * other + offset)) in pairs[:examples]:
                 return Rows(examples=examples, distances=pairs.index(size), may_hold_padding=True)
     if len(pairs) == 2 and examples is not None:
         return Rows("", 1 - examples, examples, may_hold_padding=not apart)

@@ -72,6 +72,12 @@ def test_batches_must_be_full_where_nothing_tells_what_is_padding(
     assert learn_rows(Size((3, 4)), Size((5, 7, 4)), AXES, other_inputs=True).may_hold_padding
 
 
+def test_states_of_another_input_are_no_table_of_distances() -> None:
+    """A sound may have twice as many frames as its text has tokens."""
+    assert learn((1, 16), (1, 14)).distances == 1
+    assert learn((3, 16), (5, 14)).distances is None
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
