@@ -254,11 +254,12 @@ def _describe(model: nn.Module, name: str, run: ProbeRun, norms: str, holders: M
         else:
             called = "scale" if kind == "scale" else "norm"
             skipped.append((path, f"a {called} without bias; `norms: all` calibrates it"))
+    unknown = {x.name for x in modules if any(row.is_of_pairs for row in x.rows)}
     if probe.holds == "padded text":
         # what the model pads itself no batch of ours can avoid: only rows that are single tokens are known to count
-        unknown = {x.name for x in modules if any(row.may_hold_padding and row.axis != OWN_AXIS for row in x.rows)}
-        skipped += [(path, UNMATCHED) for path in sorted(unknown)]
-        modules = [x for x in modules if x.name not in unknown]
+        unknown |= {x.name for x in modules if any(row.may_hold_padding and row.axis != OWN_AXIS for row in x.rows)}
+    skipped += [(path, UNMATCHED) for path in sorted(unknown)]
+    modules = [x for x in modules if x.name not in unknown]
     modules = _count_depths(held, name, modules, run.first.depths)
     choosing = (path for path in sorted(run.first.gating_modules) if f"{path}.".startswith(f"{name}."))
     gating_modules = tuple(path.removeprefix(name).lstrip(".") for path in choosing)

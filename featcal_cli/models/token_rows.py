@@ -46,6 +46,11 @@ class Rows(NamedTuple):
     """Whether some rows may come from padding that no mask identifies."""
 
     @property
+    def is_of_pairs(self) -> bool:
+        """Whether a row belongs to two examples at once, as where X-CLIP compares each text with each video."""
+        return self.tokens is not None and self.tokens == self.examples
+
+    @property
     def is_shared(self) -> bool:
         """Whether all examples of a batch read the same rows."""
         return self.is_table or (self.distances is not None and self.examples is None)

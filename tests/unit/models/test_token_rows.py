@@ -11,6 +11,7 @@ from torch import Size, Tensor, nn
 
 from featcal_cli.data.batches import DECODER_AXIS, ENCODER_AXIS
 from featcal_cli.models.architecture import find_architecture
+from featcal_cli.models.block_lists import UNMATCHED
 from featcal_cli.models.token_rows import Rows, learn_rows
 
 AXES = {ENCODER_AXIS: (8, 7), DECODER_AXIS: (8, 6)}
@@ -109,4 +110,32 @@ def test_windows_of_a_text_that_the_model_pads_itself_are_left_unchanged() -> No
     model: Any = Windowed()
     for block in find_architecture(model, {"task": inputs}, "auto").blocks:
         assert block.holds == "padded text" and [module.name for module in block.modules] == ["tokens"]
-        assert block.skipped == (("windows", "its rows cannot be matched to tokens"),)
+        assert block.skipped == (("windows", UNMATCHED),)
+
+
+class Plain(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.windows(self.tokens(x))
+        return result
+
+
+class Compared(Windowed):
+    """Compares the first token of every example with that of every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Plain(), Plain()])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:  # noqa: ARG002 - as above
+        x = self.embed(input_ids[:, 0])
+        x = x[:, None] - x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_rows_of_two_examples_at_once_are_left_unchanged() -> None:
+    inputs = {"input_ids": torch.ones(4, 9, dtype=torch.long), "attention_mask": torch.ones(4, 9, dtype=torch.long)}
+    model: Any = Compared()
+    for block in find_architecture(model, {"task": inputs}, "auto").blocks:
+        assert not block.modules and dict(block.skipped) == dict.fromkeys(("tokens", "windows"), UNMATCHED)
