@@ -254,7 +254,8 @@ def axis_of(name: str, tensor: Tensor) -> str:
     """Return the token axis that an input belongs to, judging by its name."""
     if name.startswith(f"{DECODER_AXIS}_"):
         return DECODER_AXIS
-    return name.removesuffix(MASK).strip("_") or ENCODER_AXIS if is_mask(name, tensor) else ENCODER_AXIS
+    names_axis = is_mask(name, tensor) or name.endswith("input_ids")
+    return re.sub(f"_?({MASK}|input_ids)$", "", name) or ENCODER_AXIS if names_axis else ENCODER_AXIS
 
 
 def axis_lengths(batch: Batch) -> dict[str, int]:

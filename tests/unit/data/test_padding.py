@@ -27,6 +27,15 @@ def test_examples_are_cut_and_those_of_equal_length_share_batches() -> None:
     assert all(not token_masks(x) for x in full)
 
 
+def test_ids_with_a_mask_of_their_own_are_cut_by_it() -> None:
+    """InstructBLIP reads a question a second time, with another tokenizer."""
+    texts = make_texts(4)
+    named = {f"qformer_{name}": texts[name].flip(0) for name in ("input_ids", "attention_mask")}
+    for example in remove_padding([texts | named], 1):
+        number = int(example["input_ids"][0, 0]) // 10
+        assert example["qformer_input_ids"].shape[1] == example["qformer_attention_mask"].sum() == LENGTHS[-number]
+
+
 def test_what_a_model_wants_of_one_size_is_not_cut() -> None:
     """Whisper's spectrograms have features before frames."""
     batch = {"input_features": torch.rand(2, 4, 6), "attention_mask": torch.tensor([[1] * 6, [1, 1, 0, 0, 0, 0]])}
