@@ -119,7 +119,9 @@ class AudioReader(MediaReader):
         shape = inputs[model.main_input_name].shape
         # a model that reads samples [1, samples] makes frames of them, and has no layer for none
         count_frames = getattr(model, "_get_feat_extract_output_lengths", None) if len(shape) == 2 else None
-        if 0 in shape or (count_frames and count_frames(torch.tensor(shape[1])) < 1):
+        # of which SEW joins some
+        fewest = getattr(model.config, "squeeze_factor", 1)
+        if 0 in shape or (count_frames and count_frames(torch.tensor(shape[1])) < fewest):
             raise BadRowError("the recording is too short for the model", "take out these rows, or give other data")
         return Example(inputs | decoder_inputs(model, self._encode(row)))
 

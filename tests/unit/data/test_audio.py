@@ -155,6 +155,13 @@ def test_what_is_no_sound_is_refused(at: Folder, row: dict[str, Any], message: s
     at.refuse(prepare(at, "wav2vec2"), at.file("a.parquet", [row] * 3), message)
 
 
+def test_a_recording_of_fewer_frames_than_the_model_joins_is_too_short(at: Folder) -> None:
+    prepare(at, "wav2vec2")
+    model = library.SEWModel(library.SEWConfig(**SOUNDING))
+    frames = [int(model._get_feat_extract_output_lengths(torch.tensor(count))) for count in range(1000)]
+    at.refuse(model, store(at, [tone(0)[: frames.index(1)]]), "too short for the model")
+
+
 def test_an_extractor_that_lacks_a_package_or_asks_for_gigabytes_is_not_used(
     at: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
