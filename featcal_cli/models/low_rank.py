@@ -17,6 +17,8 @@ from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 
 MATRICES = ("linear", "conv1d")
 """Kinds of modules that LoRA supports; Conv1D is GPT-2's transposed Linear."""
+MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Types of models that peft loads no LoRA for `out_proj` into, as a kernel may read its weight."""
 
 
 @dataclass
@@ -74,12 +76,13 @@ def extract_adapter(
     path. `functional` names modules whose weights are read by functions, which LoRA does not change: they are stored in
     full."""
     made = LowRank(rank)
+    refused = ("out_proj",) if getattr(getattr(model, "config", None), "model_type", "") in MAMBAS else ()
     with torch.no_grad():
         for new in groups:
             matrices, roots = [], []
             for path, names in _group_by_module(new).items():
                 kind = kind_of(model.get_submodule(path))
-                if kind in MATRICES and path not in functional:
+                if kind in MATRICES and path not in functional and not path.endswith(refused):
                     matrices.append(path)
                 elif kind is None and any(new[name].ndim > 2 for name in names):
                     made.left_out += names

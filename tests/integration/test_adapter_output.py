@@ -15,8 +15,9 @@ from torch import Tensor
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.workflows.verbs import Result, calibrate, dry_run
 
-FULL = ("bert", "gpt2", "whisper", "convnext", "wavlm")
-"""Linears with biases, Conv1D, some without biases, convolutions, projections and convolutions that functions read."""
+FULL = ("bert", "gpt2", "whisper", "convnext", "wavlm", "mamba")
+"""Linears with biases, Conv1D, some without biases, convolutions, projections and convolutions that functions read, and
+a Linear that peft loads no LoRA for."""
 REPLACED_BIASES = {"whisper"}
 """Some of their Linears have no bias: peft replaces biases, and adds nothing to them."""
 
