@@ -155,7 +155,7 @@ def _minds_padding(model: PreTrainedModel, probe: Batch, batch: Batch, run: Prob
         pairs = [*zip(*(_run_blocks(model, inputs, run) for inputs in (probe, padded)), strict=False)]
     except ForwardError:
         return True
-    most = max(1e-3, PADDING_ROUNDING * torch.finfo(model.dtype).eps)
+    most = max(1e-4, PADDING_ROUNDING * torch.finfo(model.dtype).eps)
     cut = ((x, y[tuple(map(slice, x.shape))]) for x, y in pairs)
     return any(x.shape != y.shape or (x - y).norm() > most * x.norm() for x, y in cut)
 
