@@ -15,6 +15,7 @@ import torch
 import transformers
 from command_line import succeed
 from example_folder import WORDS, Folder, words_of
+from families import BY_NAME, build_lively
 from scipy.signal import resample_poly
 from transformers import PreTrainedModel
 
@@ -160,6 +161,15 @@ def test_a_recording_of_fewer_frames_than_the_model_joins_is_too_short(at: Folde
     model = library.SEWModel(library.SEWConfig(**SOUNDING))
     frames = [int(model._get_feat_extract_output_lengths(torch.tensor(count))) for count in range(1000)]
     at.refuse(model, store(at, [tone(0)[: frames.index(1)]]), "too short for the model")
+
+
+def test_sound_beside_text_is_refused_unless_the_text_alone_is_named(at: Folder) -> None:
+    prepare(at, "whisper")
+    model, rows = build_lively(BY_NAME["clap"]), [{"audio": {"bytes": encoded(tone(0))}, "text": WORDS[-1]}] * 3
+    for given in (at.file("a.parquet", rows), store(at, [tone(0)])):
+        at.refuse(model, given, "reads sound beside text, for which there is no preprocessing here")
+    named = at.file("a.parquet", rows, columns={"text": "text"})
+    assert at.load(model, named).fitted[0].keys() == {"input_ids", "attention_mask"}
 
 
 def test_an_extractor_that_lacks_a_package_or_asks_for_gigabytes_is_not_used(
