@@ -148,9 +148,12 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
 def _minds_padding(model: PreTrainedModel, probe: Batch, batch: Batch, run: ProbeRun) -> bool:
     """Tell whether padding behind the probe's texts changes their features: its mask may be ignored, or decide how the
     texts are read."""
-    numbers = range(count_examples(probe))
-    longest = [*(take_examples(probe, [number]) for number in numbers), take_examples(batch, [0])]
-    padded = take_examples(collate([*map(Example, longest)], padding_id(model)), numbers)
+    numbers, longer = range(count_examples(probe)), take_examples(batch, [0])
+    if not any(tensor.is_floating_point() for tensor in batch.values()):  # else the probe's texts are not cut either
+        along = {name for axis in axis_lengths(batch) for name in find_along(batch, axis)}
+        longer = {name: x[:, : 2 * PROBE_TOKENS] if name in along else x for name, x in longer.items()}
+    examples = [*(take_examples(probe, [number]) for number in numbers), longer]
+    padded = take_examples(collate([*map(Example, examples)], padding_id(model)), numbers)
     try:
         pairs = [*zip(*(_run_blocks(model, inputs, run) for inputs in (probe, padded)), strict=False)]
     except ForwardError:

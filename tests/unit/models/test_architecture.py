@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.loading import make_readable
 from featcal_cli.models.module_kinds import kind_of
+from featcal_cli.models.probing import PROBE_TOKENS
 from featcal_cli.models.tracing import MatmulDepth
 from featcal_cli.runtime.errors import ArchitectureError
 
@@ -110,3 +111,10 @@ def test_what_padding_does_is_seen_wherever_there_is_some(tmp_path: Path) -> Non
     for count in (2, 1):
         found.append(prepare(saved.only(count), batch_size=12).architecture.needs_full_batches)
     assert found == [True, False]
+
+
+def test_long_texts_with_padding_are_not_run_in_full_to_see_what_it_does() -> None:
+    model, lengths = build_lively(BY_NAME["llama"]), list[int]()
+    model.register_forward_pre_hook(lambda _, __, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True)
+    find_architecture(model, {"red": text(4, 64)}, "auto")
+    assert len(lengths) == 4 and max(lengths) == 2 * PROBE_TOKENS
