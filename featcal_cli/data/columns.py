@@ -97,12 +97,13 @@ def read_messages(value: Any) -> list[Message]:
 
 def read_tools(row: Row) -> list[Message]:
     """Return the tools that a conversation may call, which a column `tools` describes as a list or in JSON."""
-    tools = row.get("tools")
+    tools = next((value for name, value in row.items() if name.lower() == "tools"), None)
     with suppress(ValueError):
-        tools = parse_json(tools) if isinstance(tools, str) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        return []
-    return [_without_nulls(tool) for tool in tools]
+        if isinstance(tools, list):
+            tools = [parse_json(tool) if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
+        elif isinstance(tools, str):
+            tools = parse_json(tools)
+    return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
 
 
 def _without_nulls(value: Any) -> Any:

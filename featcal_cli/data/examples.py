@@ -192,12 +192,14 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
         return open_pairs(data, samples, target) if reads_both else open_images(data, samples, target)
     if model.main_input_name in SOUND:
         return open_audio(data, samples, target)
-    hears = not named and target.names.intersection(SOUND) and find_media("audio", samples)
+    hears = not (named or data.template) and target.names.intersection(SOUND) and find_media("audio", samples)
     if model.main_input_name == "input_ids" and not hears:
         return open_text(data, samples, target)
     read = "sound beside text" if hears else model.main_input_name
-    what = f"the model reads {read}, for which there is no preprocessing here"
-    raise DataError(what, fix="give a .safetensors file with one tensor for each argument of forward")
+    what, fix = f"the model reads {read}, for which there is no preprocessing here", ""
+    if hears:
+        fix = "name the text column, to leave the sound out: --columns TASK=text:COLUMN; or "
+    raise DataError(what, fix=f"{fix}give a .safetensors file with one tensor for each argument of forward")
 
 
 @dataclass

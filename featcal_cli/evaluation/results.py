@@ -145,7 +145,7 @@ def regained_share(tasks: Mapping[str, TaskScores]) -> float:
 def describe_regained(tasks: Mapping[str, TaskScores]) -> str:
     """Return how much of what merging lost is won back, such as "50 % of the nats that merging lost"; "" if nothing
     is."""
-    share = regained_share(tasks)
+    percent = round(100 * regained_share(tasks))
     what = "the nats that" if find_metric(common_metric(tasks)).of_texts else "what"
-    amount = "all" if share >= 1 else f"{100 * share:.0f} %"
-    return f"{amount} of {what} merging lost" if share > 0 else ""
+    amount = "all" if percent >= 100 else f"{percent} %"
+    return f"{amount} of {what} merging lost" if percent > 0 else ""

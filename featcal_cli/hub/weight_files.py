@@ -102,7 +102,7 @@ def parse_index(text: str | bytes, where: str) -> list[str]:
     if not files or not inside:
         what = f"{name} names no weight file in its own folder"
         raise HubError(what, where=where, fix="use another copy of the model")
-    if name == SAFETENSORS[1] and "metadata" not in index:
+    if name == SAFETENSORS[1] and not isinstance(index.get("metadata"), dict):
         what = f"{name} has no metadata, without which transformers does not read it"
         raise HubError(what, where=where, fix='add "metadata": {} to it in a copy of the model')
     return files

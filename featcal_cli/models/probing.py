@@ -160,7 +160,7 @@ def _minds_padding(model: PreTrainedModel, probe: Batch, batch: Batch, run: Prob
         return True
     most = max(1e-4, PADDING_ROUNDING * torch.finfo(model.dtype).eps)
     cut = ((x, y[tuple(map(slice, x.shape))]) for x, y in pairs)
-    return any(x.shape != y.shape or (x - y).norm() > most * x.norm() for x, y in cut)
+    return any(x.shape != y.shape or not (x - y).norm() <= most * x.norm() for x, y in cut)
 
 
 def _run_blocks(model: PreTrainedModel, batch: Batch, run: ProbeRun) -> list[Tensor]:

@@ -85,8 +85,11 @@ def _match_names(
     for name, tensor in revert_weight_conversion(model.module, dict(parameters)).items():
         # A checkpoint saved with or without a head has its backbone's names without or with a prefix; of tied
         # parameters it has one or all: they would be loaded as different ones if only one were written.
-        candidates = (n for own in names_of.get(name, [name]) for n in (own, own.removeprefix(prefix), prefix + own))
-        yield from ((name, tensor, n) for n in [n for n in candidates if n in stored] or [None])
+        places = [
+            next((n for n in (own, own.removeprefix(prefix), prefix + own) if n in stored), None)
+            for own in names_of.get(name, [name])
+        ]
+        yield from ((name, tensor, place) for place in dict.fromkeys(filter(None, places)) or [None])
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:

@@ -451,12 +451,12 @@ def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, message
 TOOLS = "{% for tool in tools or [] %}tool {{ tool['function']['name'] }} {{ tool | length }} {% endfor %}"
 
 
-@pytest.mark.parametrize("tools", [[{**CALL, "strict": None}], json.dumps([CALL])], ids=["list", "JSON"])
+@pytest.mark.parametrize("tools", [[{**CALL, "strict": None}], json.dumps([CALL]), [json.dumps(CALL)]])
 def test_a_chat_template_is_given_the_tools_of_a_row(at: Folder, tools: Any) -> None:
     at.tokenizer(chat=True)
     (at.expert / "chat_template.jinja").write_text(TOOLS + CHAT_TEMPLATE)
     for given, text in ((tools, "tool w8 [UNK] user w1 assistant w2"), (None, "user w1 assistant w2")):
-        examples = at.load(tiny("llama"), at.rows({"messages": TURNS, "tools": given}))
+        examples = at.load(tiny("llama"), at.rows({"messages": TURNS, "Tools": given}))
         assert words_of(examples.fitted) == [text]
 
 
