@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from featcal_cli.hub.model_config import (
     CALIBRATED_DTYPES,
@@ -32,6 +34,8 @@ from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, plain
 
+ONE_EXPERT = "featcal_one_expert"
+"""Name under which transformers finds the way in which outlines compute a mixture's experts."""
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names. A dtype with fewer bits would lose the update."""
 MAX_SIZE_RATIO = 9
@@ -227,7 +231,31 @@ def load_outline(
         except Exception as error:  # transformers raises many kinds
             raise _unloadable(role, snapshot, model_class, error) from error
         module.tie_weights()  # transformers does not tie what is in the files twice without values to compare
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation(ONE_EXPERT)
     return _describe_loaded(role, snapshot, module, info)
+
+
+def _run_one_expert(experts: Any, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    """Compute an experts module of transformers on the meta device, where no choice of experts [tokens, k] can be
+    read: give the first token of `hidden` [tokens, d] to the first expert, as the module's own forward would, so that
+    it shows how every expert multiplies."""
+
+    def multiply(x: Tensor, name: str) -> Tensor:
+        weight: Tensor = getattr(experts, name)[0]
+        bias = getattr(experts, f"{name}_bias")[0] if experts.has_bias else None
+        if not experts.is_transposed:
+            return functional.linear(x, weight, bias)
+        return x @ weight if bias is None else x @ weight + bias
+
+    first = chosen.new_zeros(1)
+    x = multiply(hidden[first], "gate_up_proj" if experts.has_gate else "up_proj")
+    y = multiply(experts._apply_gate(x) if experts.has_gate else experts.act_fn(x), "down_proj")
+    y = (experts.post_expert_norm(y) if experts.has_post_expert_norm else y) * gates.reshape(-1, 1)[first]
+    return torch.zeros_like(hidden).index_add_(0, first, y.to(hidden.dtype))
+
+
+ALL_EXPERTS_FUNCTIONS.register(ONE_EXPERT, _run_one_expert)
 
 
 def _check_size(role: str, snapshot: Snapshot, described: PreTrainedModel, tensors: Mapping[str, Entry]) -> None:

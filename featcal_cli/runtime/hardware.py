@@ -61,9 +61,11 @@ def give_back(tensors: Iterable[Tensor]) -> int:
 def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
     """Move tensors of at least WORTHWHILE bytes to nameless mapped files in `folder`, so that they are in memory only
     while in use, like weights read from a checkpoint. Raises OutputError."""
-    files = _read_maps()
+    files, stay, moved = _read_maps(), list[tuple[int, int]](), False
     for tensor in tensors if MAPS.is_file() else ():
-        if tensor.nbytes >= WORTHWHILE and tensor.is_contiguous() and not any(_mapped([tensor], files)):
+        if mapped_at := [*_mapped([tensor], files)]:
+            stay += mapped_at
+        elif tensor.nbytes >= WORTHWHILE and tensor.is_contiguous():
             data = tensor.detach().view(-1).view(torch.uint8)
             mapped = write_mapped(
                 data, folder, "weights that were converted cannot be kept on disk", "choose another --output"
@@ -71,6 +73,11 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
             tensor.data = mapped.view(tensor.dtype).view(tensor.shape)
             advise(mapped.data_ptr(), mapped.nbytes, "MADV_DONTNEED")
             del data, mapped
+            moved = True
+    # the parts that were converted were read from the files of those that were not
+    for first, last in files if moved else ():
+        if any(first <= start < last for start, _ in stay):
+            advise(first, last - first, "MADV_DONTNEED")
     trim_heap()
 
 

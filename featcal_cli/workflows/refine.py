@@ -135,10 +135,11 @@ class Refiner:
         for path, new in calibrated.items():
             parameter = student.get_parameter(path)
             parameter.data = finish(outcome, path, self._merged.get_parameter(path).data, new).to(parameter)
-        if sum(x.numel() for x in calibrated.values()) >= LARGE:
-            for layer in (student.get_submodule(block.name) for block in outcome.blocks if not block.is_head):
-                run = partial(_run_with_cache, layer.forward)
-                layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        is_large = sum(x.numel() for x in calibrated.values()) >= LARGE
+        for layer in (student.get_submodule(block.name) for block in outcome.blocks if not block.is_head):
+            run = partial(_run_with_cache, layer.forward)
+            again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = again if is_large else run
         learned = add_updates(student, self._measure_distances(calibrated), seed)
         watch = self._session.listener.progress
         del calibrated

@@ -88,6 +88,17 @@ def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: 
     assert bool((held == 1).all())  # which is in no file, and left alone
 
 
+@LINUX
+def test_what_was_read_to_be_converted_leaves_memory(tmp_path: Path) -> None:
+    save_file({"one": torch.arange(4_000_000.0), "norm": torch.ones(10)}, tmp_path / "file.safetensors")
+    tensors = load_file(tmp_path / "file.safetensors")
+    fused = torch.stack([tensors.pop("one"), torch.zeros(4_000_000)])
+    assert resident_of(tmp_path / "file.safetensors") >= 15_000_000
+    hardware.map_to_files([fused, *tensors.values()], tmp_path)
+    assert resident_of(tmp_path / "file.safetensors") <= 100_000
+    assert fused[0].equal(torch.arange(4_000_000.0)) and bool((tensors["norm"] == 1).all())
+
+
 def resident_of(folder: Path) -> int:
     """Bytes of the folder's files that are in this process's memory."""
     total, inside = 0, False

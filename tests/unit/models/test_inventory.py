@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from command_line import featcal_inside, succeed
-from families import BY_NAME, Family, save_family
+from families import BY_NAME, Family, few_of, save_family
 from hub_server import HubServer
 
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.inventory import take_inventory
+from featcal_cli.hub.weight_files import read_entries
+from featcal_cli.models.architecture import Block, find_architecture
+from featcal_cli.models.inventory import run_without_values, take_inventory
+from featcal_cli.models.loading import find_class, load_model, load_outline
 
 SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "llava"]
 
@@ -28,6 +31,33 @@ def save_config(folder: Path, family: Family) -> Snapshot:
 def test_the_blocks_are_those_that_calibration_visits(tmp_path: Path, name: str) -> None:
     inventory = take_inventory(save_config(tmp_path, BY_NAME[name]))
     assert {block.name for block in inventory.blocks} == set(BY_NAME[name].block_names)
+
+
+NEEDS_VALUES = {
+    "xmod", "longformer", "longformer-padded", "dbrx", "switch-transformers", "nllb-moe", "led", "siglip2",
+    "smolvlm", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "mllama", "mllama-tiles", "udop", "qwen2-audio",
+}  # fmt: skip
+"""Families whose forward cannot run on shapes alone."""
+
+
+@pytest.mark.parametrize("name", few_of(BY_NAME, {"mixtral", "gpt-oss", "bart", "llava"}))
+def test_a_plan_finds_the_modules_that_a_run_finds(tmp_path: Path, name: str) -> None:
+    save_family(tmp_path, BY_NAME[name])
+    snapshot, inputs = Snapshot(name, tmp_path / "merged", None), {"red": BY_NAME[name].inputs(4)}
+    model_class = find_class(snapshot)
+    outline = load_outline("merged", snapshot, model_class, read_entries(snapshot.folder)).module
+    planned = run_without_values(outline, "auto", inputs)
+    assert (planned is None) == (name in NEEDS_VALUES)
+    if planned is not None:
+        run = find_architecture(load_model("merged", snapshot, model_class).module, inputs, "auto")
+        assert planned.head == run.head and planned.reached == run.reached
+        assert [list_modules(block) for block in planned.blocks] == [list_modules(block) for block in run.blocks]
+
+
+def list_modules(block: Block) -> tuple[object, ...]:
+    """A block's modules, without what their rows mean, for which masks are looked at."""
+    modules = [(module.name, module.kind, module.depth, module.routed) for module in block.modules]
+    return block.name, block.calls, block.gating_modules, block.skipped, modules
 
 
 def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
