@@ -231,8 +231,8 @@ def _count_refining(work: Workload) -> tuple[float, float]:
     )
     # they, their gradients, two moments, and the best so far
     updates = 5 * COMPUTE * learned
-    # the largest parameter's update, its new value, and the gradients of both
-    values = 4 * COMPUTE * max((x.numel() for x in weights), default=0)
+    # the largest parameter's update, its new value, and the gradients of both; without checkpoints all new values
+    values = 4 * COMPUTE * max((x.numel() for x in weights), default=0) + (not is_large) * COMPUTE * learned
     graph = SAVED_TENSORS * taught * (1 if is_large else len(work.architecture.blocks))
     student = sum(x.numel() for x in work.model.parameters()) * work.dtype.itemsize
     # a state is written beside the one before
