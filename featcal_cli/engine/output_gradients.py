@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +72,15 @@ class OutputGradients(NamedTuple):
 
 
 @dataclass
-class PassGroup:
-    """State that passes share which run block by block together."""
+class GradientGroup:
+    """State and settings that passes share which run block by block together."""
 
+    expert: BlockRunner
+    sums: GradientSums
+    """The sums to which gradients at modules are added."""
+    projections: int
+    """Number of random projections of each example's outputs."""
+    seed: int
     keeps_weights: bool
     """Whether the weights of all blocks stay on the device."""
     graph_room: int = GRAPH_BYTES
@@ -91,43 +97,27 @@ class GradientPass:
     the backward pass.
     """
 
-    def __init__(
-        self, expert: BlockRunner, entry: str, batch: Batch, projections: int, seed: int, group: PassGroup
-    ) -> None:
-        self._paused = start_forward(expert, expert.place(batch), entry)
-        self._expert, self._projections, self._group = expert, projections, group
+    def __init__(self, group: GradientGroup, entry: str, batch: Batch) -> None:
+        expert = group.expert
+        self.paused = start_forward(expert, expert.place(batch), entry)
+        self._expert, self._group = expert, group
         # by the expert's own ids: those of merged may be in any order
         own_ids = None if expert.token_ids is None else expert.token_ids.cpu()
-        self._seeds = seed_examples(renumber(batch, own_ids), seed)
+        self._seeds = seed_examples(renumber(batch, own_ids), group.seed)
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
         """Inputs of blocks at which the backward pass ends, by id, each with the leaf tensor that replaces it."""
-        self.sums: GradientSums | None = None
-        """The sums to which gradients at modules are added."""
         self.sizes: dict[str, Tensor] = {}
         """Sums of ‖g‖² over projections for each token [B, length], by the module's path; 0 for padding."""
         self.counts: dict[str, Tensor] = {}
         """Number of tokens [] that are not padding, by the module's path."""
 
-    @property
-    def bytes_a_block(self) -> int:
-        """Number of bytes of the arguments of one block."""
-        return sum(tensor.nbytes for tensor in self._paused.tensors)
-
-    @property
-    def batch(self) -> Batch:
-        return self._paused.batch
-
-    @property
-    def is_through(self) -> bool:
-        return bool(self._paused.dead)
-
     def run_block(self, block: Block) -> None:
         """Run a block for as long as the pass is paused before it."""
-        while self._paused.call is not None and self._paused.is_at(block):
-            args, kwargs = tree_map_only(Tensor, self._as_leaf, (self._paused.call.args, self._paused.call.kwargs))
-            call = self._paused.call._replace(args=args, kwargs=kwargs)
-            masks, hidden = padding_masks(self._paused, block), self._paused.hidden
-            lengths = axis_lengths(self.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
+        while self.paused.call is not None and self.paused.is_at(block):
+            args, kwargs = tree_map_only(Tensor, self._as_leaf, (self.paused.call.args, self.paused.call.kwargs))
+            call = self.paused.call._replace(args=args, kwargs=kwargs)
+            masks, hidden = padding_masks(self.paused, block), self.paused.hidden
+            lengths = axis_lengths(self.paused.batch) | ({OWN_AXIS: hidden.shape[1]} if hidden.ndim > 2 else {})
             run = partial(self._run, block, call, masks, lengths)
             with torch.enable_grad():
                 # a graph refers to weights, which must not be moved before it is through
@@ -135,7 +125,7 @@ class GradientPass:
                     output = run()
                 else:
                     output = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
-            self._paused.advance(output, gradients=True)
+            self.paused.advance(output, gradients=True)
 
     def _run(self, block: Block, call: BlockCall, masks: PerToken, lengths: Mapping[str, int]) -> Any:
         """Run a block, forwards or again on the way back, and release the weights of the one before unless they
@@ -145,7 +135,7 @@ class GradientPass:
         self._group.latest = block.name
         # also on the way back: intercepted products may be computed in another way, and both runs must be the same
         with self._watching(block, masks, lengths):
-            return self._paused.run_block(block, call=call, gradients=True)
+            return self.paused.run_block(block, call=call, gradients=True)
 
     def _as_leaf(self, x: Tensor) -> Tensor:
         """Return a leaf that requires gradients in place of a floating-point tensor that does not. Other tensors are
@@ -197,17 +187,17 @@ class GradientPass:
         if not module.is_routed:
             self._add_sizes(path, module, gradient, masks, lengths)
         # a row that all examples read has the sum of their gradients, which depends on the batch
-        if self.sums is not None and not any(rows.is_shared for rows in module.rows):
+        if not any(rows.is_shared for rows in module.rows):
             # a function may return [.., heads, d]
             rows = gradient.reshape(-1, read_parameters(held).weight[..., 0].numel())
-            self.sums.add(path, rows, of_experts=module.is_routed)
+            self._group.sums.add(path, rows, of_experts=module.is_routed)
 
     def _add_sizes(
         self, path: str, module: Module, gradient: Tensor, masks: PerToken, lengths: Mapping[str, int]
     ) -> None:
         """Add ‖g‖² to the sizes at tokens, if the module is called once and its rows are tokens."""
         rows = module.rows[0] if len(module.rows) == 1 else None
-        sizes = rows and rows.sum_by_token(gradient.float().square(), count_examples(self.batch))
+        sizes = rows and rows.sum_by_token(gradient.float().square(), count_examples(self.paused.batch))
         if rows is None or sizes is None:
             return
         # padding of a convolution makes more, which the model drops
@@ -224,9 +214,9 @@ class GradientPass:
     def send_back(self) -> None:
         """Run the backward pass from random projections of the model's outputs, once the forward pass has ended. The
         projections of each example are drawn from its own seed, so they do not depend on the rest of the batch."""
-        are_logits = gives_logits(self._paused.module, self._paused.output)
-        output = read_output(self._paused.output)
-        rows, owners = choose_rows(output, self.batch), find_owners(output, self.batch).cpu()
+        are_logits = gives_logits(self.paused.module, self.paused.output)
+        output = read_output(self.paused.output)
+        rows, owners = choose_rows(output, self.paused.batch), find_owners(output, self.paused.batch).cpu()
         generators = [torch.Generator().manual_seed(seed) for seed in self._seeds]
         chosen: list[Tensor] = []
         for number, generator in enumerate(generators):
@@ -237,11 +227,11 @@ class GradientPass:
         with torch.enable_grad():
             rows = rows[torch.cat(chosen).to(rows.device)]
         leaves = [leaf for _, leaf in self._leaves.values()]
-        for projection in range(self._projections if rows.requires_grad else 0):
+        for projection in range(self._group.projections if rows.requires_grad else 0):
             pairs = zip(chosen, generators, strict=True)
             drawn = torch.cat([draw_noise(len(own), rows.shape[1], generator) for own, generator in pairs])
             direction = project_randomly(rows, drawn, are_logits=are_logits)
-            again = projection + 1 < self._projections
+            again = projection + 1 < self._group.projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
         for of_modules in (self.sizes, self.counts):
             fetched = fetch_weights(list(of_modules.values()))
@@ -250,8 +240,8 @@ class GradientPass:
 
     def close(self) -> None:
         """End the pass and drop its graph, wherever it is."""
-        self._paused.close()
-        self._paused.output = None
+        self.paused.close()
+        self.paused.output = None
         self._leaves.clear()
 
 
@@ -277,8 +267,22 @@ def measure_output_gradients(
     for module in expert.model.module.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.BatchNorm3d)):
             hooks.callback(module.register_forward_hook(keep_layout).remove)
+    used = take_range(batches, 0, count_chosen(batches))
+    projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, sum(map(count_examples, used))))))
+    group = GradientGroup(expert, sums, projections, seed, expert.keeps_weights())
+    done, problem = list[tuple[range, GradientPass]](), ""
     try:
-        sizes = _measure_batches(expert, architecture, entry, batches, seed, ranks, sums)
+        try:
+            done = _run_in_groups(group, architecture, entry, share_batches(used, ranks))
+        except RuntimeError as error:
+            if ranks.size == 1 or is_out_of_memory(error):
+                raise
+            problem = str(error) or type(error).__name__
+        # no rank waits for the sums of one that has none
+        for failure in ranks.gather(problem):
+            if failure:
+                raise RuntimeError(failure)
+        sizes = _relative_sizes(done, batches, ranks)
         sums.sum_over_ranks(ranks, expert.device)
         found = {name: factor for name, factor in sums.factors(ranks).items() if len(factor)}
         own = {name: x.clone() for name, x in zip(found, fetch_weights(list(found.values())), strict=True)}
@@ -291,59 +295,30 @@ def measure_output_gradients(
     return OutputGradients(factors, {name: of for name, of in sizes.items() if name in factors})
 
 
-def _measure_batches(
-    expert: BlockRunner,
-    architecture: Architecture,
-    entry: str,
-    batches: Sequence[Batch],
-    seed: int,
-    ranks: Ranks,
-    sums: GradientSums,
-) -> dict[str, Tensor]:
-    """Measure the gradients of this rank's parts of the first examples: add them to `sums`, and return the sizes at
-    each token of all ranks' examples."""
-    used = take_range(batches, 0, count_chosen(batches))
-    examples = sum(map(count_examples, used))
-    projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, examples))))
-    done, problem = list[tuple[range, GradientPass]](), ""
-    try:
-        done = _run_in_groups(expert, architecture, entry, share_batches(used, ranks), projections, seed, sums)
-    except RuntimeError as error:
-        if ranks.size == 1 or is_out_of_memory(error):
-            raise
-        problem = str(error) or type(error).__name__
-    # no rank waits for the sums of one that has none
-    for failure in ranks.gather(problem):
-        if failure:
-            raise RuntimeError(failure)
-    return _relative_sizes(done, batches, ranks)
-
-
 def _run_in_groups(
-    expert: BlockRunner,
-    architecture: Architecture,
-    entry: str,
-    parts: list[Part],
-    projections: int,
-    seed: int,
-    sums: GradientSums,
+    shared: GradientGroup, architecture: Architecture, entry: str, parts: list[Part]
 ) -> list[tuple[range, GradientPass]]:
-    """Run all passes in groups, and return them with the numbers of their examples; `parts` is emptied. Where a CPU
-    uses weights where they lie, each pass has as many examples as there is room for graphs: no block runs twice."""
+    """Run all passes in groups like `shared`, and return them with the numbers of their examples; `parts` is emptied.
+    Where a CPU uses weights where they lie, each pass has as many examples as there is room for graphs: no block runs
+    twice."""
     done: list[tuple[range, GradientPass]] = []
+    expert, blocks = shared.expert, architecture.blocks
     with expert.on_device():
-        stays = expert.keeps_weights()
-        most, is_split = 1.0, stays and expert.device.type == "cpu"
+        most, is_split = 1.0, shared.keeps_weights and expert.device.type == "cpu"
         while parts:
             passes: list[GradientPass] = []
-            kept, group = 0, PassGroup(stays)
+            kept, group = 0, replace(shared)
             while parts and kept < (1 if is_split else KEPT_BYTES):
                 part = split_first(parts, most) if is_split else parts.pop(0)
-                passes.append(GradientPass(expert, entry, part.batch, projections, seed, group))
+                passes.append(GradientPass(group, entry, part.batch))
                 done.append((part.examples, passes[-1]))
-                kept += max(1, passes[-1].bytes_a_block * len(architecture.blocks))
+                kept += max(1, sum(tensor.nbytes for tensor in passes[-1].paused.tensors) * len(blocks))
             try:
-                _run_passes(architecture.blocks, passes, sums)
+                while not all(each.paused.dead for each in passes):
+                    for block, each in product(blocks, passes):
+                        each.run_block(block)
+                for each in passes:
+                    each.send_back()
             finally:
                 for each in passes:
                     each.close()
@@ -378,14 +353,3 @@ def count_chosen(batches: Sequence[Batch]) -> int:
     all examples if they are not text."""
     lengths = [length for batch in batches for length in count_tokens(batch)]
     return max(1, sum(total <= MOST_TOKENS for total in accumulate(lengths)))
-
-
-def _run_passes(blocks: Sequence[Block], passes: Sequence[GradientPass], sums: GradientSums) -> None:
-    """Run forward passes to their ends, block by block for all passes, and then the backward pass of each."""
-    while not all(each.is_through for each in passes):
-        for block in blocks:
-            for each in passes:
-                each.run_block(block)
-    for each in passes:
-        each.sums = sums
-        each.send_back()
