@@ -12,7 +12,7 @@ from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.engine.drift_metrics import OUTSIDE, STEM
 from featcal_cli.engine.job import Job, Measurement
 from featcal_cli.engine.outputs import gives_logits
-from featcal_cli.engine.paused_forward import PausedForward, start_forward
+from featcal_cli.engine.paused_forward import PassGroup, PausedForward, start_forward
 from featcal_cli.engine.token_weights import choose_rows, padding_masks
 from featcal_cli.models.architecture import Block
 from featcal_cli.models.token_rows import PerToken, Rows
@@ -34,7 +34,7 @@ class _ExpertRun(NamedTuple):
     """Number of successive calls of the block so far; other blocks may run before its next call."""
 
 
-class DriftProbe:
+class DriftProbe(PassGroup):
     """Forward passes on one batch of a task, by role: the expert's, and one for each model that is measured.
 
     Followers are further passes of the expert, one per role, that run no block themselves. Before each block they are
@@ -75,8 +75,7 @@ class DriftProbe:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that the passes are paused with, and the output of the expert's latest block run."""
-        for paused in self:
-            yield from paused.tensors
+        yield from super().tensors
         if self._shown is not None:
             yield from tensors_in(self._shown.output)
 
@@ -186,7 +185,7 @@ class DriftProbe:
         return result
 
 
-class BlockContribution:
+class BlockContribution(PassGroup):
     """Forward passes on a few examples that measure how much each block contributes to the final drift.
 
     For each block, a further pass runs the expert's blocks before it, and the model's blocks from it on. Two passes
@@ -214,12 +213,6 @@ class BlockContribution:
         yield from self._waiting
         for passes in self._switched.values():
             yield from passes.values()
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors that the passes are paused with."""
-        for paused in self:
-            yield from paused.tensors
 
     def go_through(self, block: Block, done: Sequence[Block]) -> None:
         """Run all passes through all calls of the block if they are paused before it. `done` holds the blocks visited

@@ -1,20 +1,23 @@
-"""Capture the inputs and outputs of a block's modules with hooks, during one run of the block."""
+"""Hook a block's modules during one run of the block: capture their inputs and outputs, and reuse outputs. A block runs
+once for each of its parts, and most of what it computes is the same each time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from featcal_cli.engine.block_runner import BlockRunner
-from featcal_cli.engine.paused_forward import PausedForward
+from featcal_cli.engine.paused_forward import KeptOutput, PausedForward
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.module_kinds import LINEAR_KINDS, ParameterSlice, find_convolutions
+from featcal_cli.models.module_kinds import LINEAR_KINDS, ParameterSlice, find_convolutions, read_parameters
 from featcal_cli.models.products import MatmulInterceptor, Route, Routing
 from featcal_cli.models.token_rows import PerToken
 from featcal_cli.models.tracing import StopBlock, first_tensor
@@ -61,93 +64,70 @@ class CapturedRun(NamedTuple):
 
 
 def run_captured(
-    runner: BlockRunner, paused: PausedForward, block: Block, *, to_end: bool = True, decided: Sequence[Any] = ()
+    runner: BlockRunner,
+    paused: PausedForward,
+    block: Block,
+    *,
+    to_end: bool = True,
+    until: tuple[str, int] | None = None,
+    decided: Sequence[Any] = (),
 ) -> tuple[CapturedRun, Any]:
     """Run the block before which the pass is paused. Returns the captured inputs and outputs of its modules, and its
-    own output. Unless `to_end`, the run stops once the last of these modules has returned. `decided` holds the routing
+    own output. Unless `to_end`, the run stops once the last of these modules has returned; with `until`, a
+    `CapturedRun.last_call`, it stops when that call begins, and no outputs are captured. `decided` holds the routing
     decisions of another model, to be replayed here."""
     routing = Routing(decided)
     routing.active_gates = int("" in block.gating_modules)
+    inputs: Features = {module.name: [] for module in block.modules}
+    routes: dict[str, list[Route | None]] = {module.name: [] for module in block.modules if module.is_routed}
     outputs: dict[str, list[tuple[Tensor, int]]] = {}
+    calls: list[str] = []
+    expected = sum(len(module.rows) for module in block.modules)
+
+    def record(module: Module, x: Tensor | None) -> None:
+        if x is not None:
+            if module.name in routes:
+                routes[module.name].append(routing.find(x))
+            inputs[module.name].append(x.clone() if module.overwritten else x)
+        calls.append(module.name)
+        if until == (module.name, calls.count(module.name)):
+            raise StopBlock
+
+    def record_call(module: Module, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        record(module, first_tensor((*args, *kwargs.values())))
+
+    def stop(*_: object) -> None:
+        if len(calls) == expected:
+            raise StopBlock
+
+    functional = {module.functional.weight: module for module in block.modules if module.functional}
     with ExitStack() as hooks:
-        recorder = _InputRecorder(hooks, runner, block, routing)
-        inputs, routes, calls = recorder.inputs, recorder.routes, recorder.calls
-        for path in filter(None, block.gating_modules if routes else ()):
-            gating_module = runner.module(f"{block.name}.{path}")
-            hooks.callback(gating_module.register_forward_pre_hook(lambda *_: routing.enter()).remove)
-            hooks.callback(gating_module.register_forward_hook(lambda *_: routing.leave()).remove)
-        expected = sum(len(module.rows) for module in block.modules)
-
-        def stop(*_: object) -> None:
-            if len(calls) == expected:
-                raise StopBlock
-
         for module in (module for module in block.modules if module.functional is None):
-            child = runner.module(f"{block.name}.{module.name}")
-            if module.kind in LINEAR_KINDS and runner.dtype == torch.float32 and type(child).forward in PLAIN_FORWARDS:
+            held = runner.module(f"{block.name}.{module.name}")
+            hooks.callback(held.register_forward_pre_hook(partial(record_call, module), with_kwargs=True).remove)
+            is_plain = runner.dtype == torch.float32 and type(held).forward in PLAIN_FORWARDS
+            if until is None and is_plain and module.kind in LINEAR_KINDS:
                 kept = outputs.setdefault(module.name, [])
-                hook = child.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
+                hook = held.register_forward_hook(lambda _, __, y, kept=kept: kept.append((y, y._version)))
                 hooks.callback(hook.remove)
             if not to_end:
-                hooks.callback(child.register_forward_hook(stop).remove)
+                hooks.callback(held.register_forward_hook(stop).remove)
+        if functional or routes:
+
+            def record_product(weight: ParameterSlice, x: Tensor, _: object) -> None:
+                record(functional[weight], x)
+
+            hooks.enter_context(intercept_matmuls(runner, block, record_product, routing=routing if routes else None))
+        for path in filter(None, block.gating_modules if routes else ()):
+            held = runner.module(f"{block.name}.{path}")
+            hooks.callback(held.register_forward_pre_hook(lambda *_: routing.enter()).remove)
+            hooks.callback(held.register_forward_hook(lambda *_: routing.leave()).remove)
         output = paused.run_block(block)
     # an output that the block has changed in place since is not the module's any more
     unchanged = {name: [y for y, version in kept if y._version == version] for name, kept in outputs.items()}
     y = {name: kept for name, kept in unchanged.items() if len(kept) == len(inputs[name])}
     last = calls[-1] if calls else ""
     return CapturedRun(inputs, y, (last, calls.count(last)), routes, routing.decisions), output
-
-
-def run_to_last_input(runner: BlockRunner, paused: PausedForward, block: Block, last_call: tuple[str, int]) -> Features:
-    """Run the block before which the pass is paused, stop at the start of `last_call`, and return the module inputs."""
-    with ExitStack() as hooks:
-        recorder = _InputRecorder(hooks, runner, block, last_call=last_call)
-        paused.run_block(block)
-    return recorder.inputs
-
-
-class _InputRecorder:
-    """Records the inputs of a block's modules with hooks, and stops the block's run when `last_call` begins."""
-
-    def __init__(
-        self,
-        hooks: ExitStack,
-        runner: BlockRunner,
-        block: Block,
-        routing: Routing | None = None,
-        last_call: tuple[str, int] | None = None,
-    ) -> None:
-        """Install the hooks, which stay until `hooks` is closed. `routing`: records where the inputs of a mixture's
-        experts come from."""
-        self.inputs: Features = {module.name: [] for module in block.modules}
-        self.routes: dict[str, list[Route | None]] = {}
-        self.calls: list[str] = []
-        """Name of the module of each call, in order."""
-        self._routing, self._last_call = routing, last_call
-        if routing is not None:
-            self.routes = {module.name: [] for module in block.modules if module.is_routed}
-        for module in (module for module in block.modules if module.functional is None):
-            child = runner.module(f"{block.name}.{module.name}")
-            hooks.callback(child.register_forward_pre_hook(partial(self._before, module), with_kwargs=True).remove)
-        functional = {module.functional.weight: module for module in block.modules if module.functional}
-        if functional or self.routes:
-            watched = routing if self.routes else None
-            watch = intercept_matmuls(
-                runner, block, lambda weight, x, _: self._record(functional[weight], x), routing=watched
-            )
-            hooks.enter_context(watch)
-
-    def _before(self, module: Module, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._record(module, first_tensor((*args, *kwargs.values())))
-
-    def _record(self, module: Module, x: Tensor | None) -> None:
-        if x is not None:
-            if self._routing is not None and module.name in self.routes:
-                self.routes[module.name].append(self._routing.find(x))
-            self.inputs[module.name].append(x.clone() if module.overwritten else x)
-        self.calls.append(module.name)
-        if self._last_call == (module.name, self.calls.count(module.name)):
-            raise StopBlock
 
 
 def intercept_matmuls(
@@ -162,3 +142,77 @@ def intercept_matmuls(
     weights = {module.functional.weight for module in block.modules if module.functional}
     parameters = {weight.parameter: held.get_parameter(weight.parameter) for weight in weights}
     return MatmulInterceptor(parameters, before, after, weights, routing, convolutions=find_convolutions(held))
+
+
+@dataclass
+class OutputRoom:
+    """The room for outputs which passes keep while they are paused before one block."""
+
+    bytes: int
+    """Bytes that are left of it."""
+
+
+@contextmanager
+def reusing_outputs(
+    paused: PausedForward,
+    block: Block,
+    room: OutputRoom,
+    final: Collection[str],
+    unneeded: Collection[str] = (),
+    *,
+    depth: int = 0,
+) -> Iterator[None]:
+    """Return a context in which runs of the block, before which the pass is paused, reuse what earlier ones computed.
+
+    final: the Linear modules whose weights and inputs stay as they are until the pass goes on. Submodules that are
+    final at this `depth` are so too. Their outputs are kept with the pass as far as there is room, and returned again
+    instead of being computed; not if the block has changed one in place since. unneeded: modules on whose outputs
+    nothing depends that the run is for: they return zeros.
+    """
+    linear = {x.name for x in block.modules if not (x.functional or x.is_routed) and len(x.rows) == 1}
+    plain = {name for name in linear if type(_held(paused, block, name)).forward in PLAIN_FORWARDS}
+    reused = {*(plain & {*final}), *(path for path, final_at in block.final_at if final_at <= depth)}
+    with ExitStack() as undo:
+        for name in reused | (plain & {*unneeded}):
+            held = _held(paused, block, name)
+            if "forward" in held.__dict__:
+                continue
+            if name in reused:
+                held.forward = partial(_reuse, paused.outputs, name, room, held.forward)
+            else:
+                held.forward = partial(_return_zeros, len(read_parameters(held).weight))
+            undo.callback(held.__dict__.pop, "forward")
+        yield
+
+
+def _held(paused: PausedForward, block: Block, name: str) -> nn.Module:
+    return paused.runner.module(f"{block.name}.{name}")
+
+
+def _reuse(
+    outputs: dict[str, KeptOutput],
+    name: str,
+    room: OutputRoom,
+    forward: Callable[..., Any],
+    *given: Any,
+    **named: Any,
+) -> Any:
+    """Return the kept output of a module; or compute it, and keep it if there is room. What was kept inside of the
+    module is not needed any more then."""
+    kept = outputs.get(name)
+    if kept is not None and kept.is_unchanged:
+        return kept.value
+    # without the base that a view has, which would hold the memory when it is moved to a file
+    value = tree_map_only(Tensor, lambda y: y.data, forward(*given, **named))
+    output = KeptOutput(value)
+    size = 0 if kept is not None else output.bytes
+    if size <= room.bytes:
+        outputs[name] = output
+        room.bytes += sum(outputs.pop(x).bytes for x in [*outputs] if x.startswith(f"{name}.")) - size
+    return value
+
+
+def _return_zeros(d_out: int, *given: Any, **named: Any) -> Tensor:
+    x = first_tensor((*given, *named.values()))
+    assert x is not None
+    return x.new_zeros(*x.shape[:-1], d_out)

@@ -9,26 +9,23 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
-from torch import Tensor
-
 from featcal_cli.data.batches import Part
 from featcal_cli.engine.drift_probe import EXPERT, BlockContribution, DriftProbe, with_own_hidden
-from featcal_cli.engine.hooks import CapturedRun, Features, Observation, run_captured, run_to_last_input
+from featcal_cli.engine.hooks import CapturedRun, Features, Observation, OutputRoom, reusing_outputs, run_captured
 from featcal_cli.engine.job import CALIBRATED, Job
-from featcal_cli.engine.output_reuse import OutputRoom, reusing_outputs
-from featcal_cli.engine.paused_forward import PausedForward, start_forward
+from featcal_cli.engine.paused_forward import PassGroup, PausedForward, start_forward
 from featcal_cli.engine.token_weights import cls_weights, padding_masks
 from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.architecture import Block, Module
 from featcal_cli.runtime import hardware
 
-PassGroup = TypeVar("PassGroup", bound="PairedPass | DriftProbe | BlockContribution")
+Group = TypeVar("Group", bound=PassGroup)
 Observed: TypeAlias = tuple[Features, CapturedRun, PausedForward]
 """Module inputs of the student, what was captured of the expert, and the student's pass."""
 
 
 @dataclass(frozen=True)
-class PairedPass:
+class PairedPass(PassGroup):
     """The forward passes of the expert and of the student on one batch."""
 
     expert: PausedForward
@@ -39,12 +36,6 @@ class PairedPass:
     def __iter__(self) -> Iterator[PausedForward]:
         yield self.expert
         yield self.student
-
-    @property
-    def tensors(self) -> Iterator[Tensor]:
-        """All tensors that the passes are paused with."""
-        for paused in self:
-            yield from paused.tensors
 
 
 @dataclass
@@ -128,7 +119,7 @@ def _start_pair(job: Job, task: str, part: Part) -> PairedPass:
     return _offload(job, PairedPass(expert, student, part.examples))
 
 
-def _offload(job: Job, group: PassGroup) -> PassGroup:
+def _offload(job: Job, group: Group) -> Group:
     """Let the offloader move the tensors that passes are paused with, and their inputs, which few models read again."""
     paused = list(group.tensors)
     ids = set(map(id, paused))
@@ -255,8 +246,8 @@ class BlockVisit:
             if self._is_last_part:
                 self._go_on(task, pair.expert, output)
         with self._reusing(pair.student):
-            x_cal = run_to_last_input(self.job.student, pair.student, self.part, captured.last_call)
-        yield x_cal, captured, pair.student
+            own, _ = run_captured(self.job.student, pair.student, self.part, until=captured.last_call)
+        yield own.x, captured, pair.student
 
     def _reusing(self, paused: PausedForward) -> AbstractContextManager[None]:
         """Return a context in which the block's modules return again what they have computed in a run for an earlier
@@ -327,7 +318,7 @@ class BlockVisit:
         for runner in {*self.job.runners, self.job.merged, self.job.base}:
             runner.give_back(self.block.name)
 
-    def _in_turn(self, groups: Sequence[PassGroup]) -> Iterator[PassGroup]:
+    def _in_turn(self, groups: Sequence[Group]) -> Iterator[Group]:
         """Yield groups of passes one after another, each with its tensors on the device."""
         for group in groups:
             with self.job.offloader.lend(partial(getattr, group, "tensors")):

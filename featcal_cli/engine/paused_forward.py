@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -191,6 +192,20 @@ class PausedForward(greenlet):
         self.outputs.clear()
         if not self.dead:
             self.throw(GreenletExit)
+
+
+class PassGroup(ABC):
+    """Forward passes on one batch that run side by side."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[PausedForward]:
+        """Yield all passes."""
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that the passes are paused with."""
+        for paused in self:
+            yield from paused.tensors
 
 
 def start_forward(runner: BlockRunner, batch: Batch, entry: str) -> PausedForward:
