@@ -22,13 +22,12 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from featcal_cli.calibration.backtracking import backtrack_block
-from featcal_cli.calibration.distributed_sums import share_solutions
 from featcal_cli.calibration.head import calibrate_head
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal, restore_block
 from featcal_cli.calibration.normal_equations import collect_equations, parameters_of
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.calibration.solver import BlockEquations, Solution, check_solutions
+from featcal_cli.calibration.solver import BlockEquations, Solution, check_solutions, share_solutions
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.lockstep import BlockVisit, forward_order

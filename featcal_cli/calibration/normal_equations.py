@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from featcal_cli.calibration.distributed_sums import sum_over_ranks
 from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedMoments
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import ACCUMULATE, choose_precision
-from featcal_cli.calibration.moments import LinearMoments, NormMoments, Pair, TaskMoments
+from featcal_cli.calibration.moments import LinearMoments, Names, NormMoments, Pair, TaskMoments, sum_over_ranks
 from featcal_cli.calibration.output_metric import MetricEquations, weigh_tokens
 from featcal_cli.calibration.solver import (
     PRECISE_COST,
     BlockEquations,
     DualEquations,
     LinearEquations,
-    Names,
     NormEquations,
     is_dual_cheaper,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from featcal_cli.calibration.linear_algebra import (
     solve_rows,
     to_accumulation_dtype,
 )
-from featcal_cli.calibration.moments import LinearMoments, NormMoments
+from featcal_cli.calibration.moments import LinearMoments, Names, NormMoments
 from featcal_cli.models.module_kinds import Affine
+from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import NumericsError
-
-Names: TypeAlias = "tuple[str, ...]"
-"""Names, inside the block, of the modules that share an input and its token weights."""
 
 
 class Solution(NamedTuple):
@@ -58,6 +56,31 @@ def check_solutions(block: str, solutions: Mapping[str, Solution]) -> dict[str, 
             raise NumericsError(what, fix="use a larger --ridge, or another --rho")
         checked[name] = solution._replace(relative_change=change)
     return checked
+
+
+def share_solutions(
+    ranks: Ranks, solve: Callable[[], dict[str, Solution]], device: torch.device
+) -> dict[str, Solution]:
+    """Return the solutions of all ranks, bit-identical on every rank. If `solve` raises NumericsError on any rank, all
+    ranks raise it."""
+    if ranks.size == 1:
+        return solve()
+    own: dict[str, Solution] = {}
+    problem = None
+    try:
+        own = solve()
+    except NumericsError as error:
+        problem = (error.what, error.where, error.fix)
+    everybody = ranks.gather((problem, {name: solution[1:] for name, solution in own.items()}))
+    for failure, _ in everybody:
+        if failure:
+            raise NumericsError(failure[0], where=failure[1], fix=failure[2])
+    figures = {name: of for _, of_rank in everybody for name, of in of_rank.items()}
+    weights = ranks.exchange({name: solution.parameters.weight for name, solution in own.items()}, device)
+    biases = ranks.exchange(
+        {name: bias for name, solution in own.items() if (bias := solution.parameters.bias) is not None}, device
+    )
+    return {name: Solution(Affine(weights[name], biases.get(name)), *of) for name, of in figures.items()}
 
 
 class LinearEquations:
