@@ -30,8 +30,8 @@ from featcal_cli.engine.hooks import Observation
 from featcal_cli.engine.lockstep import BlockVisit
 from featcal_cli.engine.token_weights import routed_rows
 from featcal_cli.models.architecture import Block, Module
-from featcal_cli.models.block_lists import UNMATCHED
 from featcal_cli.models.module_kinds import LINEAR_KINDS, Affine, normalise, read_parameters, read_patches, rows_shape
+from featcal_cli.models.probing import UNMATCHED
 from featcal_cli.models.token_rows import PerToken, Rows
 from featcal_cli.runtime.errors import NumericsError
 

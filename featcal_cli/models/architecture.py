@@ -11,19 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch, token_masks
-from featcal_cli.models.block_lists import (
-    ROUTER,
-    SHARED,
-    UNMATCHED,
-    count_holders,
-    explain_skipped,
-    find_called_before_end,
-    find_stems,
-    merge_orders,
-    sort_by_first_call,
-    unreached_lists,
-    wildcard_path,
-)
 from featcal_cli.models.module_kinds import (
     LINEAR_KINDS,
     FunctionalLinear,
@@ -35,7 +22,22 @@ from featcal_cli.models.module_kinds import (
     read_parameters,
     split_systems,
 )
-from featcal_cli.models.probing import BlockProbe, ProbeRun, probe_model
+from featcal_cli.models.probing import (
+    ROUTER,
+    SHARED,
+    UNMATCHED,
+    BlockProbe,
+    ProbeRun,
+    count_holders,
+    explain_skipped,
+    find_called_before_end,
+    find_stems,
+    merge_orders,
+    probe_model,
+    sort_by_first_call,
+    unreached_lists,
+    wildcard_path,
+)
 from featcal_cli.models.token_rows import OWN_AXIS, Rows
 from featcal_cli.models.tracing import Trace
 from featcal_cli.runtime.errors import ArchitectureError

@@ -19,8 +19,8 @@ from featcal_cli.models.architecture import (
     module_at,
     no_blocks,
 )
-from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.loading import find_class, load_outline
+from featcal_cli.models.probing import UNSEEN
 from featcal_cli.runtime.errors import ArchitectureError, DataError
 
 

@@ -18,8 +18,8 @@ from featcal_cli.hub.snapshot import Origin
 from featcal_cli.hub.weight_files import Entry
 from featcal_cli.models.alignment import check_alignment, compare_configs
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.block_lists import UNSEEN
 from featcal_cli.models.loading import Model
+from featcal_cli.models.probing import UNSEEN
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError, ShortageError
 from featcal_cli.runtime.files import tell_bytes

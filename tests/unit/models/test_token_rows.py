@@ -11,7 +11,7 @@ from torch import Size, Tensor, nn
 
 from featcal_cli.data.batches import DECODER_AXIS, ENCODER_AXIS
 from featcal_cli.models.architecture import find_architecture
-from featcal_cli.models.block_lists import UNMATCHED
+from featcal_cli.models.probing import UNMATCHED
 from featcal_cli.models.token_rows import Rows, learn_rows
 
 AXES = {ENCODER_AXIS: (8, 7), DECODER_AXIS: (8, 6)}
