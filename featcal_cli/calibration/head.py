@@ -28,8 +28,7 @@ from torch.func import functional_call
 from featcal_cli.calibration.linear_algebra import factorise
 from featcal_cli.calibration.output_metric import approach_by_conjugate_gradients
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.engine.head import Head, HeadInputs
-from featcal_cli.engine.job import Job
+from featcal_cli.engine.job import Head, HeadInputs, Job
 from featcal_cli.engine.weight_uploads import drop_weights
 from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 from featcal_cli.runtime import hardware

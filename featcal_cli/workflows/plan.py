@@ -13,7 +13,7 @@ from featcal_cli.calibration.hyperparameters import choose_hyperparameters, desc
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.preprocessing import Target, TextModels, Vocabularies
-from featcal_cli.engine.head import find_head
+from featcal_cli.engine.job import find_head
 from featcal_cli.hub.model_config import UNPACKED, check_unquantised
 from featcal_cli.hub.repo import DESCRIBING, Repo, download, read_headers
 from featcal_cli.hub.snapshot import Origin, Snapshot

@@ -29,8 +29,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.gradient_sums import count_directions
-from featcal_cli.engine.head import Head, find_head
-from featcal_cli.engine.job import MERGED, Job, Measurement
+from featcal_cli.engine.job import MERGED, Head, Job, Measurement, find_head
 from featcal_cli.engine.offload import Offloader
 from featcal_cli.engine.output_gradients import count_chosen, measure_output_gradients
 from featcal_cli.engine.outputs import OutputMeter

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from featcal_cli.calibration.distillation import FEWEST_TEXTS, TOKENS_PER_WIDTH, Schedule
 from featcal_cli.data.batches import count_tokens
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.engine.head import find_head
+from featcal_cli.engine.job import find_head
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters

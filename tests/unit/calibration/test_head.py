@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from featcal_cli.calibration import head
 from featcal_cli.calibration.head import SHARES, Divergence, Scale, Weight, choose_share, minimise
-from featcal_cli.engine.head import HeadInputs
+from featcal_cli.engine.job import HeadInputs
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.distributed import Ranks
 
