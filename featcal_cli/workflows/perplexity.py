@@ -11,7 +11,7 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.data.preprocessing import Vocabulary, map_ids
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
-from featcal_cli.engine.likelihood import SAMPLE, Loss, looks_ahead, measure_losses
+from featcal_cli.engine.outputs import SAMPLE, Loss, looks_ahead, measure_losses
 from featcal_cli.evaluation.protocols import LabelledTask
 from featcal_cli.evaluation.results import BASE, EXPERT, Score, TaskScores, score
 from featcal_cli.models.architecture import Architecture, find_architecture
