@@ -150,40 +150,39 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
     return Repo(repo, kind, commit, None)
 
 
-def read_headers(repo: Repo) -> dict[str, Entry]:
-    """Read the headers of all safetensors files of a model: tensor name → entry. Raises HubError."""
+def read_headers(repo: Repo, fix: str = "copy the file again") -> dict[str, Entry]:
+    """Read the headers of all safetensors files of a model: tensor name → entry. Raises HubError, with this `fix` if a
+    file in the repo's folder is not whole."""
     names = [SAFETENSORS[0]]
     if SAFETENSORS[0] not in repo.files:
         text = repo.read_text(SAFETENSORS[1])
         names = [] if text is None else parse_index(text, f"{repo.name}/{SAFETENSORS[1]}")
     if lost := sorted(set(names) - repo.files.keys()):
         what = f"{repo.name} has no {lost[0]}, which its {SAFETENSORS[1]} names"
-        raise HubError(what, where=repo.pinned, fix="use another revision, or tell the repo's owner")
+        raise HubError(what, where=repo.pinned, fix="use another revision, or run once with the Hub in reach")
 
     tensors: dict[str, Entry] = {}
     for name in names:
+        cached = None if repo.folder else try_to_load_from_cache(repo.name, name, revision=repo.commit)
+        file = repo.folder / name if repo.folder else Path(cached) if isinstance(cached, str) else None
+        fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
         with repo.explained():
             try:
-                check_unique(header := _read_header(repo, name), tensors)
+                # of a file that is not here, the Hub sends the first bytes
+                header = read_header(file) if file else as_entries(name, with_retries(fetch).tensors, repo.files[name])
+                check_unique(header, tensors)
             except BAD_HEADER as error:
                 what = f"{name} of {repo.name} is not a whole safetensors file: {exception_text(error)}"
-                fix = "use another revision, or download it again"
+                if not repo.folder:
+                    fix = f"delete {file.resolve()} and run again" if file else "use another revision"
                 raise HubError(what, where=repo.pinned, fix=fix) from error
+            except OSError as error:
+                if file is None:
+                    raise
+                what = f"{name} of {repo.name} cannot be read: {name_reason(error)}"
+                raise HubError(what, where=str(file), fix=tell_fix(error, "make the file readable")) from error
         tensors |= header
     return tensors
-
-
-def _read_header(repo: Repo, name: str) -> dict[str, Entry]:
-    """Read the header of a safetensors file from the folder or the cache, or else its first bytes from the Hub."""
-    file = repo.folder / name if repo.folder else try_to_load_from_cache(repo.name, name, revision=repo.commit)
-    if isinstance(file, (str, Path)):
-        try:
-            return read_header(Path(file))
-        except OSError as error:
-            what = f"{name} of {repo.name} cannot be read: {name_reason(error)}"
-            raise HubError(what, where=str(file), fix=tell_fix(error, "make the file readable")) from error
-    fetch = partial(HfApi().parse_safetensors_file_metadata, repo.name, name, revision=repo.commit)
-    return as_entries(name, with_retries(fetch).tensors, repo.files[name])
 
 
 def _list_files(name: str, commit: str, kind: Kind) -> dict[str, int]:

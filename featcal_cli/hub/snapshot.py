@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,16 +24,14 @@ from featcal_cli.hub.adapter import (
     split_adapter,
 )
 from featcal_cli.hub.model_config import ADAPTER_CONFIG, read_config
-from featcal_cli.hub.repo import Kind, Opener, Repo, Watch, download, open_repo, other_weights
+from featcal_cli.hub.repo import Kind, Opener, Repo, Watch, download, open_repo, other_weights, read_headers
 from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
     SAFETENSORS,
-    check_unique,
     convert,
     folder_key,
     keep_copy,
-    read_header,
     weight_files,
 )
 from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, resolve_links, split_revision
@@ -280,12 +278,11 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
                 download(repo, skip=other_weights(repo), watch=watch)
             convert(repo.folder or download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), draft)
 
-        copy = keep_copy("converted", origin.key, write)
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
-        return _complete(Snapshot(repo.name, copy, repo.commit, (note,)), _delete(copy))
+        return _open_copy(origin, "converted", write, note)
     folder = repo.folder or download(repo, skip=other_weights(repo), watch=watch)
-    fix = "copy the file again" if repo.folder else ""
-    return _complete(Snapshot(repo.name, folder, repo.commit), fix)
+    read_headers(repo)
+    return Snapshot(repo.name, folder, repo.commit)
 
 
 def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
@@ -295,30 +292,12 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
         folder = download(repo, skip=[f"*{ending}" for ending in PICKLED] + ["*/*"], watch=watch)  # of training
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)
-    copy = keep_copy("folded", origin.key, partial(fold, adapter, base_origin.name, base.folder))
     note = f"{repo.name} is an adapter ({adapter}), folded into {base_origin.pinned}"
-    return _complete(Snapshot(repo.name, copy, repo.commit, (*base.notes, note)), _delete(copy))
+    return _open_copy(origin, "folded", partial(fold, adapter, base_origin.name, base.folder), *base.notes, note)
 
 
-def _delete(path: Path) -> str:
-    return f"delete {shlex.quote(str(path))}"
-
-
-def _complete(snapshot: Snapshot, fix: str) -> Snapshot:
-    """Return the snapshot. Raises HubError if a file is missing, cut short or no safetensors file."""
-    folder = snapshot.folder
-    check_model(snapshot.name, [file.name for file in folder.iterdir()])
-    names = [file.name for file in snapshot.weights()] or [SAFETENSORS[0]]
-    if lost := [name for name in names if not (folder / name).exists()]:
-        what = f"the copy of {snapshot.name} is incomplete: {lost[0]} is missing"
-        raise HubError(what, where=str(folder), fix=fix or "run once with the Hub in reach")
-
-    known: set[str] = set()
-    for file in snapshot.weights():
-        try:
-            check_unique(header := read_header(file), known)
-            known |= header.keys()
-        except (ValueError, OSError) as error:
-            what = f"{file.name} of {snapshot.name} is not a whole safetensors file: {error}"
-            raise HubError(what, where=str(file), fix=fix or f"{_delete(file.resolve())} and run again") from error
-    return snapshot
+def _open_copy(origin: Origin, kind: str, write: Callable[[Path], object], *notes: str) -> Snapshot:
+    """Return the snapshot of a model's copy in featcal's cache, which `write` makes if there is none."""
+    copy = keep_copy(kind, origin.key, write)
+    read_headers(Repo(origin.name, "model", origin.repo.commit, copy), f"delete {shlex.quote(str(copy))}")
+    return Snapshot(origin.name, copy, origin.repo.commit, notes)
