@@ -136,7 +136,7 @@ def open_repo(name: str, kind: Kind = "model") -> Repo:
         if not folder.is_dir():
             raise HubError(f"{name} is a file, not a folder", where=name, fix="give the folder that it is in")
         return Repo(name, kind, None, folder)
-    repo, revision = split_revision(bare_id(name, kind))
+    repo, revision = split_revision(bare_id(name))
     if looks_like_path(repo):
         raise HubError(f"there is no folder {name}", where=name, fix="check the path, or give a Hub id USER/NAME")
     if revision is not None and not (repo and revision):

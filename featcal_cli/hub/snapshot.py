@@ -24,7 +24,7 @@ from featcal_cli.hub.adapter import (
     split_adapter,
 )
 from featcal_cli.hub.model_config import ADAPTER_CONFIG, read_config
-from featcal_cli.hub.repo import Kind, Opener, Repo, Watch, download, open_repo, other_weights, read_headers
+from featcal_cli.hub.repo import Opener, Repo, Watch, download, open_repo, other_weights, read_headers
 from featcal_cli.hub.weight_files import (
     PICKLED,
     PICKLES,
@@ -162,35 +162,35 @@ class UnusableError(ValueError):
     """A name that refers to nothing that may be opened; the message continues a sentence after the name."""
 
 
-def locate(text: str, repo: Repo | None, kind: Kind = "model") -> str:
+def locate(text: str, repo: Repo | None) -> str:
     """Turn a model's or dataset's name in a file of `repo` into a reference as a user would type it. A Hub repo may
     only name Hub repos, never local paths; a folder may also name paths relative to itself or, if they look like paths
     or lead to a model, to the current folder, as for mergekit. Raises UnusableError."""
     folder = repo.folder if repo else None
     if folder and (path := existing_path(str(folder / text))):
         return str(resolve_links(path))
-    reference = "+".join(_locate_part(part, folder, kind) for part in text.split("+"))
+    reference = "+".join(_locate_part(part, folder) for part in text.split("+"))
     if "+" in reference and existing_path(reference):
         raise UnusableError("is also the name of a folder here, which hides it")
     return reference
 
 
-def find(text: str, repo: Repo | None, kind: Kind = "model") -> str | None:
+def find(text: str, repo: Repo | None) -> str | None:
     try:
-        return locate(text, repo, kind)
+        return locate(text, repo)
     except UnusableError:
         return None
 
 
-def _locate_part(text: str, folder: Path | None, kind: Kind) -> str:
+def _locate_part(text: str, folder: Path | None) -> str:
     if folder:
         path = existing_path(str(folder / text)) or existing_path(text)
         if path and (looks_like_path(text) or any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG))):
             return str(resolve_links(path))
     try:
-        text = bare_id(text, kind)
+        text = bare_id(text)
     except RecipeError:
-        raise UnusableError(f"is the address of no {kind} on the Hub") from None
+        raise UnusableError("is no address on the Hub") from None
     name, revision = split_revision(text)
     if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
         raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")

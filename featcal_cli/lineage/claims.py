@@ -322,7 +322,7 @@ def _anchored(data: Data, repo: Repo) -> Data:
         return data
     if data.path is None:
         named = "@".join(filter(None, (data.dataset, data.revision)))
-        name, _, revision = locate(named, None, "dataset").partition("@")
+        name, _, revision = locate(named, None).partition("@")
         return data.model_copy(update={"dataset": name, "revision": revision or None})
     if repo.folder is None:
         raise UnusableError("is a path on its author's machine")

@@ -175,7 +175,7 @@ def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | Non
     name = split_adapter(expert.value)[1]
     repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
     source = f"the card of {repo.name} (datasets)"
-    located = {name: find(name, repo, "dataset") for name in card.datasets}
+    located = {name: find(name, repo) for name in card.datasets}
     usable = list(dict.fromkeys(reference for reference in located.values() if reference))
     lost = [f"{source}: {quoted(name)} is no dataset on the Hub" for name in located if not located[name]]
     alike = [name for name in usable if holds(name.partition("@")[0].rpartition("/")[2], task)]

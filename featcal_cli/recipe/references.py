@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 from unicodedata import category
 
 from pydantic import AfterValidator
@@ -14,9 +14,6 @@ from featcal_cli.recipe.merge_methods import NUMBERS
 from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.sanitise import quoted
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfUri
-
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(huggingface\.co|hf\.co)/", re.IGNORECASE)
 
 
@@ -24,8 +21,7 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     """Parse a path, `ID[@REVISION][:CONFIG[:SPLIT]]` or a web address into keys of `Data`. Raises RecipeError."""
     if path := existing_path(str(folder / text)):
         return {"path": str(resolve_links(path))}
-    if page := read_page(text):
-        return {"dataset": page.id, **({"revision": page.revision} if page.revision else {})}
+    text = bare_id(text)
     if looks_like_path(text):
         raise RecipeError(f"there is no file or folder {text}", where=f"data {text}", fix="check the path")
     name, *rest = text.split(":")
@@ -74,17 +70,25 @@ def resolve_links(path: Path) -> Path:
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
-def bare_id(text: str, kind: Literal["model", "dataset"] = "model") -> str:
-    """Return `ID[@REVISION]` for a text that is one or that is the address of a Hub page. Raises RecipeError for the
-    page of a dataset if a model is meant, and for addresses of other hosts."""
-    page = read_page(text)
-    if page is None:
+def bare_id(text: str) -> str:
+    """Return `ID[@REVISION]` for the address of a model's or dataset's page, such as hf://[datasets/]USER/NAME or
+    https://HOST/[datasets/]USER/NAME[/tree/REVISION], or another text as it is. Raises RecipeError for addresses of
+    anything else."""
+    if not _ADDRESS.match(text):
         return text
-    reference = f"{page.id}@{page.revision}" if page.revision else page.id
-    if kind == "model" and page.type == "dataset":
-        what = f"{page.id} is a dataset, not a model"
-        raise RecipeError(what, where=page.id, fix=f"give it as data: --data TASK={reference}")
-    return reference
+    from huggingface_hub import constants, parse_hf_uri
+    from huggingface_hub.errors import HfUriError
+
+    try:
+        found = parse_hf_uri(text, endpoint=constants.ENDPOINT)
+    except (HfUriError, ValueError):  # brackets are of an IPv6 address
+        found = None
+    if found is None or found.type not in ("model", "dataset"):
+        fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"
+        host = re.sub(r"^.*?//|[/?#].*", "", text).rpartition("@")[2]  # without a password
+        what = f"this address on {host} is not the page of a model or dataset on the Hub"
+        raise RecipeError(what, where=host, fix=fix)
+    return f"{found.id}@{found.revision}" if found.revision else found.id
 
 
 def bare_model(text: str) -> str:
@@ -92,27 +96,6 @@ def bare_model(text: str) -> str:
     if existing_path(text):
         return text
     return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))
-
-
-def read_page(text: str) -> HfUri | None:
-    """Return the model or dataset of a web address, or None for other text. Addresses are
-    https://HOST/[datasets/]USER/NAME, /tree/REVISION or /blob/REVISION/FILE below it, and
-    hf://[datasets/]USER/NAME[@REVISION]. Raises RecipeError."""
-    if not _ADDRESS.match(text):
-        return None
-    from huggingface_hub import constants, parse_hf_uri
-    from huggingface_hub.errors import HfUriError
-
-    shown = re.sub(r"//[^/@]*@", "//", re.split("[?#]", text, maxsplit=1)[0])  # without a password
-    shown = shown if len(shown) <= 100 else shown[:99] + "…"
-    try:
-        found = parse_hf_uri(text, endpoint=constants.ENDPOINT)
-    except (HfUriError, ValueError):  # brackets are of an IPv6 address
-        found = None
-    if found is None or found.type not in ("model", "dataset"):
-        fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"
-        raise RecipeError(f"{shown} is not the page of a model or dataset on the Hub", where=shown, fix=fix)
-    return found
 
 
 def _check_name(text: str) -> str:

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from featcal_cli.recipe.merge_methods import METHODS, MethodName
 from featcal_cli.recipe.metrics import METRICS, MetricName
-from featcal_cli.recipe.references import ModelName, Name, existing_path, parse_source, read_page
+from featcal_cli.recipe.references import ModelName, Name, bare_id, existing_path, parse_source, split_revision
 from featcal_cli.runtime.errors import RecipeError
 
 SELF = "self"
@@ -173,8 +173,10 @@ class Data(Section):
     def _read_page(cls, values: Any) -> Any:
         """Replace the address of a dataset's page by its name and, unless it is given beside it, its revision."""
         name = values.get("dataset") if isinstance(values, dict) else None
-        page = read_page(name) if isinstance(name, str) else None
-        return values if page is None else {"revision": page.revision, **values, "dataset": page.id}
+        if not isinstance(name, str) or (reference := bare_id(name)) == name:
+            return values
+        dataset, revision = split_revision(reference)
+        return {"revision": revision, **values, "dataset": dataset}
 
     @property
     def has_source(self) -> bool:
