@@ -11,15 +11,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featcal_cli.hub.model_config import (
+from featcal_cli.hub.model_files import (
     ADAPTER_CONFIG,
+    PICKLES,
+    PREPROCESSOR_FILES,
+    SAFETENSORS,
+    TOKENIZER_FILES,
     check_unquantised,
     load_config,
     load_mapped,
     parse_config,
     read_config,
 )
-from featcal_cli.hub.weight_files import PICKLES, PREPROCESSOR_FILES, SAFETENSORS, TOKENIZER_FILES
 from featcal_cli.recipe.references import existing_path
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.files import copy_files

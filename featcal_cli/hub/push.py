@@ -16,8 +16,8 @@ from huggingface_hub.utils.sha import git_hash
 
 from featcal_cli.hub import client
 from featcal_cli.hub.client import LOGIN, explained, gone
+from featcal_cli.hub.model_files import find_second_copies
 from featcal_cli.hub.repo import Watch
-from featcal_cli.hub.weight_files import find_second_copies
 from featcal_cli.runtime.errors import FeatCalError, HubError
 from featcal_cli.runtime.files import check_links, visible_files
 from featcal_cli.runtime.progress import hub_host

@@ -26,7 +26,7 @@ from huggingface_hub.utils._verification import verify_maps
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, is_adapter
 from featcal_cli.hub.client import CHECK_ENDPOINT, explained, is_unreachable, with_retries
-from featcal_cli.hub.weight_files import (
+from featcal_cli.hub.model_files import (
     PICKLES,
     PREPROCESSOR_FILES,
     SAFETENSORS,

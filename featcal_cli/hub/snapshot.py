@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public by its docs
+from safetensors import SafetensorError
 
 from featcal_cli.hub.adapter import (
     ADAPTER_WEIGHTS,
@@ -23,19 +25,20 @@ from featcal_cli.hub.adapter import (
     read_adapter,
     split_adapter,
 )
-from featcal_cli.hub.model_config import ADAPTER_CONFIG, read_config
-from featcal_cli.hub.repo import Opener, Repo, Watch, download, open_repo, other_weights, read_headers
-from featcal_cli.hub.weight_files import (
+from featcal_cli.hub.model_files import (
+    ADAPTER_CONFIG,
     PICKLED,
     PICKLES,
     SAFETENSORS,
     convert,
-    folder_key,
-    keep_copy,
+    read_config,
+    unwritable_cache,
     weight_files,
 )
+from featcal_cli.hub.repo import Opener, Repo, Watch, download, open_repo, other_weights, read_headers
 from featcal_cli.recipe.references import bare_id, existing_path, looks_like_path, resolve_links, split_revision
 from featcal_cli.runtime.errors import HubError, RecipeError
+from featcal_cli.runtime.files import cache_folder, flush, stamp_files
 from featcal_cli.runtime.sanitise import list_some, plain, quoted
 
 Form = Literal["safetensors", "pickle", "adapter"]
@@ -71,7 +74,11 @@ class Origin:
     def key(self) -> str:
         """A name for a copy of the model in a cache, which changes when one of its files does."""
         repo = self.repo
-        key = folder_key(repo.folder) if repo.folder else f"{repo.name.replace('/', '--')}--{repo.commit}"
+        key = f"{repo.name.replace('/', '--')}--{repo.commit}"
+        if repo.folder:
+            stamps = stamp_files([repo.folder, *(path for path in sorted(repo.folder.rglob("*")) if path.is_dir())])
+            digest = hashlib.sha256(repr((str(repo.folder), stamps)).encode()).hexdigest()
+            key = f"{repo.folder.name[:60]}-{digest[:24]}"
         return f"{key}+{hashlib.sha256(self.base.key.encode()).hexdigest()[:32]}" if self.base else key
 
     def repos(self) -> list[Repo]:
@@ -297,7 +304,24 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
 
 
 def _open_copy(origin: Origin, kind: str, write: Callable[[Path], object], *notes: str) -> Snapshot:
-    """Return the snapshot of a model's copy in featcal's cache, which `write` makes if there is none."""
-    copy = keep_copy(kind, origin.key, write)
+    """Return the snapshot of a model's copy in featcal's cache. If there is none, `write` fills an empty folder, which
+    becomes it. Raises HubError."""
+    copy = cache_folder() / kind / origin.key
+    if not copy.is_dir():
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=f".{copy.name[:40]}-", dir=copy.parent, ignore_cleanup_errors=True) as name:
+                draft = Path(name)
+                write(draft)
+                draft.chmod(0o755)
+                for path in (*draft.rglob("*"), draft):
+                    flush(path)  # it is believed from then on: no power cut may leave a name without a content
+                try:
+                    draft.rename(copy)
+                except OSError:
+                    if not copy.is_dir():  # else another run has made the same copy in the meantime
+                        raise
+        except (OSError, SafetensorError) as error:
+            raise unwritable_cache(copy, error) from error
     read_headers(Repo(origin.name, "model", origin.repo.commit, copy), f"delete {shlex.quote(str(copy))}")
     return Snapshot(origin.name, copy, origin.repo.commit, notes)

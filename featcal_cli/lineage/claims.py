@@ -10,7 +10,7 @@ from textwrap import dedent
 from typing import Any
 
 from featcal_cli.hub.adapter import is_adapter
-from featcal_cli.hub.model_config import ADAPTER_CONFIG
+from featcal_cli.hub.model_files import ADAPTER_CONFIG
 from featcal_cli.hub.repo import CARD, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.recipe.references import split_revision

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from featcal_cli.hub.adapter import is_adapter, split_adapter
-from featcal_cli.hub.model_config import ADAPTER_CONFIG, read_class_name
+from featcal_cli.hub.model_files import ADAPTER_CONFIG, read_class_name
 from featcal_cli.hub.repo import Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, repo_of, same_repo
 from featcal_cli.lineage.claims import Claim

@@ -13,7 +13,7 @@ from typing import Any
 
 from featcal_cli.hub.adapter import Adapter, is_adapter, split_adapter
 from featcal_cli.hub.client import is_lapsed
-from featcal_cli.hub.model_config import ADAPTER_CONFIG
+from featcal_cli.hub.model_files import ADAPTER_CONFIG
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import Card, Claim, names_itself, read_card

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from featcal_cli.hub.model_config import load_config, read_class_name
+from featcal_cli.hub.model_files import load_config, read_class_name
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model, find_class, find_transformers_class, load_model

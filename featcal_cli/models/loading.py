@@ -18,10 +18,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from featcal_cli.hub.model_config import (
+from featcal_cli.hub.model_files import (
     CALIBRATED_DTYPES,
     CONFIG,
     CORRECT_CONFIG,
+    Entry,
     check_unquantised,
     find_dtype,
     load_config,
@@ -29,7 +30,6 @@ from featcal_cli.hub.model_config import (
     read_class_name,
 )
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import Entry
 from featcal_cli.runtime.errors import CheckpointError
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, plain

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from featcal_cli.hub.adapter import ADAPTER_WEIGHTS, PREFIX
-from featcal_cli.hub.model_config import ADAPTER_CONFIG
+from featcal_cli.hub.model_files import ADAPTER_CONFIG
 from featcal_cli.models.module_kinds import Affine, kind_of, read_parameters
 
 MATRICES = ("linear", "conv1d")

@@ -21,7 +21,7 @@ from featcal_cli.data.batches import Batch, count_examples, take_range
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
-from featcal_cli.hub.weight_files import describe_files, divide_files, read_entries
+from featcal_cli.hub.model_files import describe_files, divide_files, read_entries
 from featcal_cli.models.loading import find_processor_class
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.reporting.drift_plots import plot_drift

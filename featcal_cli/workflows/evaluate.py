@@ -100,7 +100,7 @@ def _writes_text(inputs: Inputs) -> bool:
     """Tell from its config whether the merged model, or the first expert, may be a language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from featcal_cli.hub.model_config import read_class_name
+    from featcal_cli.hub.model_files import read_class_name
     from featcal_cli.models.loading import find_transformers_class
     from featcal_cli.workflows.plan import describing_folder
 

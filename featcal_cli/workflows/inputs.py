@@ -11,9 +11,9 @@ from pathlib import Path
 
 from featcal_cli import __version__
 from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
+from featcal_cli.hub.model_files import divide_files, find_second_copies, weight_files
 from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.snapshot import Origin
-from featcal_cli.hub.weight_files import divide_files, find_second_copies, weight_files
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, named_by, tell_source
 from featcal_cli.recipe.schema import Data, Merge, Recipe

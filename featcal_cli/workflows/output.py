@@ -15,9 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
-from featcal_cli.hub.model_config import UNPACKED
+from featcal_cli.hub.model_files import PREPROCESSOR_FILES, UNPACKED, Entry, Files, divide_files, read_entries
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import PREPROCESSOR_FILES, Entry, Files, divide_files, read_entries
 from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError

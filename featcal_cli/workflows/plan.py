@@ -14,10 +14,9 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
 from featcal_cli.data.preprocessing import Target, TextModels, Vocabularies
 from featcal_cli.engine.job import find_head
-from featcal_cli.hub.model_config import UNPACKED, check_unquantised
+from featcal_cli.hub.model_files import UNPACKED, Entry, check_unquantised
 from featcal_cli.hub.repo import DESCRIBING, Repo, download, read_headers
 from featcal_cli.hub.snapshot import Origin, Snapshot
-from featcal_cli.hub.weight_files import Entry
 from featcal_cli.models.alignment import load_fitting
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.inventory import list_registered, run_without_values

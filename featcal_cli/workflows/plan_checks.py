@@ -13,9 +13,9 @@ from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.outputs import NO_PROBABILITIES
+from featcal_cli.hub.model_files import Entry
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
 from featcal_cli.hub.snapshot import Origin
-from featcal_cli.hub.weight_files import Entry
 from featcal_cli.models.alignment import check_alignment, compare_configs
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model

@@ -35,8 +35,8 @@ from featcal_cli.engine.output_gradients import count_chosen, measure_output_gra
 from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.engine.token_weights import find_cls_blocks
 from featcal_cli.engine.weight_checks import describe_merge_fit
+from featcal_cli.hub.model_files import read_entries
 from featcal_cli.hub.snapshot import Origin, Snapshot
-from featcal_cli.hub.weight_files import read_entries
 from featcal_cli.models.alignment import check_alignment, load_fitting
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, find_class, load_model, share_model

@@ -14,8 +14,8 @@ import transformers as tf
 from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 
+from featcal_cli.hub.model_files import read_header
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import read_header
 from featcal_cli.models.alignment import check_alignment, compare_configs
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.loading import Model, load_model, load_outline
