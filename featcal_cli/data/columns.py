@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 
-from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES
+from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES, bare_name
 from featcal_cli.recipe.data_formats import Row
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
@@ -312,11 +312,6 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str
 def name_among(chosen: str, samples: Samples) -> str:
     """Return the words for the chosen columns, with all columns behind them if there are several."""
     return f"{chosen} (of {list_some(samples)})" if len(samples) > 1 else chosen
-
-
-def bare_name(column: str) -> str:
-    """Return the name of a column or config in lower case with underscores, so that spelling variants are equal."""
-    return column.strip().lower().replace(" ", "_").replace("-", "_")
 
 
 def _looks_natural(values: Sequence[Any]) -> bool:

@@ -22,10 +22,9 @@ from featcal_cli.data.batches import (
     take_range,
 )
 from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
-from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
 from featcal_cli.data.preprocessing import Reader, Target
-from featcal_cli.data.rows import draw_rows, read_rows
+from featcal_cli.data.rows import draw_rows, naming_task, read_rows
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
 from featcal_cli.recipe.data_formats import Row, check_single_column

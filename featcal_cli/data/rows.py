@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -15,9 +15,9 @@ from random import Random
 from stat import S_ISREG
 from typing import Any, TypeVar
 
-from featcal_cli.data.columns import TRANSLATION, BadRowError, bare_name, parse_conversation
-from featcal_cli.data.files import Note, ignore, list_files, open_local
-from featcal_cli.data.hub_dataset import HubSplit, explaining_hub, find_split
+from featcal_cli.data.columns import TRANSLATION, BadRowError, parse_conversation
+from featcal_cli.data.files import HubSplit, Note, bare_name, find_split, ignore, list_files, open_local
+from featcal_cli.hub.client import explained
 from featcal_cli.recipe.data_formats import (
     Row,
     Table,
@@ -28,6 +28,7 @@ from featcal_cli.recipe.data_formats import (
     read_noted_features,
 )
 from featcal_cli.recipe.schema import Data
+from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
 from featcal_cli.runtime.process import at_once
 from featcal_cli.runtime.sanitise import exception_text, plain, quoted
 
@@ -56,6 +57,39 @@ TOO_LARGE = b"(larger than is read)"
 """A placeholder in rows for bytes that are more than LARGEST_FILE."""
 MOST_LEVELS = 6
 """How many levels of nested lists and mappings are searched for long values in a row."""
+
+
+@contextmanager
+def naming_task(task: str, data: Data) -> Iterator[None]:
+    """Add the task's name, the option to type for it and, if they name no other place, the source of its data to
+    DataErrors and HubErrors raised inside."""
+    try:
+        yield
+    except (DataError, HubError) as error:
+        raise error.of_task(task, str(data)) from error
+
+
+@contextmanager
+def explaining_hub(data: Data) -> Iterator[None]:
+    """Turn every exception from reading a Hub dataset into a HubError or, for broken files, a DataError."""
+    try:
+        yield
+        return
+    except FeatCalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - every library below has kinds of its own, and wraps the others'
+        causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, HubError):
+            raise cause
+        if type(cause).__module__.split(".")[0] in ("huggingface_hub", "httpx", "httpx2"):
+            # one that `explained` does not know may have a cause that it knows
+            with suppress(type(cause)), explained(str(data.dataset), data.revision or "", "dataset"):
+                raise cause
+    fix = "check that its files are whole, and config and split the right ones"
+    raise DataError(f"the dataset cannot be read: {exception_text(causes[0])}", where=str(data), fix=fix) from causes[0]
 
 
 def read_hub_rows(split: HubSplit) -> Iterator[Row]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows, open_labelled
-from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import (
     Target,
     TextModels,
@@ -28,7 +27,7 @@ from featcal_cli.data.preprocessing import (
     open_tokens,
     renumber,
 )
-from featcal_cli.data.rows import read_classes
+from featcal_cli.data.rows import naming_task, read_classes
 from featcal_cli.evaluation.results import Score, score
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.alignment import load_fitting

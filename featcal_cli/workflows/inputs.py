@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from featcal_cli import __version__
-from featcal_cli.data.hub_dataset import explaining_hub, find_source, naming_task
+from featcal_cli.data.files import find_source
+from featcal_cli.data.rows import explaining_hub, naming_task
 from featcal_cli.hub.model_files import divide_files, find_second_copies, weight_files
 from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.snapshot import Origin

@@ -17,8 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from featcal_cli.data.batches import Example
 from featcal_cli.data.examples import TOKENS_AN_EXAMPLE, DrawnExamples, draw_examples, most_held_out
-from featcal_cli.data.hub_dataset import naming_task
 from featcal_cli.data.preprocessing import Target
+from featcal_cli.data.rows import naming_task
 from featcal_cli.data.text import TextReader, open_text
 from featcal_cli.hub.snapshot import Origin
 from featcal_cli.models.loading import find_class, load_model

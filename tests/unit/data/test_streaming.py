@@ -24,8 +24,8 @@ from hub_faults import Fault
 from hub_server import HubServer
 
 from featcal_cli.data import rows as data_rows
-from featcal_cli.data.hub_dataset import find_split, naming_task
-from featcal_cli.data.rows import draw_rows, read_rows
+from featcal_cli.data.files import find_split
+from featcal_cli.data.rows import draw_rows, naming_task, read_rows
 from featcal_cli.hub.repo import open_repo
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
