@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from featcal_cli.hub.adapter import split_adapter
-from featcal_cli.hub.repo import Kind, Opener, open_repo
+from featcal_cli.hub.adapter import is_adapter, split_adapter
+from featcal_cli.hub.model_files import ADAPTER_CONFIG, read_class_name
+from featcal_cli.hub.repo import Kind, Opener, Repo, open_repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims
-from featcal_cli.lineage.experts import TaskData, can_be_read, choose_dataset, find_experts
 from featcal_cli.lineage.search import (
     ASSUMED,
     FROM_USER,
@@ -18,10 +18,14 @@ from featcal_cli.lineage.search import (
     Option,
     Search,
     as_options,
+    find_experts,
     is_gone,
+    read_config,
     show_merged,
+    words,
 )
-from featcal_cli.recipe.schema import Draft, Recipe, TaskDraft
+from featcal_cli.recipe.references import existing_path
+from featcal_cli.recipe.schema import SELF, Data, Draft, Recipe, TaskDraft
 from featcal_cli.runtime.errors import HubError
 from featcal_cli.runtime.process import at_once
 from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
@@ -205,6 +209,75 @@ def _settle(search: Search, experts: Mapping[str, Finding], base: Finding) -> di
         else:
             settled[task] = expert
     return settled or dict(experts)
+
+
+def holds(long: str, short: str) -> bool:
+    """Whether the words of `short` occur one after another in `long`."""
+    whole, part = words(long), words(short)
+    return bool(part) and any(whole[at : at + len(part)] == part for at in range(len(whole)))
+
+
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+
+TaskData = tuple[Data, str]
+"""The source of a task's examples, and where it was named."""
+
+
+def choose_dataset(search: Search, task: str, expert: Finding) -> TaskData | None:
+    """Choose a task's dataset from its expert's card: the only one, or the one with the task's name. Without any, a
+    language model writes its examples itself. Else ask the user and return None. Raises HubError."""
+    name = split_adapter(expert.value)[1]
+    repo, card = search.open(name, "model", expert.source), search.read_card(name, expert.source)
+    source = f"the card of {repo.name} (datasets)"
+    located = {name: find(name, repo) for name in card.datasets}
+    usable = list(dict.fromkeys(reference for reference in located.values() if reference))
+    lost = [f"{source}: {quoted(name)} is no dataset on the Hub" for name in located if not located[name]]
+    alike = [name for name in usable if holds(name.partition("@")[0].rpartition("/")[2], task)]
+    chosen = usable if len(usable) == 1 else alike
+    if len(chosen) == 1:
+        search.notes += lost
+        if len(usable) > 1:
+            named = f"{repo.name} names {len(usable)} datasets"
+            search.notes.append(f"{named}; {chosen[0]} has the name of the task {task}")
+        dataset, _, revision = chosen[0].partition("@")
+        keys = {"path": chosen[0]} if existing_path(chosen[0]) else {"dataset": dataset, "revision": revision or None}
+        return Data.model_validate(keys), source
+    if usable:
+        what = f"{repo.name} names several datasets for {task}: {list_some(usable)}"
+        search.ask(what, ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+        return None
+    if _is_language_model(repo):
+        search.notes += lost
+        return Data(dataset=SELF), ASSUMED
+    if lost:
+        what = f"nothing says where the examples of {task} come from: {repo.name} names no dataset that could be opened"
+        search.ask(f"{what} ({lost[0]})", ("--data", f"{task}=SOURCE"), where=f"data of {task}")
+    else:
+        search.without_data[task] = repo.name
+    return None
+
+
+def can_be_read(search: Search, task: str, dataset: TaskData) -> bool:
+    """Whether the dataset that an expert's card names is there. If it is gone, the user is asked. Raises HubError."""
+    data, source = dataset
+    if not (name := data.reference):
+        return True
+    try:
+        search.read_card(name, source, "dataset")
+    except HubError as error:
+        if not is_gone(error, name):
+            raise
+        what = f"the data of {task} cannot be read: {error.what}"
+        search.ask(what, ("--data", f"{task}=SOURCE"), where=error.where, fix=error.fix)
+        return False
+    return True
+
+
+def _is_language_model(repo: Repo) -> bool:
+    """Whether a repo's config says that it is a causal language model, or an adapter for one."""
+    if is_adapter(repo.files):
+        return bool(read_config(repo, ADAPTER_CONFIG).get("task_type") == "CAUSAL_LM")
+    return read_class_name(read_config(repo, "config.json")).endswith(LANGUAGE_MODELS)
 
 
 def _find_data(search: Search, experts: Mapping[str, Finding]) -> dict[str, TaskData]:

@@ -15,9 +15,8 @@ from wild_merges import CODE, MERGES, SAID, SILENT, TIES, Merge, config, listed,
 
 from featcal_cli.hub.repo import Kind, Repo
 from featcal_cli.lineage.claims import MalformedError, read_card, read_mergekit
-from featcal_cli.lineage.experts import name_tasks
 from featcal_cli.lineage.resolve import find_lineage
-from featcal_cli.lineage.search import OpenQuestionsError
+from featcal_cli.lineage.search import OpenQuestionsError, name_tasks
 from featcal_cli.recipe.reading import collect_overrides, read_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.runtime.errors import FeatCalError, LineageError
