@@ -10,8 +10,8 @@ from command_line import featcal_inside, succeed
 from families import BY_NAME, Family, few_of, save_family
 from hub_server import HubServer
 
+from featcal_cli.hub.model_files import read_entries
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.hub.weight_files import read_entries
 from featcal_cli.models.architecture import Block, find_architecture
 from featcal_cli.models.inventory import run_without_values, take_inventory
 from featcal_cli.models.loading import find_class, load_model, load_outline
