@@ -173,7 +173,7 @@ def test_processes_do_what_one_does(done: dict[str, Done], families: dict[str, S
         assert len(report.cost["expert_bytes_by_rank"]) == size
     first = done[name].reports(size)[0]
     assert without_seconds(first.notes) == without_seconds(alone.notes)
-    is_refined = name in ("featcal, causal", "featcal, encoder-decoder")
+    is_refined = name in ("featcal, causal", "featcal, encoder-decoder", "featcal, mixtures")
     assert alone.is_refined == is_refined and all(
         report.is_refined == is_refined for report in done[name].reports(size)
     )
