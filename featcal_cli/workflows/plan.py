@@ -123,7 +123,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     merged = outlines[MERGED]
     vocabularies = _find_vocabularies(origins)
     if isinstance(recipe.merged, Merge):
-        check_mergeable(outlines, vocabularies)
+        check_mergeable(outlines, vocabularies, session.note)
 
     session.stage("reading examples")
     known = name_models(recipe)
@@ -268,7 +268,8 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
 
     def describe(role: str) -> tuple[object, ...]:
         entries = {name: (entry.shape, entry.dtype) for name, entry in (headers[role] or {}).items()}
-        return entries, snapshots[role].config.get("model_type")
+        config = snapshots[role].config
+        return entries, config.get("model_type"), config.get("tie_word_embeddings")
 
     first = "merged" if "merged" in origins else next(role for role in origins if role != "base")
     merged = outline(first, snapshots[first], find_class(snapshots[first]))

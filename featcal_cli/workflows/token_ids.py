@@ -99,11 +99,31 @@ def match_classes(source: Vocabulary, target: Vocabulary, count: int) -> Tensor:
     return torch.tensor([match(number) for number in range(count)])
 
 
-def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies) -> None:
+def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies, note: Callable[..., None]) -> None:
     """Raise CheckpointError if featcal is to merge models that have a token under different ids, or different tokens
-    under one id, because embeddings are merged row by row."""
+    under one id, because embeddings are merged row by row, or if an expert has a weight of its own that the first
+    expert ties to another. `note` is told of parameters that are not merged."""
     roles = [role for role in outlines if role != MERGED]
-    if len({count_vocabulary(outlines[role].module) for role in roles}) > 1:
+    first, *further = (outlines[role] for role in roles if role.startswith(EXPERT))
+    places = first.module.state_dict().keys() - first.parameters.keys()
+    for expert in further:
+        if own := sorted(places & expert.parameters.keys()):
+            what = f"{expert.role} has {own[0]} of its own, which {first.role} ties to another weight"
+            fix = "name this expert first: the merged model has the tensors of the first one"
+            raise CheckpointError(what, where="--merge", fix=fix)
+    models = [outlines[role] for role in roles]
+    # a tied weight has all of its names in the state
+    states = [(model, model.module.state_dict()) for model in models]
+
+    def has(model: Model, state: Mapping[str, Tensor], name: str, value: Tensor) -> bool:
+        own = model.own_path(name)
+        return own is not None and own in state and own not in model.missing and state[own].shape == value.shape
+
+    kept = [name for name, x in first.parameters.items() if not all(has(*each, name, x) for each in states)]
+    if kept:
+        task, names = first.role.removeprefix(EXPERT), list_some(kept, last=" and ")
+        note(f"merged has {names} of {task} alone, as not all models have them in one shape")
+    if len({count_vocabulary(model.module) for model in models}) > 1:
         return  # then embeddings are not merged: they stay the first expert's
     known = [found for role in roles if (found := vocabularies.find(role)) is not None]
     tokens = {number: token for token, number in known[0].ids.items()} if known else {}

@@ -268,6 +268,29 @@ def test_experts_in_different_orders_are_not_merged_row_by_row(tmp_path: Path) -
             assert "merged has the same vocabulary" in find_notes(job)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_head_that_the_first_expert_has_not_is_not_lost_in_a_merge(tmp_path: Path, copies: bool) -> None:
+    """`copies`: the first expert's file has its one weight under both names."""
+    job = {**save_family(tmp_path / "world"), "merged": {"method": "average"}}
+    tied = LlamaForCausalLM.from_pretrained(tmp_path / "world" / "red")
+    tied.lm_head.weight, tied.config.tie_word_embeddings = tied.model.embed_tokens.weight, True
+    tied.save_pretrained(tmp_path / "world" / "red")
+    if copies:
+        file = tmp_path / "world" / "red" / "model.safetensors"
+        stored = load_file(file)
+        save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"expert green has lm_head.weight of its own") as raised:
+        find_notes(job)
+    assert "first" in raised.value.fix
+    job["tasks"] = dict(reversed(job["tasks"].items()))
+    assert "alone" not in find_notes(job)
+
+
+def test_a_merge_says_that_embeddings_of_other_sizes_are_the_first_experts(tmp_path: Path) -> None:
+    job = {**save_family(tmp_path / "world", extra={"green": ["<new>"]}), "merged": {"method": "average"}}
+    assert "merged has model.embed_tokens.weight and lm_head.weight of red alone, as" in find_notes(job)
+
+
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
 def test_a_head_answers_the_same_on_a_body_in_another_order(tmp_path: Path, family: str) -> None:
     """Llama's finds the end of a text by the id of padding in its config."""
