@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
@@ -116,13 +115,7 @@ class AudioReader(MediaReader):
         wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
         extract = partial(self.processor, [wave], sampling_rate=self.processor.sampling_rate, return_tensors="pt")
         inputs = self.target.preprocess(model.main_input_name, extract)
-        shape = inputs[model.main_input_name].shape
-        # a model that reads samples [1, samples] makes frames of them, and has no layer for none
-        count_frames = getattr(model, "_get_feat_extract_output_lengths", None) if len(shape) == 2 else None
-        # of which SEW joins some
-        fewest = getattr(model.config, "squeeze_factor", 1)
-        if 0 in shape or (count_frames and count_frames(torch.tensor(shape[1])) < fewest):
-            raise BadRowError("the recording is too short for the model", "take out these rows, or give other data")
+        self.target.check_length(inputs)
         return Example(inputs | decoder_inputs(model, self._encode(row)))
 
     def _encode(self, row: Row) -> list[int]:

@@ -335,6 +335,18 @@ class Target:
             what = f"the tokenizer has token {largest}, but the model only {count} tokens"
             raise DataError(what, fix="put each model's own tokenizer into its folder")
 
+    def check_length(self, inputs: Batch) -> None:
+        """Raise BadRowError for a recording that is too short for the model."""
+        sound = inputs.get(self.model.main_input_name)
+        if sound is None or not sound.is_floating_point():
+            return
+        # a model that reads samples [1, samples] makes frames of them, and has no layer for none
+        count_frames = getattr(self.model, "_get_feat_extract_output_lengths", None) if sound.dim() == 2 else None
+        # of which SEW joins some
+        fewest = getattr(self.model.config, "squeeze_factor", 1)
+        if not sound.numel() or (count_frames and count_frames(torch.tensor(sound.shape[1])) < fewest):
+            raise BadRowError("the recording is too short for the model", "take out these rows, or give other data")
+
     def preprocess(self, main: str, call: Callable[[], Mapping[str, Any]]) -> Batch:
         """Call a preprocessor for one example, and return the tensors that the model takes, floating-point ones as
         float32. Raises BadRowError if the preprocessor fails, or makes no tensor `main`."""

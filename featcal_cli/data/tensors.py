@@ -49,7 +49,9 @@ class TensorReader(Reader):
         """Return the example at this position, cut to the tokens that its masks keep; floating-point inputs are
         float32."""
         inputs = take_examples(self.tensors, [row])
-        return Example(cut_padding({name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}))
+        inputs = cut_padding({name: x.float() if x.is_floating_point() else x for name, x in inputs.items()})
+        self.target.check_length(inputs)
+        return Example(inputs)
 
 
 def is_tensor_file(data: Data) -> bool:

@@ -163,6 +163,14 @@ def test_a_recording_of_fewer_frames_than_the_model_joins_is_too_short(at: Folde
     at.refuse(model, store(at, [tone(0)[: frames.index(1)]]), "too short for the model")
 
 
+def test_model_ready_recordings_that_a_mask_cuts_too_short_are_left_out(at: Folder) -> None:
+    waves, mask = torch.stack([torch.from_numpy(tone(number)) for number in range(12)]), torch.ones(12, 1600).long()
+    mask[4, 7:] = 0
+    examples = at.load(make_model("wav2vec2"), at.tensors(input_values=waves, attention_mask=mask), count=12)
+    assert examples.fitted_count + examples.selection_count + examples.held_out_count == 11
+    assert any("1 rows cannot be used" in note and "too short for the model" in note for note in examples.notes)
+
+
 def test_sound_beside_text_is_refused_unless_the_text_alone_is_named(at: Folder) -> None:
     prepare(at, "whisper")
     model, rows = build_lively(BY_NAME["clap"]), [{"audio": {"bytes": encoded(tone(0))}, "text": WORDS[-1]}] * 3
