@@ -33,7 +33,8 @@ def hub_host() -> str:
     """Return the Hub's host and port, without a user name or password."""
     from huggingface_hub import constants
 
-    return urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]
+    host = urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2]
+    return host or f"HF_ENDPOINT ({constants.ENDPOINT.rpartition('@')[2]!r}, which is no web address)"
 
 
 def host_of(address: str) -> str:

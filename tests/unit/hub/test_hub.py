@@ -20,11 +20,12 @@ import torch
 from hub_faults import Fault, go_down
 from hub_server import HubServer
 from huggingface_hub import constants
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 from outcome import check_equal, refusal_of
 from published import resolve
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.hub.client import TIMEOUT, expect_answers
+from featcal_cli.hub.client import TIMEOUT, describe_failure, expect_answers
 from featcal_cli.hub.repo import download, open_repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot, resolve_config
 from featcal_cli.runtime.progress import heard
@@ -264,6 +265,14 @@ def test_a_cached_snapshot_is_enough(hub: HubServer, folder: Path, monkeypatch: 
     assert resolve(f"user/{silence}@{commit}") == online
     assert not hub.requests
     assert bool(told) == (silence == "down"), told  # who is offline on purpose knows that
+
+
+@pytest.mark.parametrize("endpoint", ["", "huggingface.co", "me:secret@hub"])
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch: Patch, endpoint: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    message = describe_failure(httpx.UnsupportedProtocol("no protocol"), by_name=True)
+    shown = endpoint.removeprefix("me:secret@")
+    assert message.startswith(f"HF_ENDPOINT ('{shown}', which is no web address) cannot be reached")
 
 
 @pytest.mark.parametrize(("silence", "lost"), [("offline", "tokenizer.json"), ("down", SHARDS[0])])
