@@ -128,6 +128,10 @@ def _refuse_missing(missing: list[str], merged: Model, other: Model) -> Checkpoi
         what, fix = f"{other.role} lacks {_count(missing)}", SAME_LAYERS
         if ours != theirs:
             what = f"{other.role} is of another architecture than merged ({plain(theirs)}, not {plain(ours)}): {what}"
+        elif prefixed := [name for name in sorted(other.unread) if name.endswith(f".{own}")]:
+            # as wrappers for training name them: module., _orig_mod.
+            what += f", but holds {plain(prefixed[0])}"
+            fix = f"take {plain(prefixed[0].removesuffix(own))} off the names in its files, and then name that copy"
     return CheckpointError(what, where=other.snapshot.name, fix=fix)
 
 

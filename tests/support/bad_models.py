@@ -205,6 +205,11 @@ CASES: list[Case] = [
     (tensors(lambda found: found.pop(QUERY)), ["expert red lacks", QUERY]),
     (tensors(lambda found: found.pop("embeddings.word_embeddings.weight")), ["expert red lacks", "word_embeddings"]),
     (tensors(lambda found: found.pop(DENSE), "merged"), ["merged lacks", DENSE]),
+    *(
+        (tensors(lambda found: found.update({f"module.{name}": found.pop(name) for name in [*found]}), model),
+         [f"{model} lacks the tensor embeddings.", "but holds module.embeddings.", "take module. off"])
+        for model in ("red", "merged")
+    ),
     (tensors(lambda found: found["embeddings.position_embeddings.weight"].fill_(float("inf"))), ["expert red",
      "infinity", "position_embeddings"]),
     (config_text("{"), ["config.json"]),
