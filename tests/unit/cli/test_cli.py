@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from featcal_cli.cli.commands import app
 from featcal_cli.cli.console import show_error, show_falling_drift
+from featcal_cli.cli.main import main
 from featcal_cli.cli.options import list_keys, with_groups
 from featcal_cli.cli.results import describe_download, list_next_steps
 from featcal_cli.hub.push import Pushed
@@ -31,6 +33,16 @@ from featcal_cli.reporting.report import Report, TaskDrift
 from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError, SeveralErrors
 
 Capsys = pytest.CaptureFixture[str]
+
+
+def test_what_libraries_warn_their_developers_of_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("featcal_cli.cli.main.app", lambda *_, **__: warnings.warn("another type", stacklevel=1))
+    monkeypatch.setattr("sys.argv", ["featcal", "doctor"])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        with pytest.raises(SystemExit):
+            main()
+    assert not shown
 
 
 def test_every_option_that_is_a_recipe_key_is_declared_in_the_schema_alone(capsys: Capsys) -> None:
