@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -305,7 +305,10 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
     there is none."""
     if isinstance(answers, str):
         try:
-            return answers.format(label)
+            with suppress(ValueError):
+                return answers.format(label)
+            # a number, which a .csv file holds as a text
+            return answers.format(int(label) if str(label).strip().isdecimal() else float(label))
         except (ValueError, TypeError, LookupError) as error:
             what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
             raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None

@@ -352,7 +352,9 @@ def test_numbered_answers_are_those_of_the_list(t5: Path, tmp_path: Path) -> Non
         evaluate(draft_of(t5, {"answers": [second], "max_new_tokens": 2}, data))
 
 
-def test_ranks_of_numbers_in_answers_are_compared_with_those_of_labels(t5: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_ranks_of_numbers_in_answers_are_compared_with_those_of_labels(t5: Path, tmp_path: Path, ending: str) -> None:
+    """A .csv file holds numbers as texts."""
     random, texts = Random(3), list("abcdefghijkl")
     tokenizer = library.AutoTokenizer.from_pretrained(t5 / "base")
     digits = tokenizer("0123456789", add_special_tokens=False).input_ids
@@ -369,7 +371,11 @@ def test_ranks_of_numbers_in_answers_are_compared_with_those_of_labels(t5: Path,
     labels = [round(5 * random.random(), 2) for _ in texts]
     (tmp_path / "data").mkdir()
     rows = [{"sentence": text, "label": label} for text, label in zip(texts, labels, strict=True)]
-    write_table(tmp_path / "data" / "test.parquet", rows, {})
+    if ending == "csv":
+        lines = ["sentence,label", *(f"{row['sentence']},{row['label']}" for row in rows)]
+        (tmp_path / "data" / "test.csv").write_text("\n".join(lines))
+    else:
+        write_table(tmp_path / "data" / "test.parquet", rows, {})
     data = {"path": str(tmp_path / "data"), "split": "test", "columns": {"text": "sentence"}}
     how = {"metric": "spearman", "answers": "{:.1f}", "max_new_tokens": 2}
     found = values(evaluate(draft_of(tmp_path, how, data)))
