@@ -22,7 +22,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads to read what is mapped would only take time
-    # of libraries, to their developers; whoever sets PYTHONWARNINGS sees them
+    # libraries mean them for their developers; PYTHONWARNINGS shows them
     warnings.simplefilter("ignore", append=True)
     launch = Launch()
     try:

@@ -308,7 +308,9 @@ def _read_answer(answers: Sequence[str] | str, rows: LabelledRows, label: Any) -
             with suppress(ValueError):
                 return answers.format(label)
             # a number, which a .csv file holds as a text
-            return answers.format(int(label) if str(label).strip().isdecimal() else float(label))
+            with suppress(ValueError):
+                return answers.format(int(label))
+            return answers.format(float(label))
         except (ValueError, TypeError, LookupError) as error:
             what = f"label {label!r} in column {rows.column} does not fit {answers!r} ({error})"
             raise DataError(what, where=rows.where, fix="change answers: under evaluate") from None

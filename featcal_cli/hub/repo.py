@@ -159,7 +159,8 @@ def read_headers(repo: Repo, fix: str = "copy the file again") -> dict[str, Entr
         names = [] if text is None else parse_index(text, f"{repo.name}/{SAFETENSORS[1]}")
     if lost := sorted(set(names) - repo.files.keys()):
         what = f"{repo.name} has no {lost[0]}, which its {SAFETENSORS[1]} names"
-        raise HubError(what, where=repo.pinned, fix="use another revision, or run once with the Hub in reach")
+        elsewhere = "use another revision, or run once with the Hub in reach"
+        raise HubError(what, where=repo.pinned, fix=fix if repo.folder else elsewhere)
 
     tensors: dict[str, Entry] = {}
     for name in names:

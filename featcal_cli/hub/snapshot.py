@@ -197,7 +197,7 @@ def _locate_part(text: str, folder: Path | None) -> str:
     try:
         text = bare_id(text)
     except RecipeError:
-        raise UnusableError("is no address on the Hub") from None
+        raise UnusableError("is not the address of a model or dataset on the Hub") from None
     name, revision = split_revision(text)
     if not is_hub_id(name) or (revision is not None and not _REVISION.fullmatch(revision)):
         raise UnusableError("is not there" if folder else "is a path on its author's machine, or no name at all")
@@ -323,5 +323,7 @@ def _open_copy(origin: Origin, kind: str, write: Callable[[Path], object], *note
                         raise
         except (OSError, SafetensorError) as error:
             raise unwritable_cache(copy, error) from error
-    read_headers(Repo(origin.name, "model", origin.repo.commit, copy), f"delete {shlex.quote(str(copy))}")
+    delete = f"delete {shlex.quote(str(copy))}"
+    if not read_headers(Repo(origin.name, "model", origin.repo.commit, copy), delete):
+        raise HubError(f"the copy of {origin.name} in the cache has no weights", where=str(copy), fix=delete)
     return Snapshot(origin.name, copy, origin.repo.commit, notes)

@@ -128,11 +128,19 @@ def _refuse_missing(missing: list[str], merged: Model, other: Model) -> Checkpoi
         what, fix = f"{other.role} lacks {_count(missing)}", SAME_LAYERS
         if ours != theirs:
             what = f"{other.role} is of another architecture than merged ({plain(theirs)}, not {plain(ours)}): {what}"
-        elif prefixed := [name for name in sorted(other.unread) if name.endswith(f".{own}")]:
-            # as wrappers for training name them: module., _orig_mod.
-            what += f", but holds {plain(prefixed[0])}"
-            fix = f"take {plain(prefixed[0].removesuffix(own))} off the names in its files, and then name that copy"
+        elif prefix := _find_prefix(other, [other.own_path(name) or "" for name in missing]):
+            what += f", but holds {plain(prefix + own)}"
+            fix = f"make a copy in whose files the names lack {plain(prefix)}, and give that"
     return CheckpointError(what, where=other.snapshot.name, fix=fix)
+
+
+def _find_prefix(model: Model, lacking: list[str]) -> str:
+    """Return what stands before every name in a model's files if they hold all that it is `lacking` after it, as
+    wrappers for training name tensors (`module.`, `_orig_mod.`); else nothing."""
+    last = f".{lacking[0]}"
+    prefix = next((name.removesuffix(last) + "." for name in sorted(model.unread) if name.endswith(last)), "")
+    is_everywhere = all(name.startswith(prefix) for name in model.unread)
+    return prefix if is_everywhere and model.unread >= {prefix + name for name in lacking} else ""
 
 
 DECISIVE_KEYS = re.compile(r"(num_|n_)?((attention|key_value)_)?heads?|head_dim|is_decoder")

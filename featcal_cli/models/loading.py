@@ -211,6 +211,7 @@ def load_outline(
             what = f"no {model_class.__name__} can be built from the config.json of {role}: {exception_text(error)}"
             raise CheckpointError(what, where=f"{snapshot.name}/{CONFIG}", fix=CORRECT_CONFIG) from error
         if tensors is None:
+            _compute_one_expert(described)
             return Model(role, snapshot, described, frozenset())
         _check_size(role, snapshot, described, tensors)
         empty = {
@@ -231,9 +232,14 @@ def load_outline(
         except Exception as error:  # transformers raises many kinds
             raise _unloadable(role, snapshot, model_class, error) from error
         module.tie_weights()  # transformers does not tie what is in the files twice without values to compare
-    if module._can_set_experts_implementation():
-        module.set_experts_implementation(ONE_EXPERT)
+    _compute_one_expert(module)
     return _describe_loaded(role, snapshot, module, info)
+
+
+def _compute_one_expert(outline: PreTrainedModel) -> None:
+    """Let a mixture without values run: its experts by `_run_one_expert`."""
+    if outline._can_set_experts_implementation():
+        outline.set_experts_implementation(ONE_EXPERT)
 
 
 def _run_one_expert(experts: Any, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:

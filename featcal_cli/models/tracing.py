@@ -25,6 +25,10 @@ FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, AttributeErro
 """Errors that a model's forward raises on unsuitable inputs, and that featcal's own hooks raise if they have a bug."""
 
 
+MOST_READS = 10_000
+"""Number of values that a model without values may read in one run."""
+
+
 class ForwardError(Exception):
     """Raised if a model cannot run on its inputs; the cause is the error that its forward raised."""
 
@@ -38,7 +42,7 @@ def run_forward(model: nn.Module, inputs: Batch) -> Any:
     try:
         if not any(x.is_meta for x in inputs.values()):
             return model(**inputs)
-        with _NoValues():  # type: ignore[no-untyped-call]
+        with _NoValues():
             return model(**inputs)
     except FORWARD_ERRORS as error:
         raise ForwardError(str(error) or type(error).__name__) from error
@@ -46,10 +50,18 @@ def run_forward(model: nn.Module, inputs: Batch) -> Any:
 
 class _NoValues(TorchDispatchMode):
     """Tells whoever reads a number or a truth value from the meta device, which has none, that it is 1 or True. Many
-    models only ask whether there is padding, or whether a warning is due."""
+    models only ask whether there is padding, or whether a warning is due. Raises RuntimeError at MOST_READS, as a loop
+    may wait for another value."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self._reads += 1
+            if self._reads > MOST_READS:
+                raise RuntimeError("values are read again and again")
             return torch.ones((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
 

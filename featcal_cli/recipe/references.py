@@ -85,9 +85,10 @@ def bare_id(text: str) -> str:
         found = None
     if found is None or found.type not in ("model", "dataset"):
         fix = "write USER/NAME, or the address of its page; a file elsewhere must be downloaded first"
-        host = re.sub(r"^.*?//|[/?#].*", "", text).rpartition("@")[2]  # without a password
-        what = f"this address on {host} is not the page of a model or dataset on the Hub"
-        raise RecipeError(what, where=host, fix=fix)
+        # without a password
+        shown = re.sub(r"//([^/@]*|[^@]*:[^@]*)@", "//", re.split("[?#]", text, maxsplit=1)[0])
+        shown = shown if len(shown) <= 100 else shown[:99] + "…"
+        raise RecipeError(f"{shown} is not the page of a model or dataset on the Hub", where=shown, fix=fix)
     return f"{found.id}@{found.revision}" if found.revision else found.id
 
 
@@ -95,7 +96,13 @@ def bare_model(text: str) -> str:
     """Return a model's name, or BASE+ADAPTER, with web addresses replaced by ids. Raises RecipeError."""
     if existing_path(text):
         return text
-    return "+".join(part if existing_path(part) else bare_id(part) for part in text.split("+"))
+    names = []
+    for part in text.split("+"):
+        names.append(part if existing_path(part) else bare_id(part))
+        if names[-1] != part and "/datasets/" in part:
+            fix = f"give it as data: --data TASK={names[-1]}"
+            raise RecipeError(f"{names[-1]} is a dataset, not a model", where=names[-1], fix=fix)
+    return "+".join(names)
 
 
 def _check_name(text: str) -> str:

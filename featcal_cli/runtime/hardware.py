@@ -60,7 +60,8 @@ def give_back(tensors: Iterable[Tensor]) -> int:
 
 def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
     """Move tensors of at least WORTHWHILE bytes to nameless mapped files in `folder`, so that they are in memory only
-    while in use, like weights read from a checkpoint. Raises OutputError."""
+    while in use, like weights read from a checkpoint. The files that the other tensors are mapped to, which must be
+    unwritten, are released from memory, as those that were converted were read from them too. Raises OutputError."""
     files, stay, moved = _read_maps(), list[tuple[int, int]](), False
     for tensor in tensors if MAPS.is_file() else ():
         if mapped_at := [*_mapped([tensor], files)]:
@@ -74,7 +75,6 @@ def map_to_files(tensors: Iterable[Tensor], folder: Path) -> None:
             advise(mapped.data_ptr(), mapped.nbytes, "MADV_DONTNEED")
             del data, mapped
             moved = True
-    # the parts that were converted were read from the files of those that were not
     for first, last in files if moved else ():
         if any(first <= start < last for start, _ in stay):
             advise(first, last - first, "MADV_DONTNEED")

@@ -177,8 +177,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     if head and calibration.refines_language_models:
         work, estimated = _refine_shortly(session, work, estimated, outlines, transfers, target)
     elif calibration.refines_language_models and not architecture.head and merged.module.can_generate():
-        what = f"{type(merged.module).__name__} cannot be tried out without weights, so what it takes is not known"
-        session.note(f"the result is not refined: {what}; --refine does it all the same")
+        what = f"{type(merged.module).__name__} cannot be run without weights, so what refining needs is not known"
+        session.note(f"the result is not refined: {what}; --refine refines it anyway")
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     return Plan(

@@ -107,7 +107,7 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies, n
     first, *further = (outlines[role] for role in roles if role.startswith(EXPERT))
     places = first.module.state_dict().keys() - first.parameters.keys()
     for expert in further:
-        if own := sorted(places & expert.parameters.keys()):
+        if own := sorted((places & expert.parameters.keys()) - expert.missing):
             what = f"{expert.role} has {own[0]} of its own, which {first.role} ties to another weight"
             fix = "name this expert first: the merged model has the tensors of the first one"
             raise CheckpointError(what, where="--merge", fix=fix)
@@ -122,7 +122,7 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies, n
     kept = [name for name, x in first.parameters.items() if not all(has(*each, name, x) for each in states)]
     if kept:
         task, names = first.role.removeprefix(EXPERT), list_some(kept, last=" and ")
-        note(f"merged has {names} of {task} alone, as not all models have them in one shape")
+        note(f"merged takes {names} from {task} alone, as not all models have them in the same shape")
     if len({count_vocabulary(model.module) for model in models}) > 1:
         return  # then embeddings are not merged: they stay the first expert's
     known = [found for role in roles if (found := vocabularies.find(role)) is not None]

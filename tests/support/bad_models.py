@@ -207,7 +207,7 @@ CASES: list[Case] = [
     (tensors(lambda found: found.pop(DENSE), "merged"), ["merged lacks", DENSE]),
     *(
         (tensors(lambda found: found.update({f"module.{name}": found.pop(name) for name in [*found]}), model),
-         [f"{model} lacks the tensor embeddings.", "but holds module.embeddings.", "take module. off"])
+         [f"{model} lacks the tensor embeddings.", "but holds module.embeddings.", "names lack module."])
         for model in ("red", "merged")
     ),
     (tensors(lambda found: found["embeddings.position_embeddings.weight"].fill_(float("inf"))), ["expert red",

@@ -302,6 +302,17 @@ def test_an_interrupted_fold_leaves_nothing(adapter: Path, monkeypatch: Patch, e
     assert resolve(str(adapter)).weights()
 
 
+def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Path) -> None:
+    copy = resolve(str(adapter)).folder
+    for file in copy.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(HubError, match="has no weights") as raised:
+        resolve(str(adapter))
+    assert raised.value.fix == f"delete {copy}"
+    shutil.rmtree(copy)
+    assert resolve(str(adapter)).weights()
+
+
 # Names
 
 

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import featcal_inside, succeed
 from families import BY_NAME, Family, few_of, save_family
 from hub_server import HubServer
+from torch import Tensor, nn
 
 from featcal_cli.hub.model_files import read_entries
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import Block, find_architecture
 from featcal_cli.models.inventory import run_without_values, take_inventory
 from featcal_cli.models.loading import find_class, load_model, load_outline
+from featcal_cli.models.tracing import ForwardError, run_forward
 
 SHOWN = ["clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "llava"]
 
@@ -52,6 +55,25 @@ def test_a_plan_finds_the_modules_that_a_run_finds(tmp_path: Path, name: str) ->
         run = find_architecture(load_model("merged", snapshot, model_class).module, inputs, "auto")
         assert planned.head == run.head and planned.reached == run.reached
         assert [list_modules(block) for block in planned.blocks] == [list_modules(block) for block in run.blocks]
+
+
+def test_headers_are_not_needed_to_find_experts(tmp_path: Path) -> None:
+    save_family(tmp_path, BY_NAME["mixtral"])
+    snapshot = Snapshot("mixtral", tmp_path / "merged", None)
+    outline = load_outline("merged", snapshot, find_class(snapshot), None).module
+    planned = run_without_values(outline, "auto", {"red": BY_NAME["mixtral"].inputs(4)})
+    assert planned is not None and all(block.is_mixture for block in planned.blocks)
+
+
+def test_a_loop_that_waits_for_a_value_ends() -> None:
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            while x.any():
+                x = x - 1
+            return x
+
+    with pytest.raises(ForwardError, match="again and again"):
+        run_forward(Waiting(), {"x": torch.ones(1, device="meta")})
 
 
 def list_modules(block: Block) -> tuple[object, ...]:

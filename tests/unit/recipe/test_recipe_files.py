@@ -93,7 +93,7 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
         "unknown key scal in merged (did you mean scale?)",
         "unknown key expret in tasks.mnist (did you mean expert?)",
         "there is no file or folder ./nowhere.jsonl",
-        "this address on example.com is not the page of a model",
+        "https://example.com/x is not the page of a model",
         "calibration.examples must be a valid integer, not 'many'",
         "--rho must be",
         "unknown key split in calibration",

@@ -288,7 +288,7 @@ def test_a_head_that_the_first_expert_has_not_is_not_lost_in_a_merge(tmp_path: P
 
 def test_a_merge_says_that_embeddings_of_other_sizes_are_the_first_experts(tmp_path: Path) -> None:
     job = {**save_family(tmp_path / "world", extra={"green": ["<new>"]}), "merged": {"method": "average"}}
-    assert "merged has model.embed_tokens.weight and lm_head.weight of red alone, as" in find_notes(job)
+    assert "merged takes model.embed_tokens.weight and lm_head.weight from red alone, as" in find_notes(job)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
