@@ -171,14 +171,14 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     if target is not None and calibration.calibrates_head:
         experts = [outlines[f"{EXPERT}{task}"] for task in recipe.tasks]
         head = find_head(merged, experts, architecture, token_ids.classes)
+        if calibration.refines_language_models and not architecture.head and merged.module.can_generate():
+            what = f"{type(merged.module).__name__} cannot be run without weights, so what refining needs is not known"
+            session.note(f"the result is not refined: {what}; --refine refines it anyway")
     if head and refining:
         work = replace(work, refining=replace(refining, peak=PEAK_FOR_TEXTS, blocks_on=work.texts_for_blocks))
         estimated = estimate(work)
     if head and calibration.refines_language_models:
         work, estimated = _refine_shortly(session, work, estimated, outlines, transfers, target)
-    elif calibration.refines_language_models and not architecture.head and merged.module.can_generate():
-        what = f"{type(merged.module).__name__} cannot be run without weights, so what refining needs is not known"
-        session.note(f"the result is not refined: {what}; --refine refines it anyway")
     if not session.ranks.is_first:
         session.notes.clear()  # the first one has them all
     return Plan(

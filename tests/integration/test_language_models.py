@@ -348,6 +348,14 @@ def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.Mo
     assert "\nthe result is not refined: " in f"\n{notes.notes}"
 
 
+def test_what_cannot_be_run_without_weights_says_why_it_is_not_refined(tmp_path: Path) -> None:
+    recipe, told, silent = save_family(tmp_path, BY_NAME["qwen2-vl"]).recipe(ridge=None), Watcher(), Watcher()
+    assert dry_run(recipe, output=tmp_path / "out", listener=told).refining is None
+    inspect_drift(recipe, listener=silent)
+    why = "the result is not refined: Qwen2VLForConditionalGeneration cannot be run without weights"
+    assert why in told.notes and "refined" not in silent.notes
+
+
 def test_experts_of_several_choices_are_no_teachers_and_nobody_need_know_it_beforehand(tmp_path: Path) -> None:
     saved = save(tmp_path, "BertForPreTraining", TEXT_SIZES)
     notes = run(saved, "out", refine=None)[1]["notes"]
