@@ -111,7 +111,7 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies, n
             what = f"{expert.role} has {own[0]} of its own, which {first.role} ties to another weight"
             fix = "name this expert first: the merged model has the tensors of the first one"
             raise CheckpointError(what, where="--merge", fix=fix)
-    models = [outlines[role] for role in roles]
+    models, body = [outlines[role] for role in roles], f"{first.module.base_model_prefix}."
     # a tied weight has all of its names in the state
     states = [(model, model.module.state_dict()) for model in models]
 
@@ -119,8 +119,10 @@ def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies, n
         own = model.own_path(name)
         return own is not None and own in state and own not in model.missing and state[own].shape == value.shape
 
-    kept = [name for name, x in first.parameters.items() if not all(has(*each, name, x) for each in states)]
-    if kept:
+    # a head that each expert has of its own is used with that expert alone
+    shares_all = first.module.base_model is first.module or first.module.get_output_embeddings() is not None
+    inside = {name: x for name, x in first.parameters.items() if shares_all or name.startswith(body)}
+    if kept := [name for name, x in inside.items() if not all(has(*each, name, x) for each in states)]:
         task, names = first.role.removeprefix(EXPERT), list_some(kept, last=" and ")
         note(f"merged takes {names} from {task} alone, as not all models have them in the same shape")
     if len({count_vocabulary(model.module) for model in models}) > 1:

@@ -251,6 +251,8 @@ def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
     show_calibration(report, Path("featcal-demo"), None, 10.0, [OWN_MODEL])
     shown = capsys.readouterr()
     assert len((shown.err + shown.out).splitlines()) + 1 <= 24  # and a blank one above them
+    # each task has a head of its own
+    assert not any("alone" in note for note in report.notes)
 
 
 def test_the_demo_fits_in_the_package() -> None:
