@@ -74,8 +74,10 @@ class DriftProbe(PassGroup):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that the passes are paused with, and the output of the expert's latest block run."""
+        """All tensors that the passes are paused with, and the outputs of the latest block that ran."""
         yield from super().tensors
+        for paused in self._same.values():
+            yield from tensors_in(paused.block_output)
         if self._shown is not None:
             yield from tensors_in(self._shown.output)
 

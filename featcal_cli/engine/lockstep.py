@@ -88,7 +88,7 @@ def _start_passes(job: Job, passes: Passes) -> None:
             with expert.on_device():
                 passes.fitted[task] = [_start_pair(job, task, part) for part in job.fitted.get(task, ())]
                 passes.checked[task] = [_start_pair(job, task, part) for part in job.checked.get(task, ())]
-                probes = _start_probes(job, task, passes.fitted[task])
+                probes = _start_probes(job, task, (*passes.fitted[task], *passes.checked[task]))
                 passes.measured[task] = [_offload(job, probe) for probe in probes]
             expert.give_back()
     for runner in job.runners:
@@ -99,13 +99,14 @@ def _start_passes(job: Job, passes: Passes) -> None:
         measurement.settle()
 
 
-def _start_probes(job: Job, task: str, fitted: Sequence[PairedPass]) -> Iterator[DriftProbe | BlockContribution]:
-    """Start the passes of a task's measurements. Where they run on a batch of calibration examples, they share what its
-    passes in `fitted` compute."""
-    pairs = {id(part.batch): pair for part, pair in zip(job.fitted.get(task, ()), fitted, strict=True)}
+def _start_probes(job: Job, task: str, pairs: Sequence[PairedPass]) -> Iterator[DriftProbe | BlockContribution]:
+    """Start the passes of a task's measurements. Where they run on a batch of calibration examples, or of those on
+    which updates are checked, they share what its passes, one of `pairs`, compute."""
+    parts = (*job.fitted.get(task, ()), *job.checked.get(task, ()))
+    of_batches = {id(part.batch): pair for part, pair in zip(parts, pairs, strict=True)}
     for measurement in job.measurements:
         for batch in measurement.batches.get(task, ()):
-            pair = pairs.get(id(batch))
+            pair = of_batches.get(id(batch))
             same = {} if pair is None else {EXPERT: pair.expert, CALIBRATED: pair.student}
             yield DriftProbe(job, measurement, task, job.merged.place(batch), same)
         for batch in measurement.switched.get(task, ()):

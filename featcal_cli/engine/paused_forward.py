@@ -97,8 +97,8 @@ class PausedForward(greenlet):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors in the arguments of the paused block, and those that its modules keep."""
-        yield from tensors_in(self.call)
+        """All tensors in the arguments of the paused block, and those that are kept of it and of its modules."""
+        yield from tensors_in((self.call, self.block_output))
         for kept in self.outputs.values():
             yield from kept.tensors
 

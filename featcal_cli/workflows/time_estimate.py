@@ -51,8 +51,8 @@ def count_seconds(work: Workload, speed: float, *, has_head: bool) -> dict[str, 
 
     1. Experts' outputs: each example runs through its expert, and back for each projection; and gradients are summed.
     2. Calibrating: for the p parts of a block, expert and student run p times, in which they compute all of it once.
-       Drift takes four passes, and three where it decides. Each row of each input is summed, about d_in² numbers, and
-       each module is solved.
+       Drift takes four passes, and one where it decides, as two more run there. Each row of each input is summed, about
+       d_in² numbers, and each module is solved.
     3. Head: all rows are multiplied twice before and after a step of Newton's method, and a sample of them three times
        in each step inside it.
     4. Refining: each text runs forwards and back, and in large models once more; experts run once.
@@ -112,7 +112,7 @@ def _count_task(work: Workload, task: str, speed: float, head: int, call: float)
         back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / chosen)))
         measuring = run(chosen, 1 + back, heads=1 + back) + summing * chosen * back * _count_summed(work)
     depth, squares = len(work.parts) / max(1, len(blocks)), 1.5 * sum(x.d_in**2 for x in work.inputs)
-    calibrating = run(measured, 4, heads=4 * by_outputs) + run(checked, 3, heads=3 * by_outputs)
+    calibrating = run(measured, 4, heads=4 * by_outputs) + run(checked, 1, heads=3 * by_outputs)
     for number in (fitted, checked):
         calibrating += run(number, 2, calls=2 * depth + 1) + summing * number * squares
     if schedule := work.refining:
