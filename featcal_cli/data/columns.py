@@ -278,7 +278,9 @@ def choose_text_roles(data: Data, samples: Samples, kind: TextKind, *, chat: boo
 
 
 def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str, str]:
-    names = {bare_name(name): name for name in reversed(list(samples))}  # of names that differ in case the first
+    names: dict[str, str] = {}
+    for name in samples:  # of names that differ in case the first
+        names.setdefault(bare_name(name), name)
     bare = {name: samples[column] for name, column in names.items()}
     texts = _find_likely(bare, lambda value: isinstance(value, str))
     talks, answers = _find_likely(bare, is_conversation), _find_likely(bare, answer_of)
@@ -293,8 +295,9 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str
         responses = [name for name in NAMES["response"] if name in [*answers, *talks] and name != prompt]
         if prompt and responses:
             return {"prompt": names[prompt], "response": names[responses[0]]}
-        for name in ("prompt", "chosen"):
-            if name in talks and kind == "causal":
+        # an encoder-decoder wants an answer, which a single text has not
+        for name in (*(NAMES["messages"] if kind == "encoder-decoder" else ()), "prompt", "chosen"):
+            if name in talks:
                 return {"messages": names[name]}
     for first, second in TEXT_PAIRS:
         if first in texts and second in texts:

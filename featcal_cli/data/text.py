@@ -248,7 +248,7 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
     kind: TextKind
     if model.config.is_encoder_decoder:
         # Only a model that answers can take an answer; a classifier reads its text like an encoder.
-        kind = "encoder-decoder" if hasattr(model, "prepare_decoder_input_ids_from_labels") else "encoder"
+        kind = "encoder-decoder" if model.can_generate() else "encoder"
     else:  # a causal body without a head cannot generate, but its attention says what it is
         causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
         kind = "causal" if causal else "encoder"

@@ -332,6 +332,7 @@ def test_a_processor_that_needs_another_package_names_it(at: Folder) -> None:
         ({"text": "w1", "a": "w2", "b": "w3"}, {"template": "w9 {b} w8 {a}"}, "w9 w3 w8 w2"),
         ({"a": {"de": "w1"}, "b": ["w2", "w3"]}, {"template": "{{{a[de]}}} w4 {b[1]}"}, "[UNK] w1 [UNK] w4 w3"),
         ({"conversations": SHARED}, {}, "w1 w2"),
+        ({"chosen": TURNS, "rejected": TURNS[:1]}, {}, "w1 w2"),
     ],
 )
 def test_an_encoder_reads_columns_of_text_or_those_named(
@@ -571,6 +572,18 @@ def test_an_encoder_decoder_gets_the_target_shifted_right_or_its_start_token(at:
     templated = at.rows({"a": "w1", "b": "w2", "c": "w3"}, template="w8 {a} {b}", columns={"response": "c"})
     [batch] = at.load(tiny("t5"), templated).fitted
     assert words_of([batch], "decoder_input_ids") == ["[PAD] [CLS] w3"]
+    [batch] = at.load(tiny("t5"), at.rows({"prompt": "w1", "messages": TURNS})).fitted
+    assert words_of([batch], "decoder_input_ids") == ["[PAD] [CLS] w2"]
+
+
+@pytest.mark.parametrize("name", ["M2M100", "Blenderbot"])
+def test_models_that_shift_targets_only_inside_their_forward_get_them_too(at: Folder, name: str) -> None:
+    """As NLLB's class, M2M100, does."""
+    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3}
+    model = build(f"{name}ForConditionalGeneration", **TINY_BART, **ids, max_position_embeddings=20)
+    [batch] = at.load(model, at.rows({"translation": {"en": "w1 w2", "de": "w3"}})).fitted
+    assert words_of([batch]) == ["[CLS] w1 w2 [SEP]"]
+    assert words_of([batch], "decoder_input_ids") == ["[SEP] [CLS] w3"]
 
 
 def test_the_longest_example_is_as_long_as_any_batch(at: Folder) -> None:
