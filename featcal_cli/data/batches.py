@@ -232,6 +232,10 @@ def count_target_vocabulary(model: PreTrainedModel) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), count_vocabulary(model))
 
 
+NO_PADDING = -1
+"""The `pad_token_id` of a model for which no token is padding; it takes the last token of each text for its end."""
+
+
 def padding_id(model: PreTrainedModel) -> int:
     """Return the token id to pad texts with: the model's own, because some models find the end of a text by it."""
     config = text_config(model)

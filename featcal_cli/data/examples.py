@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from featcal_cli.data.batches import (
+    NO_PADDING,
     Batch,
     Example,
     collate,
@@ -20,6 +21,7 @@ from featcal_cli.data.batches import (
     longest_example,
     remove_padding,
     take_range,
+    text_config,
 )
 from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
@@ -330,7 +332,8 @@ class LabelledRows:
             rows = enumerate(self.rows, 1)
             while numbered := list(islice(rows, size)):
                 examples = [self._read(number, row) for number, row in numbered]
-                for group in group_examples(examples, size):
+                is_cut = getattr(text_config(self.reader.target.model), "pad_token_id", None) == NO_PADDING
+                for group in group_examples(examples, size, is_cut=is_cut):
                     labels = [self.label_of(numbered[place][1]) for place in group]
                     yield collate([examples[place] for place in group], self.reader.padding), labels
 

@@ -226,8 +226,10 @@ def _embed_classes(task: LabelledTask, base: Model, classes: Sequence[str]) -> T
         return normalize(_pool(module.get_text_features(**given)).float(), dim=-1)
 
     with on_device(module, task.device), torch.inference_mode():
-        # what reads the last place, padding or not, was trained on texts that are padded to its full length (SigLIP)
-        is_full = float((embed(texts[:1], False) * embed(texts[:1], "max_length")).sum()) < SAME_DIRECTION
+        # what reads the last place, padding or not, was trained on texts that are padded to its full length (SigLIP),
+        # which a text shows that leaves room for padding
+        short = [min(texts, key=len)]
+        is_full = float((embed(short, False) * embed(short, "max_length")).sum()) < SAME_DIRECTION
         padding = "max_length" if is_full else True
         starts = range(0, len(texts), TEXTS)
         directions = [embed(texts[start : start + TEXTS], padding, masked=not is_full) for start in starts]

@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from featcal_cli.data.batches import NO_PADDING
 from featcal_cli.hub.model_files import (
     CALIBRATED_DTYPES,
     CONFIG,
@@ -184,6 +185,9 @@ def make_readable(module: PreTrainedModel) -> None:
     for config in {id(found): found for part in module.modules() if (found := getattr(part, "config", None))}.values():
         # a block that is run twice would write to a captured cache twice
         config.use_cache = False
+        # without one, a head that reads a text's last token refuses batches
+        if not module.can_generate() and getattr(config, "pad_token_id", 0) is None:
+            config.pad_token_id = NO_PADDING
     for part in module.modules():
         if "dynamic" in str(getattr(part, "rope_type", "")):  # a word, or one for each type of layer
             part.register_forward_pre_hook(_forget_lengths)

@@ -142,14 +142,17 @@ def test_a_tower_that_reads_the_last_place_gets_texts_of_its_full_length(tmp_pat
     processor.save_pretrained(tmp_path / "base")
     tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / "base")
     full = {"padding": "max_length", "max_length": 24, "return_tensors": "pt"}
-    texts = [tokenizer(f"w1 {known}", **full).input_ids for known in CLASSES]
-    classes = normalize(torch.cat([models["base"].get_text_features(ids).pooler_output for ids in texts]), dim=-1)
+    long = "a text without room for padding: {}"
+    prompts = [[prompt.replace("{}", known) for prompt in (long, "w1 {}")] for known in CLASSES]
+    texts = [tokenizer(some, **full, truncation=True).input_ids for some in prompts]
+    each = [normalize(models["base"].get_text_features(ids).pooler_output, dim=-1) for ids in texts]
+    classes = normalize(torch.stack([some.mean(0) for some in each]), dim=-1)
 
     def see(image: Any, model: Any) -> Tensor:
         return model.get_image_features(**processor(images=image, return_tensors="pt")).pooler_output[0]  # type: ignore[no-any-return]
 
     slow = {name: accuracy(classes, partial(see, model=models[name]), rows) for name in ("expert", "merged")}
-    assert values(evaluate(draft_of(tmp_path, {"prompts": ["w1 {}"]}))) == pytest.approx(slow)
+    assert values(evaluate(draft_of(tmp_path, {"prompts": [long, "w1 {}"]}))) == pytest.approx(slow)
 
 
 def test_classes_of_the_recipe_replace_those_of_the_dataset(clip: Path) -> None:
@@ -293,9 +296,24 @@ def test_the_body_of_another_model_is_taken_over_whole(tmp_path: Path, name: str
     assert found["merged"] < 1
 
 
-@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering"])
+@torch.no_grad()
+def test_a_classifier_without_a_padding_token_reads_the_end_of_each_text(tmp_path: Path) -> None:
+    config = library.LlamaConfig(**TINY, vocab_size=100, num_labels=3, pad_token_id=None, initializer_range=1.0)
+    models = save_roles(tmp_path, lambda: library.LlamaForSequenceClassification(config))
+    tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / "expert")
+    random = Random(1)
+    texts = ["".join(random.choices("abcd!", k=random.randrange(3, 30))) for _ in range(ROWS)]
+    alone = [models["expert"](**tokenizer(text, return_tensors="pt")).logits.argmax().item() for text in texts]
+    parquet.write_table(pyarrow.table({"text": texts, "label": alone}), tmp_path / "test.parquet")
+    found = evaluate(draft_of(tmp_path, {}, {"path": str(tmp_path)}), batch_size=7)
+    assert values(found)["expert"] == 1 and len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering", "SequenceClassification"])
 def test_a_head_that_does_not_tell_texts_apart_is_refused(bert: Path, tmp_path: Path, task: str) -> None:
-    names = {"id2label": {0: "cat", 1: "a"}, "label2id": {"cat": 0, "a": 1, "dog_house": 1}}
+    names: dict[str, Any] = {"id2label": {0: "cat", 1: "a"}, "label2id": {"cat": 0, "a": 1, "dog_house": 1}}
+    if task == "SequenceClassification":  # with a score alone
+        names = {"num_labels": 1}
     config = library.BertConfig(**TINY, **names, vocab_size=100, max_position_embeddings=80)
     getattr(library, f"BertFor{task}")(config).save_pretrained(tmp_path / "expert")
     save_tokenizer(tmp_path / "expert", chat=False)

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from families import BY_NAME, build_lively, few_of, images, save_family, text
 from families_text import MIXTURES
+from family import GROUPED_SIZES
 from jobs import prepare
 from safetensors.torch import save_file
 from torch import nn
@@ -68,6 +69,13 @@ def test_logits_of_tokens_are_told_from_those_of_classes(name: str, has_them: bo
     model = build_lively(BY_NAME[name])
     assert model.config.num_labels == batch["input_ids"].shape[1]
     assert find_architecture(model, {"task": batch}, "layernorm").token_logits == ({""} if has_them else set())
+
+
+def test_a_classifier_without_a_padding_token_is_run_with_its_head() -> None:
+    config = tf.LlamaConfig(**GROUPED_SIZES | {"pad_token_id": None})
+    make_readable(model := tf.LlamaForSequenceClassification(config))
+    found = find_architecture(model, {"task": text(4)}, "layernorm")
+    assert found.entries == {"task": ""} and found.needs_full_batches
 
 
 def test_a_module_whose_input_is_overwritten_is_marked() -> None:
