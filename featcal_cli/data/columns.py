@@ -154,13 +154,14 @@ NAMES = {
     "text": ("text", "sentence", "content", "review", "document", "article", "body", "tweet", "comment", "utterance",
              "prompt", "instruction", "question", "query", "chosen", "problem"),
     "words": ("tokens", "words"),
-    "transcript": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text"),
+    "transcript": ("text", "sentence", "transcription", "transcript", "normalized_text", "raw_text", "caption"),
     "caption": ("caption", "captions", "text", "sentence", "alt_text", "description", "question", "query", "prompt",
                 "instruction", "messages", "conversations", "conversation"),
     "label": ("label", "labels", "class", "cls", "target"),
 }  # fmt: skip
 """Names of columns that may play each role, the likeliest first. Besides a recipe's roles: `words` (the words of one
-text, in a list), `transcript` (the text of a recording) and `caption` (a text about an image)."""
+text, in a list), `transcript` (the text that a decoder writes of a recording or an image) and `caption` (a text about
+an image)."""
 TEXT_PAIRS = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"),
     ("question", "passage"), ("question", "context"), ("query", "passage"), ("text1", "text2"), ("text_a", "text_b"),

@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from featcal_cli.data.batches import Example, count_positions, decoder_inputs
+from featcal_cli.data.batches import Batch, Example, count_positions, decoder_inputs
 from featcal_cli.data.columns import (
     BadRowError,
     Message,
@@ -58,12 +58,31 @@ class MediaReader(Reader):
     folder: Path | None
     """The folder that files named in rows lie in. None for a Hub dataset, whose rows may name none."""
     processor: Any
+    transcript: str | None
+    """The column of what the decoder writes."""
+    tokens: TextTokens | None
+
+    def decoder_inputs(self, row: Row) -> Batch:
+        """Return the inputs of the decoder that writes a row's transcript, or that gets no text. Raises BadRowError."""
+        if self.transcript is None or self.tokens is None:
+            return decoder_inputs(self.target.model, ())
+        text, config = row.get(self.transcript), self.target.model.config
+        if not is_text(text):
+            raise BadRowError(f"column {plain(self.transcript)} has no text")
+        most = min(self.target.max_length or MAX_TOKENS, getattr(config, "max_target_positions", None) or MAX_TOKENS)
+        tokens = self.tokens.encode([text], most)["input_ids"]
+        self.target.check_ids(tokens, is_target=True)
+        if tokens[:1] == [config.decoder_start_token_id]:
+            del tokens[0]  # the shift to the right begins with it
+        if not tokens:
+            raise BadRowError("a text has no tokens")
+        return decoder_inputs(self.target.model, tokens)
 
 
 class ImageReader(MediaReader):
     def read(self, row: Row) -> Example:
         process = partial(self.processor, images=[self.picture(row)], return_tensors="pt")
-        return Example(self.target.preprocess("pixel_values", process) | decoder_inputs(self.target.model, ()))
+        return Example(self.target.preprocess("pixel_values", process) | self.decoder_inputs(row))
 
     def picture(self, row: Row) -> Image.Image:
         value = row.get(self.column)
@@ -95,8 +114,22 @@ def open_images(
     """Open the reader for rows with images, by default with an image processor that is loaded. Raises DataError."""
     column = find_column("image", data, samples)
     images, source = processor or load_preprocessor("image processor", target.folders)
-    chosen = f"column {name_among(column, samples)}, image processor from {source}"
-    return ImageReader(chosen, target, column, folder_of(data), images)
+    transcript, tokens, told = _find_transcript(data, samples, target)
+    chosen = f"column {name_among(column, samples)}, image processor from {source}{told}"
+    return ImageReader(chosen, target, column, folder_of(data), images, transcript, tokens)
+
+
+def _find_transcript(data: Data, samples: Samples, target: Target) -> tuple[str | None, TextTokens | None, str]:
+    """Return the column of what the model's decoder writes, with the tokens that it knows; None if it has no decoder or
+    no column does. The third is what the user is told."""
+    if not (
+        target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names
+    ):
+        return None, None, ""
+    named = data.columns.get("response") or data.columns.get("text")
+    if transcript := named or next(iter(find_usual("transcript", samples)), None):
+        return transcript, open_tokens(target.text_models, target.folders), f", {transcript} for the decoder"
+    return None, None, ", no target for the decoder"
 
 
 MOST_SECONDS = 30
@@ -105,34 +138,14 @@ INSTALL = {"fix": "install what reads sound, in the clone of featcal", "command"
 Wave = NDArray[numpy.float32]
 
 
-@dataclass(frozen=True)
 class AudioReader(MediaReader):
-    transcript: str | None
-    tokens: TextTokens | None
-
     def read(self, row: Row) -> Example:
         model = self.target.model
         wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
         extract = partial(self.processor, [wave], sampling_rate=self.processor.sampling_rate, return_tensors="pt")
         inputs = self.target.preprocess(model.main_input_name, extract)
         self.target.check_length(inputs)
-        return Example(inputs | decoder_inputs(model, self._encode(row)))
-
-    def _encode(self, row: Row) -> list[int]:
-        """Return the token ids of a row's transcript; none if the decoder gets no text. Raises BadRowError."""
-        if self.transcript is None or self.tokens is None:
-            return []
-        text, config = row.get(self.transcript), self.target.model.config
-        if not is_text(text):
-            raise BadRowError(f"column {plain(self.transcript)} has no text")
-        most = min(self.target.max_length or MAX_TOKENS, getattr(config, "max_target_positions", None) or MAX_TOKENS)
-        tokens = self.tokens.encode([text], most)["input_ids"]
-        self.target.check_ids(tokens, is_target=True)
-        if tokens[:1] == [config.decoder_start_token_id]:
-            del tokens[0]  # the shift to the right begins with it
-        if not tokens:
-            raise BadRowError("a text has no tokens")
-        return tokens
+        return Example(inputs | self.decoder_inputs(row))
 
     def _decode(self, source: BytesIO | Path) -> Wave:
         """Return a recording as one channel at the extractor's rate. Raises what the libraries raise."""
@@ -157,13 +170,8 @@ def open_audio(data: Data, samples: Samples, target: Target) -> AudioReader:
     except (ImportError, OSError) as error:  # OSError: without the C library
         raise DataError(f"sound cannot be read ({exception_text(error)})", **INSTALL) from None
     extractor, source = load_preprocessor("feature extractor", target.folders)
-    chosen = f"column {name_among(column, samples)}, feature extractor from {source}"
-    transcript = None
-    if target.model.config.is_encoder_decoder and target.model.can_generate() and "decoder_input_ids" in target.names:
-        transcript = data.columns.get("response") or data.columns.get("text")
-        transcript = transcript or next(iter(find_usual("transcript", samples)), None)
-        chosen += f", {transcript} for the decoder" if transcript else ", no target for the decoder"
-    tokens = open_tokens(target.text_models, target.folders) if transcript else None
+    transcript, tokens, told = _find_transcript(data, samples, target)
+    chosen = f"column {name_among(column, samples)}, feature extractor from {source}{told}"
     return AudioReader(chosen, target, column, folder_of(data), extractor, transcript, tokens)
 
 

@@ -115,6 +115,21 @@ def test_captions_are_padded_where_the_tokenizer_makes_no_masks(at: Folder) -> N
         assert ids.tolist() == ids_of(f"it is {brightest(pixels)}") + [0] * 5
 
 
+@pytest.mark.parametrize("column", ["caption", "text", ""])
+def test_a_decoder_gets_what_it_writes_of_an_image(at: Folder, column: str) -> None:
+    """As TrOCR's; it gets its start token alone where no column has it, and a note says so."""
+    prepare(at.expert, "clip")
+    writing = library.BertConfig(**LAYERS, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True)
+    config = library.VisionEncoderDecoderConfig.from_encoder_decoder_configs(library.ViTConfig(**SEEING), writing)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = library.VisionEncoderDecoderModel(config)
+    examples = at.load(model, pictures(at, lambda colour: {column or "name": f"{COLOURS[colour]} it is"}))
+    (batch,) = examples.fitted
+    for pixels, ids in zip(batch["pixel_values"], batch["decoder_input_ids"], strict=True):
+        assert ids.tolist() == [1, *ids_of(f"{brightest(pixels)} it" if column else "")]
+    assert f", {column or 'no target'} for the decoder" in examples.notes[0]
+
+
 ASKED = "user : <image> <image> <image> <image> what is it assistant : "
 PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "what is it"}]
 
