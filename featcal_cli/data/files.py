@@ -14,7 +14,7 @@ from typing import Any
 
 from featcal_cli.hub.client import root_of, with_retries
 from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
-from featcal_cli.recipe.data_formats import TABLE_FILES, Row, Table, ending_of, open_file
+from featcal_cli.recipe.data_formats import TABLE_FILES, ending_of
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
@@ -40,6 +40,10 @@ def ignore(_: str) -> None:
     """A `Note` that does nothing."""
 
 
+NOTED = "metadata."
+"""Beginning of the names of tables that describe the files beside them."""
+
+
 def bare_name(column: str) -> str:
     """Return the name of a column or config in lower case with underscores, so that spelling variants are equal."""
     return column.strip().lower().replace(" ", "_").replace("-", "_")
@@ -55,7 +59,7 @@ def is_table(path: str) -> bool:
 
 def holds_rows(path: str) -> bool:
     """Whether a file that nothing says to be examples holds some, rather than describing other files or caching."""
-    return is_table(path) and not PurePosixPath(path).name.startswith(("metadata.", "cache-"))
+    return is_table(path) and not PurePosixPath(path).name.startswith((NOTED, "cache-"))
 
 
 def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:
@@ -147,7 +151,11 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
         raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
     classes: list[str] = []
-    if len(media) > len(tables):
+    # tables of the files beside them, as the `datasets` library reads them
+    noted = [name for name in shown if is_table(name) and PurePosixPath(name).name.startswith(NOTED)]
+    if media and noted:
+        splits = group_by_folder(noted) or {"train": noted}
+    elif len(media) > len(tables):
         splits = group_by_folder(media)
         # one such folder among others is no split: "train" next to "bus" is a class
         if len(splits) < 2 and sum(map(len, splits.values())) < len(media):
@@ -172,20 +180,6 @@ def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
             yield path
         elif path.is_dir() and path.resolve() not in inside:
             yield from _walk(path, inside)
-
-
-def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
-    """Open data files as tables, and a folder's images or recordings as one table, labelled by the position of their
-    folder's name among the classes."""
-    files, classes = list_files(data, split, note)
-    if ending_of(files[0].name) not in (*IMAGE_FILES, *AUDIO_FILES) or not local_path(data).is_dir():
-        return [table for file in files for table in open_file(file)]
-
-    def row_of(file: Path) -> Row:
-        row: Row = {"audio" if ending_of(file.name) in AUDIO_FILES else "image": str(file)}
-        return row | ({"label": classes.index(file.parent.name)} if file.parent.name in classes else {})
-
-    return [Table(str(files[0]), len(files), lambda positions: (row_of(files[position]) for position in positions))]
 
 
 # On the Hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from itertools import accumulate, groupby, islice
@@ -16,12 +16,25 @@ from stat import S_ISREG
 from typing import Any, TypeVar
 
 from featcal_cli.data.columns import TRANSLATION, BadRowError, parse_conversation
-from featcal_cli.data.files import HubSplit, Note, bare_name, find_split, ignore, list_files, open_local
+from featcal_cli.data.files import (
+    AUDIO_FILES,
+    IMAGE_FILES,
+    NOTED,
+    HubSplit,
+    Note,
+    bare_name,
+    find_split,
+    ignore,
+    list_files,
+    local_path,
+)
 from featcal_cli.hub.client import explained
 from featcal_cli.recipe.data_formats import (
     Row,
     Table,
+    ending_of,
     explaining,
+    open_file,
     open_parquet,
     parse_features,
     read_group,
@@ -184,6 +197,31 @@ def _open_stream(split: HubSplit) -> Any:
     options = {"sep": "\t"} if all(".tsv" in url.lower() for url in split.sizes) else {}
     stream = library.load_dataset(split.format, data_files=files, split="train", streaming=True, **options)
     return stream.decode(False) if stream.features else stream  # without features nothing would be decoded
+
+
+def open_local(data: Data, split: str | None, note: Note = ignore) -> list[Table]:
+    """Open data files as tables, and a folder's images or recordings as one table, labelled by the position of their
+    folder's name among the classes."""
+    files, classes = list_files(data, split, note)
+    if ending_of(files[0].name) not in (*IMAGE_FILES, *AUDIO_FILES) or not local_path(data).is_dir():
+        return [_name_whole(table, file) for file in files for table in open_file(file)]
+
+    def row_of(file: Path) -> Row:
+        row: Row = {"audio" if ending_of(file.name) in AUDIO_FILES else "image": str(file)}
+        return row | ({"label": classes.index(file.parent.name)} if file.parent.name in classes else {})
+
+    return [Table(str(files[0]), len(files), lambda positions: (row_of(files[position]) for position in positions))]
+
+
+def _name_whole(table: Table, file: Path) -> Table:
+    """Return a table whose rows name a file by its whole path, if it lists the files beside it."""
+
+    def read(positions: Sequence[int]) -> Iterator[Row]:
+        for row in table.read(positions):
+            name = row.get("file_name")
+            yield row | {"file_name": str(file.parent / name)} if isinstance(name, str) else row
+
+    return replace(table, read=read) if file.name.startswith(NOTED) else table
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:

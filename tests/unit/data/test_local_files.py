@@ -15,6 +15,7 @@ import pytest
 from example_folder import Folder, lines
 from PIL import Image
 
+from featcal_cli.data.columns import find_media
 from featcal_cli.data.rows import draw_rows, read_classes, read_rows
 from featcal_cli.recipe.data_formats import open_file
 from featcal_cli.recipe.references import parse_source
@@ -105,6 +106,17 @@ def test_a_folder_of_images_has_splits_and_classes_that_are_called_like_folders(
     endings = ("png", "jpg", "bmp", "webp", "gif", "tiff", "JPEG")
     deep = at.images({f"deep/class{number % 2}/{number}.{end}": image for number, end in enumerate(endings)}, "deep")
     assert len(list(read_rows(deep, None))) == 7 and read_classes(deep, None, "label") == ["class0", "class1"]
+
+
+@pytest.mark.parametrize(("place", "count"), [("", 2), ("train/", 1)])
+def test_a_table_of_the_images_beside_it_is_what_a_folder_holds(at: Folder, place: str, count: int) -> None:
+    """As the `datasets` library reads it; each split may have its own."""
+    data = at.images({f"{place}{name}/1.png": Image.new("L", (1, 1)) for name in ("cat", "bus")})
+    at.file(f"images/{place}metadata.jsonl", [{"file_name": "bus/1.png", "text": "w1"}] * count)
+    at.file("images/test/metadata.jsonl" if place else "images/other.txt", [{"file_name": "1.png"}])
+    rows = list(read_rows(data, None))
+    assert [(Path(row["file_name"]).is_file(), row["text"]) for row in rows] == [(True, "w1")] * count
+    assert find_media("image", {"file_name": [rows[0]["file_name"]]})
 
 
 def test_links_to_files_and_folders_are_followed_under_their_own_names(at: Folder) -> None:
