@@ -57,12 +57,14 @@ def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
     """Find the parameters that base and all experts have in one shape, by their names in the first expert. Only one of
     several tied parameters is included."""
     once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
-    left_out = {*base.missing.union(*(model.missing for model in experts)), *(every.keys() - once.keys())}
-    states = [model.module.state_dict() for model in (base, *experts)]
+    tied, models = every.keys() - once.keys(), (base, *experts)
+    # a model that is only a part of the first expert, as a vision tower, has other names
+    states = [(model, model.module.state_dict()) for model in models]
     parameters: dict[str, Sources] = {}
-    for name, first in states[1].items():
-        sources = [state[name] for state in states if name in state and state[name].shape == first.shape]
-        if len(sources) == len(states) and first.is_floating_point() and name not in left_out:
+    for name, first in states[1][1].items():
+        own = [(state, path) for model, state in states if (path := model.own_path(name)) not in model.missing]
+        sources = [state[path] for state, path in own if path in state and state[path].shape == first.shape]
+        if len(sources) == len(models) and first.is_floating_point() and name not in tied:
             parameters[name] = sources
     return parameters
 

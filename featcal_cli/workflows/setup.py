@@ -122,11 +122,11 @@ def build_merged(session: Session, merge: Merge, snapshots: Mapping[str, Snapsho
     CheckpointError and OutputError."""
     built, experts = scratch / MERGED_MODEL, [role for role in snapshots if role.startswith(EXPERT)]
     if read_launch().local_rank == 0:
-        model_class = find_class(snapshots[experts[0]])
-        base, *models = (_keep(load_model(role, snapshots[role], model_class), scratch) for role in ("base", *experts))
-        first = models[0]
+        role, *others = experts
+        first = _keep(load_model(role, snapshots[role], find_class(snapshots[role])), scratch)
+        base, *models = (_keep(load_fitting(role, snapshots[role], first), scratch) for role in ("base", *others))
         entries = read_entries(first.snapshot.folder)
-        on_disk = (names_on_disk(first, group, entries) for group in merge_weights(merge, base, models))
+        on_disk = (names_on_disk(first, group, entries) for group in merge_weights(merge, base, [first, *models]))
         build_checkpoint(built, first.snapshot, base.snapshot, on_disk)
     session.ranks.gather(None)  # now it is there
     return Snapshot(session.draft.name, built, None)

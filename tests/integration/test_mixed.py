@@ -31,13 +31,14 @@ def run(
     metric: str | None = "features",
     **models: PreTrainedModel,
 ) -> Result:
-    """Save `merged`, `base` and an expert a task, and calibrate."""
+    """Save `merged`, `base` and an expert a task, and calibrate; without `merged`, the experts' average."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
     for task, tensors in inputs.items():
         save_file(tensors, folder / f"{task}.safetensors")
     tasks = {task: {"expert": str(folder / task), "data": str(folder / f"{task}.safetensors")} for task in inputs}
-    recipe = {"merged": str(folder / "merged"), "base": str(folder / "base"), "tasks": tasks}
+    merged = str(folder / "merged") if "merged" in models else {"method": "average"}
+    recipe = {"merged": merged, "base": str(folder / "base"), "tasks": tasks}
     calibration = {"examples": 6, "method": method, "metric": metric}
     return calibrate({**recipe, "calibration": calibration}, output=folder / "out")
 
@@ -133,6 +134,14 @@ def test_tasks_may_exercise_different_towers(tmp_path: Path) -> None:
     towers = {name.split(".")[0] for name in changed(tmp_path)}
     assert towers == {"vision_model", "text_model"}
     assert all(drift.before > 0 and drift.after > 0 for drift in result.report.drift.values())
+
+
+def test_a_vision_tower_is_merged_into_the_one_of_a_full_model(tmp_path: Path) -> None:
+    red, green = clip(2), tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION_SIZES))
+    result = run(tmp_path, images(), "paper", base=clip(1), red=red, green=shaken(green, 3))
+    towers = [model.vision_model.state_dict() for model in (result.merged.module, red)]
+    for (name, built), ours in zip(towers[0].items(), towers[1].values(), strict=True):
+        torch.testing.assert_close(built, (ours + green.state_dict()[name]) / 2)
 
 
 @pytest.mark.matrix
