@@ -4,6 +4,7 @@ refused; tell which files repeat the weights; and load a transformers config or 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import tempfile
@@ -23,7 +24,7 @@ from huggingface_hub.utils import TensorInfo  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 
 from featcal_cli.runtime.errors import CheckpointError, HubError
-from featcal_cli.runtime.files import copy_files, name_reason, tell_fix, visible_files
+from featcal_cli.runtime.files import cache_folder, copy_files, name_reason, tell_fix, visible_files
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain, quoted
 from featcal_cli.runtime.structured_text import parse_json, walk
 
@@ -148,6 +149,12 @@ def check_unique(header: Mapping[str, Entry], known: Iterable[str]) -> None:
 
 
 def unwritable_cache(folder: Path, error: Exception) -> HubError:
+    """Return the error for a folder in the cache that cannot be filled, perhaps because a file cannot be read."""
+    if isinstance(error, OSError) and error.filename and not error.filename2:  # the second is what was written
+        file = Path(os.fsdecode(error.filename))
+        if not file.is_relative_to(cache_folder()):
+            what, fix = f"{file.name} cannot be read: {name_reason(error)}", tell_fix(error, "download the file again")
+            return HubError(what, where=str(file), fix=fix)
     what = f"the cache folder cannot be written: {name_reason(error)}"
     return HubError(what, where=str(folder), fix=tell_fix(error, "point FEATCAL_CACHE to a folder that can be written"))
 

@@ -63,6 +63,13 @@ def cache_that_cannot_be_written(stage: Stage) -> Arguments:
     return {"--expert": f"red={stage.folder / 'old'}", "--allow-pickle": ""}
 
 
+def pickles_that_lack_a_shard(stage: Stage) -> Arguments:
+    save_pickled(stage)
+    (stage.folder / "old" / "pytorch_model.bin").unlink()
+    stage.write("old/pytorch_model.bin.index.json", '{"weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}')
+    return {"--expert": f"red={stage.folder / 'old'}", "--allow-pickle": ""}
+
+
 CASES: list[Case] = [
     (options(merged="nobody/nothing"), ["nobody/nothing"]),
     (options(expert="red=no\x1b[31mbody/nothing"), ["control character"]),
@@ -86,5 +93,6 @@ CASES: list[Case] = [
     (card("strangers/long", "x" * 11_000_000), ["README.md has 11,000,000 bytes"]),
     (offline, ["offline mode", "never-seen"]),
     (cache_that_cannot_be_written, ["cache folder", "FEATCAL_CACHE"]),
+    (pickles_that_lack_a_shard, ["00002.bin cannot be read: No such file", "download the file again"]),
     (options(device="cuda:999"), ["no device cuda:999", "cpu"]),
 ]
