@@ -17,6 +17,7 @@ from featcal_cli.engine.block_runner import TOO_LARGE
 from featcal_cli.engine.weight_uploads import is_finite
 from featcal_cli.hub.model_files import PREPROCESSOR_FILES, UNPACKED, Entry, Files, divide_files, read_entries
 from featcal_cli.hub.snapshot import Snapshot
+from featcal_cli.lineage.claims import READ_FILES
 from featcal_cli.models.architecture import Architecture, held_parameters
 from featcal_cli.models.loading import DTYPES, Model, load_model
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, NumericsError, OutputError
@@ -145,13 +146,15 @@ def write_output(
 
 
 def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
-    """Write a checkpoint to the new folder `target`: files of `layout` with the given tensors in place of its own, and
-    preprocessors of `spare` that it lacks. Raises OutputError."""
+    """Write a checkpoint to the new folder `target`: files of `layout` with the given tensors in place of its own, but
+    for those on its lineage, and preprocessors of `spare` that it lacks. Raises OutputError."""
     try:
         sources = [source for source in spare.folder.iterdir() if source.is_file()]
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
         shutil.rmtree(target, ignore_errors=True)  # of a run that was killed
         copy_checkpoint(layout, target)
+        for name in READ_FILES:  # they say what that model was made from
+            (target / name).unlink(missing_ok=True)
         entries = read_entries(layout.folder)
         for group in tensors:
             write_tensors(target, entries, group)

@@ -131,6 +131,7 @@ def test_a_job_builds_a_ties_merge_and_says_so(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["t5"])
     with changed_tensors(tmp_path / next(iter(saved.inputs))) as tensors:  # as old pickles have tied weights
         tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"].clone()
+    (tmp_path / next(iter(saved.inputs)) / "mergekit_config.yml").write_text("merge_method: linear")  # of that expert
     keys = {"method": "ties", "scale": 0.4, "density": 0.3}
     result = calibrate({**saved.recipe(), "merged": keys}, output=tmp_path / "out")
     base, *experts = (
@@ -142,4 +143,5 @@ def test_a_job_builds_a_ties_merge_and_says_so(tmp_path: Path) -> None:
     assert all(torch.equal(built[name], x) for name, x in merge(base, experts, **keys).items())
     assert torch.equal(built["encoder.embed_tokens.weight"], built["shared.weight"])
     assert result.report.recipe["merged"] == keys
+    assert not (tmp_path / "out" / "mergekit_config.yml").exists()
     assert "a merge of its experts (ties, scale 0.4, density 0.3)" in (tmp_path / "out" / "README.md").read_text()
