@@ -156,6 +156,8 @@ def draw_examples(
             first = list(islice(drawn, PEEKED_ROWS))
             reader, rows = _open_rows(data, first, target), chain(first, drawn)
         usable = _read_usable(reader, rows, wanted, further)
+    if usable.is_whole and wanted < asked:  # so few say nothing of a larger draw
+        return draw_examples(task, data, target, count=asked, seed=seed, hold_out=hold_out)
     if usable.is_whole:
         usable.divide(count, hold_out=hold_out)
     else:

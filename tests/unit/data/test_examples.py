@@ -528,6 +528,15 @@ def test_of_long_texts_fewer_are_taken_so_that_they_hold_512_tokens_an_example(a
     assert draw_examples("red", data, target, count=120, seed=1, sampled=8).expected == found.expected == (64, 16)
 
 
+def test_a_sample_of_rows_that_are_much_alike_foresees_what_is_drawn(at: Folder) -> None:
+    at.tokenizer()
+    data = at.file("alike.jsonl", [{"text": f"w{number % 8}"} for number in range(90)])
+    found = [
+        draw_examples("red", data, Target(tiny("bert"), [at.expert]), count=40, seed=1, sampled=n) for n in (8, None)
+    ]
+    assert [(each.expected, each.notes) for each in found] == [((40, 0), found[1].notes)] * 2
+
+
 _ENGLISH_FIRST = {"columns": {"prompt": "translation.en", "response": "translation.de"}}
 
 
