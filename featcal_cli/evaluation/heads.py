@@ -79,6 +79,8 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
     """
     what = f"{expert.role} has no head that tells classes apart ({type(expert.module).__name__})"
     fix = "say under evaluate how it is measured instead: prompts, answers or lm_eval"
+    if not (expert.module.can_generate() or hasattr(expert.module, "get_image_features")):
+        fix = "compare outputs without labels instead: featcal inspect-drift"
     headless = CheckpointError(what, where=expert.snapshot.name, fix=fix)
     if _find_body(expert.module) is None or expert.module.config.num_labels == 1:  # a score
         raise headless

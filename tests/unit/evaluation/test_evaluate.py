@@ -319,8 +319,9 @@ def test_a_head_that_does_not_tell_texts_apart_is_refused(bert: Path, tmp_path: 
     save_tokenizer(tmp_path / "expert", chat=False)
     draft = draft_of(bert, {"split": "test"})
     spec = draft.tasks["it"].model_copy(update={"expert": str(tmp_path / "expert")})
-    with pytest.raises(CheckpointError, match=f"no head that tells classes apart .BertFor{task}"):
+    with pytest.raises(CheckpointError, match=f"no head that tells classes apart .BertFor{task}") as raised:
         evaluate(draft.model_copy(update={"tasks": {"it": spec}}))
+    assert "featcal inspect-drift" in raised.value.fix
 
 
 # --- generation ---
