@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import BY_NAME, TASKS, Saved, save_family, save_tokenizer
+from families import BY_NAME, TASKS, Saved, changed_tensors, save_family, save_tokenizer
 from hub_server import HubServer
 from jobs import Watcher
 from outcome import distance
-from safetensors.torch import load_file, save_file
+from published import change_config
+from safetensors.torch import load_file
 from torch import Tensor
 
 from featcal_cli.runtime.errors import RecipeError
@@ -26,34 +26,26 @@ from featcal_cli.workflows.verbs import calibrate, calibrate_modules
 WEIGHTS = "model.safetensors"
 
 
-def rewrite(folder: Path, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> None:
-    """Change names and values of all of a model's tensors."""
-    file = folder / "model.safetensors"
-    save_file(dict(change(name, value) for name, value in load_file(file).items()), file, {"format": "pt"})
-
-
-def substitute(file: Path, old: str, new: str) -> None:
-    file.write_text(file.read_text().replace(old, new))
-
-
 def turn_tasks(_: Path, recipe: dict[str, Any]) -> None:
     recipe["tasks"] = dict(reversed(recipe["tasks"].items()))
 
 
 def add_prefix(folder: Path, _: dict[str, Any]) -> None:
     """As a model with a head has it on the disk."""
-    rewrite(folder / "merged", lambda name, value: (f"bert.{name}", value))
+    with changed_tensors(folder / "merged") as tensors:
+        tensors.update({f"bert.{name}": tensors.pop(name) for name in list(tensors)})
 
 
 def name_a_head(folder: Path, _: dict[str, Any]) -> None:
     """In the config alone."""
-    substitute(folder / "merged" / "config.json", '"BertModel"', '"BertForTokenClassification"')
+    change_config(folder / "merged", architectures=["BertForTokenClassification"])
 
 
 def round_experts(folder: Path, recipe: dict[str, Any]) -> None:
     for task in recipe["tasks"]:
-        rewrite(folder / task, lambda name, value: (name, value.bfloat16()))
-        substitute(folder / task / "config.json", "float32", "bfloat16")
+        with changed_tensors(folder / task) as tensors:
+            tensors.update({name: value.bfloat16() for name, value in tensors.items()})
+        change_config(folder / task, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +141,14 @@ def write_texts(file: Path, seed: int, rows: int, least: int, most: int) -> list
     return lines
 
 
-def encode_long_texts_in_another_way(file: Path) -> None:
+def encode_long_texts_in_another_way(folder: Path) -> None:
     """By LongRoPE: a batch of more than six tokens has other frequencies, for all of its texts."""
-    config = json.loads(file.read_text())
+    config = json.loads((folder / "config.json").read_text())
     count = config["hidden_size"] // config["num_attention_heads"] // 2
     factors = {"short_factor": [1.0] * count, "long_factor": [3.0] * count}
     limit = {"original_max_position_embeddings": 6}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **limit, **factors}
-    file.write_text(json.dumps(config | limit | {"rope_parameters": rope}))
+    change_config(folder, **limit, rope_parameters=rope)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "phi3"])
@@ -164,7 +156,7 @@ def test_texts_do_not_depend_on_batches_padding_and_order(tmp_path: Path, family
     """As a tokenizer pads them; tests/matrix/test_batches.py has all families, from their tensors on."""
     saved = save_family(tmp_path, BY_NAME[family])
     for model in ("merged", "base", *TASKS) if family == "phi3" else ():
-        encode_long_texts_in_another_way(tmp_path / model / "config.json")
+        encode_long_texts_in_another_way(tmp_path / model)
     recipe: dict[str, Any] = saved.recipe(**SETTINGS, examples=8)
     results = []
     for side, batch_size in (("right", 1), ("left", 3)):

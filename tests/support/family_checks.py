@@ -38,7 +38,9 @@ IN_HALF_PRECISION = SPREAD | {
     "dbrx", "qwen3-next", "whisper",
 }  # fmt: skip
 """Families calibrated in bfloat16 too: one of each way in which weights are multiplied and tokens are mixed."""
-LISTED = {"clip-vision", "bert", "llama", "t5", "mixtral", "xlnet", "jamba"}
+LISTED = {
+    "clip-vision", "clip", "bert", "gpt2", "llama", "t5", "bart", "whisper", "mixtral", "llava", "xlnet", "jamba",
+}  # fmt: skip
 """Families whose modules `featcal modules` lists as calibrations report them."""
 LISTED_AS_ONE = {"mixtral", "xlnet", "jamba"}
 """Families all of whose matrices of a parameter are listed as one module."""

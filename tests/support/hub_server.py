@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from hub_faults import Fault, Faults
-from hub_store import DATE, Answer, Blob, Call, Pull, RefusedError, Repo, Request, git_oid, is_lfs, refuse, to_json
+from hub_store import DATE, Answer, Blob, Call, RefusedError, Repo, Request, git_oid, is_lfs, refuse, to_json
 from hub_uploads import Uploads
 
 from featcal_cli.runtime.structured_text import load_documents
@@ -101,14 +101,6 @@ class HubServer:
         fresh = Repo(repo_id, kind, gated, private, {repo_id.split("/")[0], *granted})
         repo = self.repos.setdefault((kind, repo_id), fresh)
         return repo.commit(revision, self._read(folder))
-
-    def add_pull_request(self, repo_id: str, folder: Path) -> int:
-        """Open the pull request in which the Hub's bot lays the files of `folder` over main; return its number."""
-        repo = self.repos["model", repo_id]
-        title = "Adding `safetensors` variant of this model"
-        repo.pulls.append(Pull(number := len(repo.pulls) + 1, title, "SFconvertbot", "open"))
-        repo.commit(f"refs/pr/{number}", repo.commits[repo.refs["main"]] | self._read(folder))
-        return number
 
     def sent(self, pattern: str = "") -> int:
         """Body bytes sent for paths that match the regular expression."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
@@ -83,16 +82,10 @@ def run_main(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    from huggingface_hub import constants
-
     from featcal_cli.__main__ import main
     from featcal_cli.workflows import calibrate
 
     vars(calibrate)["plot_drift"] = lambda _: b""  # takes as long as calibrating a tiny model
-    if "HURRIED" in os.environ:  # waits less between two tries
-        vars(time)["sleep"] = partial(lambda sleep, seconds: sleep(min(seconds, 0.005)), time.sleep)
-    # which was read when the client was imported, before the fork
-    constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
     sys.argv = ["featcal", *arguments]
     code = 1
     try:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from families import BY_NAME, Saved, save_family
+from families import BY_NAME, save_family
 from jobs import prepare
 from oracle import normalise, record
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from featcal_cli.calibration.algorithm import load_block, solve_block
@@ -22,10 +20,7 @@ from featcal_cli.calibration.normal_equations import collect_equations, paramete
 from featcal_cli.calibration.solver import precise
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.models.module_kinds import Affine, new_parameters
-from featcal_cli.workflows.verbs import calibrate
 
-OVERFIT = Hyperparameters(ridge=1e-5, rho=1.0, alpha=1.0)
-"""A fit to few rows with next to nothing that holds it back."""
 HELD_BACK = Hyperparameters(ridge=1.0, rho=1.0, alpha=0.3)
 """A fit to few rows of which some holds on others."""
 FITTED, HELD_OUT = 2, 8
@@ -117,31 +112,3 @@ def test_no_step_is_decided_by_rounding() -> None:
     assert steps[0] == 0.0 and steps[-1] == 1.0
     assert all(0 <= after - before < 0.0021 for before, after in pairwise(steps))
     assert choose_step(0.0, 0.0) == 1.0 and choose_step(0.0, -1.0) == choose_step(-1e-9, -1.0) == 0.0
-
-
-def recipe(saved: Saved, **calibration: object) -> dict[str, Any]:
-    return saved.recipe(**{**vars(OVERFIT), "examples": FITTED, **calibration})
-
-
-def test_modules_that_are_pulled_back_are_in_the_report(bert: Saved, tmp_path: Path) -> None:
-    guarded = calibrate(recipe(bert, method="featcal"), output=tmp_path / "guarded").report
-    left = guarded.settings["step"]  # of all updates, after that of each
-    to_the_letter = calibrate(recipe(bert, method="paper"), output=tmp_path / "paper").report
-    assert guarded.settings["guard"] and not to_the_letter.settings["guard"]
-    steps = [module.step for block in guarded.blocks for module in block.modules]
-    assert all(step is not None and 0 <= step <= 1 for step in steps) and set(steps) != {1.0}
-    assert all(module.step is None for block in to_the_letter.blocks for module in block.modules)
-    folders = bert.folder / "merged", tmp_path / "guarded", tmp_path / "paper"
-    merged, ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
-    of_paper = {module.name: module for module in to_the_letter.blocks[0].modules}
-    for module in guarded.blocks[0].modules:  # further on, features differ
-        step = module.step
-        assert step is not None
-        for key in ("weight", "bias"):
-            name = f"{guarded.blocks[0].name}.{module.name}.{key}"
-            expected = merged[name] + left * step * (theirs[name] - merged[name])
-            torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
-            if left * step in (0.0, 1.0):
-                assert ours[name].equal((merged, theirs)[int(left * step)][name])
-        before = of_paper[module.name]
-        assert module.relative_change == pytest.approx(left * step * before.relative_change, rel=1e-6)

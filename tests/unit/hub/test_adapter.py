@@ -288,20 +288,6 @@ def test_the_copy_is_made_once_without_the_hub_and_anew_of_a_changed_adapter_or_
         assert len(found) == number
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, OSError])
-def test_an_interrupted_fold_leaves_nothing(adapter: Path, monkeypatch: Patch, end: type) -> None:
-    def stop(*_: object) -> None:
-        raise end("stopped")
-
-    before = copies()
-    with monkeypatch.context() as patch:
-        patch.setattr("featcal_cli.hub.adapter.copy_files", stop)
-        with pytest.raises(HubError if end is OSError else end):
-            resolve(str(adapter))
-    assert copies() == before
-    assert resolve(str(adapter)).weights()
-
-
 def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Path) -> None:
     copy = resolve(str(adapter)).folder
     for file in copy.glob("*.safetensors*"):

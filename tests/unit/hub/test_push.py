@@ -168,15 +168,6 @@ def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, fold
     assert stored(hub, "alice/same").items() >= visible(folder).items()
 
 
-def test_pushing_again_does_nothing(hub: HubServer, folder: Path, tmp_path: Path) -> None:
-    hub.add_repo("alice/twice", model(tmp_path / "old"))
-    target = aim("alice/twice", overwrite_repo=True)
-    first = push(folder, target, message="m")
-    hub.requests.clear()
-    assert push(folder, target, message="m") == first
-    assert all(request.method == "GET" for request in hub.requests)
-
-
 def test_a_repo_that_holds_the_finished_model_is_no_obstacle(hub: HubServer, folder: Path) -> None:
     send(folder, "alice/done")
     send(folder, "alice/done", finished=folder)
@@ -249,22 +240,6 @@ def test_a_token_for_an_organisation_in_which_its_user_may_only_read_does_not_wr
 
 
 # What goes wrong on the way
-
-
-def test_an_interrupted_upload_goes_on_with_what_is_missing(hub: HubServer, folder: Path) -> None:
-    hub.add_repo("alice/on", folder / "extra")
-    hub.fail("upload", "500", after=1, times=None)
-    assert str(folder) in refusal(lambda: send(folder, "alice/on"))
-    there = sum(hub.stored(sha256).stat().st_size for sha256 in hub.repos["model", "alice/on"].objects)
-    large = sum((folder / name).stat().st_size for name in (*SHARDS, "drift.png"))
-    assert 0 < there < large
-    hub.faults.clear()
-    hub.requests.clear()
-    send(folder, "alice/on")
-    assert (
-        sum(request.bytes_received for request in hub.requests if request.path.startswith("/upload/")) == large - there
-    )
-    assert stored(hub, "alice/on").items() >= visible(folder).items()
 
 
 @pytest.mark.parametrize("place", ["new", "old", "pull request"])

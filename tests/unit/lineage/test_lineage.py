@@ -117,18 +117,6 @@ def test_a_configuration_that_the_card_repeats_is_noted_once() -> None:
     assert sum("is one of the experts and not their base" in note for note in notes) == 1
 
 
-def test_data_of_several_tasks_are_asked_for_in_one_sentence() -> None:
-    names = ["ORG/bert-math", "ORG/bert-code"]
-    repos = {name: {"README.md": "---\nlicense: mit\n---\n"} for name in names}
-    opener = open_texts({"ORG/merged": listed("ties", *names, base_model="ORG/base"), **repos})
-    with pytest.raises(LineageError) as caught:
-        find_lineage(Draft(merged="ORG/merged"), opener)
-    whose = "ORG/bert-math and ORG/bert-code name no dataset"
-    assert caught.value.what == f"nothing says where the examples of math and code come from: {whose}"
-    assert caught.value.where == "data of math and code"
-    assert caught.value.command.endswith("--data math=SOURCE --data code=SOURCE")
-
-
 def test_a_complete_draft_stays_as_it_is() -> None:
     opener = open_texts({"whole/a": {}})
     data = {"dataset": "whole/rows", "template": "{q}", "columns": {"label": "y"}}

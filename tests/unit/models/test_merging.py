@@ -104,13 +104,9 @@ def test_dare_ties_keeps_a_share_of_the_steps_and_divides_by_it(tmp_path: Path) 
     assert both == pytest.approx(0.09, abs=0.01), "experts are not dropped alike"
     expected = torch.from_numpy((start + 0.7 * elect_and_add(kept)).astype(np.float32))
     torch.testing.assert_close(torch.cat([merged[name].ravel() for name in names]), expected, rtol=0, atol=1e-6)
-
-
-def test_dare_ties_hangs_on_its_seed_alone(tmp_path: Path) -> None:
-    base, experts = load(tmp_path, "bert")
-    one, again, other = (merge(base, experts, method="dare_ties", seed=seed) for seed in (1, 1, 2))
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert not all(torch.equal(one[name], other[name]) for name in one)
+    again, other = (merge(base, experts, method="dare_ties", scale=0.7, density=0.3, seed=seed) for seed in (5, 6))
+    assert all(torch.equal(merged[name], again[name]) for name in names)
+    assert not all(torch.equal(merged[name], other[name]) for name in names)
 
 
 def test_with_all_steps_of_one_sign_ties_is_task_arithmetic(tmp_path: Path) -> None:

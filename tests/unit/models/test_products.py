@@ -52,26 +52,6 @@ def test_a_product_tells_its_parameter(multiply: Callable[[], Tensor], name: str
         torch.testing.assert_close(linear(x, weight), result)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_each_matrix_of_a_batched_product_is_told_of(*, with_bias: bool) -> None:
-    parameters = {"deep": DEEP, "shift": nn.Parameter(torch.randn(3, 4))}
-    x = torch.randn(3, 5, 6)
-    seen: list[tuple[ParameterSlice, Tensor, ParameterSlice | None]] = []
-    made: list[Tensor] = []
-    with torch.no_grad():
-        bias = parameters["shift"][:, None] if with_bias else torch.zeros(3, 1, 4)
-        expected = torch.baddbmm(bias, x, DEEP)
-        with MatmulInterceptor(parameters, lambda *args: seen.append(args), lambda _, y: made.append(y)):
-            result = torch.baddbmm(bias, x, DEEP) if with_bias else torch.bmm(x, DEEP)
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(torch.stack(made), expected)
-    assert [weight.name(DEEP.shape) for weight, _, _ in seen] == ["deep[0]", "deep[1]", "deep[2]"]
-    for number, (weight, given, shift) in enumerate(seen):
-        assert torch.equal(weight.of(DEEP), DEEP[number].T)
-        assert torch.equal(given, x[number])
-        assert shift == (ParameterSlice("shift", 4 * number, (4,), (1,)) if with_bias else None)
-
-
 def test_a_choice_among_all_values_gives_no_tokens() -> None:
     routing = Routing()
     with torch.no_grad(), MatmulInterceptor({"deep": DEEP}, lambda *_: None, routing=routing):
@@ -79,23 +59,3 @@ def test_a_choice_among_all_values_gives_no_tokens() -> None:
         result = torch.bmm(torch.ones(3, 4, 6), DEEP)
     torch.testing.assert_close(result, torch.ones(3, 4, 6) @ DEEP)
     assert routing.find(torch.ones(4, 6)) is None
-
-
-def test_attention_is_looked_into_with_its_rows_by_length_and_example() -> None:
-    attention = nn.MultiheadAttention(8, 2, bias=True).eval()
-    x = torch.randn(5, 3, 8)
-    seen: dict[str, tuple[torch.Size, ParameterSlice | None]] = {}
-
-    def keep(weight: ParameterSlice, x: Tensor, bias: ParameterSlice | None) -> None:
-        seen[weight.parameter] = (x.shape, bias)
-
-    with torch.no_grad():
-        expected, _ = attention(x, x, x, need_weights=False)
-        with MatmulInterceptor(dict(attention.named_parameters()), keep):
-            output, _ = attention(x, x, x, need_weights=False)
-    torch.testing.assert_close(output, expected)
-    assert {name: shape for name, (shape, _) in seen.items()} == {
-        "in_proj_weight": (5, 3, 8),
-        "out_proj.weight": (5, 3, 8),
-    }
-    assert [bias and bias.parameter for _, bias in seen.values()] == ["in_proj_bias", "out_proj.bias"]

@@ -105,14 +105,6 @@ class Windowed(nn.Module):
         return x
 
 
-def test_windows_of_a_text_that_the_model_pads_itself_are_left_unchanged() -> None:
-    inputs = {"input_ids": torch.ones(4, 9, dtype=torch.long), "attention_mask": torch.ones(4, 9, dtype=torch.long)}
-    model: Any = Windowed()
-    for block in find_architecture(model, {"task": inputs}, "auto").blocks:
-        assert block.holds == "padded text" and [module.name for module in block.modules] == ["tokens"]
-        assert block.skipped == (("windows", UNMATCHED),)
-
-
 class Plain(Layer):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.windows(self.tokens(x))
@@ -134,8 +126,10 @@ class Compared(Windowed):
         return x
 
 
-def test_rows_of_two_examples_at_once_are_left_unchanged() -> None:
+@pytest.mark.parametrize(("model_class", "kept", "holds"), [(Windowed, ["tokens"], "padded text"), (Compared, [], "")])
+def test_rows_that_are_no_tokens_are_left_unchanged(model_class: type[Any], kept: list[str], holds: str) -> None:
+    """Windows of a text that the model pads itself, and pairs of examples."""
     inputs = {"input_ids": torch.ones(4, 9, dtype=torch.long), "attention_mask": torch.ones(4, 9, dtype=torch.long)}
-    model: Any = Compared()
-    for block in find_architecture(model, {"task": inputs}, "auto").blocks:
-        assert not block.modules and dict(block.skipped) == dict.fromkeys(("tokens", "windows"), UNMATCHED)
+    for block in find_architecture(model_class(), {"task": inputs}, "auto").blocks:
+        assert [module.name for module in block.modules] == kept and holds in str(block.holds)
+        assert dict(block.skipped) == dict.fromkeys({"tokens", "windows"} - set(kept), UNMATCHED)
