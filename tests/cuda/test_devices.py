@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, TASKS, save_family
+from outcome import numbers_in
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -120,22 +121,9 @@ def test_errors_by_answers_give_the_cpus_weights(tmp_path: Path, name: str, devi
 def test_drift_is_that_of_the_cpu(tmp_path: Path, name: str, device: ModuleType) -> None:
     saved = save_family(tmp_path, BY_NAME[name])
     cpu, cuda = (inspect_drift(saved.recipe(), device=where, batch_size=5) for where in ("cpu", "cuda"))
-    check_numbers(asdict(cuda)["tasks"], asdict(cpu)["tasks"])
+    found, expected = (numbers_in(asdict(run)["tasks"]) for run in (cuda, cpu))
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert not device.faults()
-
-
-def check_numbers(found: Any, expected: Any) -> None:
-    """The same, but for what rounding does to numbers."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            check_numbers(found[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for ours, theirs in zip(found, expected, strict=True):
-            check_numbers(ours, theirs)
-    else:
-        assert found == (pytest.approx(expected, rel=1e-3, abs=1e-5) if isinstance(expected, float) else expected)
 
 
 def test_batches_are_halved_where_the_device_has_no_room(tmp_path: Path, device: ModuleType) -> None:

@@ -9,7 +9,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from distant import GENTLE
 from families import BY_NAME, TASKS, Saved, changed_tensors, save_family
-from outcome import distance
+from outcome import distance, numbers_in
+from rank_jobs import GENTLE
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -197,16 +197,7 @@ def test_an_inspection_is_shared_too(families: dict[str, Saved], folder: Path) -
         for rank in range(size):
             found = json.loads((folder / str(size) / f"inspection-{rank}.json").read_text())
             for task, whole in alone["tasks"].items():
-                assert dict(_numbers(found["tasks"][task])) == pytest.approx(dict(_numbers(whole)), rel=1e-4, abs=1e-6)
-
-
-def _numbers(value: Any, at: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers in a structure of JSON, by their places."""
-    if isinstance(value, dict | list):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(part, f"{at}/{key}")
-    elif isinstance(value, int | float):
-        yield at, value
+                assert numbers_in(found["tasks"][task]) == pytest.approx(numbers_in(whole), rel=1e-4, abs=1e-6)
 
 
 def test_one_rank_says_what_is_wrong_and_the_next_run_goes_on(done: dict[str, Done], tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import NoReturn
 import bad_data
 import bad_models
 import bad_surroundings
-import bad_tensors
 import pytest
 import torch
 from bad_input import Arguments, Arrange, Stage, good_arguments, of_images, options
@@ -160,7 +159,7 @@ WAYS: dict[str, Arrange] = {
     "has NaN or infinity": bad_models.tensors(
         lambda found: found["encoder.layer.1.output.dense.weight"].fill_(float("nan"))
     ),
-    "not a whole safetensors file": bad_tensors.cut_short,
+    "not a whole safetensors file": bad_models.cut_short,
     "Apple's GPUs (mps)": options(device="mps"),
     "of disk are needed": lambda stage: stage.patch.setattr(
         "featcal_cli.workflows.plan_checks.free_bytes", lambda _: 1

@@ -112,22 +112,6 @@ def test_every_key_of_the_json_is_there_and_documented(compared: Any) -> None:
     assert compared["tasks"]["digit"]["examples"] == EXAMPLES
 
 
-def test_an_expert_does_not_drift_from_itself(tmp_path: Path, capsys: Capture) -> None:
-    run = inspect(
-        capsys, DEMO / "experts" / "digit", write_recipe(tmp_path / "r.yaml", ["digit"]), json="", max_drift=0
-    )
-    assert run.code == 0, run.stderr
-    models = json.loads(run.stdout)["tasks"]["digit"]["models"]
-    model, base = models["model"], models["base"]
-    for place in (model["stem"], *(block["drift"] for block in model["blocks"])):
-        assert place["distance"] == place["relative"] == 0
-        assert place["cosine"] == pytest.approx(1, abs=1e-6)
-        assert not place["local"] and not place["upstream"]
-    assert model["output"]["relative"] == 0 and model["output"]["agreement"] == 1
-    assert model["output"]["divergence"] == pytest.approx(0, abs=1e-9)
-    assert base["blocks"][-1]["drift"]["relative"] > 0.5
-
-
 def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, compared: Any, capsys: Capture) -> None:
     """And the second one, which is the better, is within every limit."""
     run = inspect(capsys, demo.merged, demo.recipe, compare=demo.calibrated, max_drift=0)

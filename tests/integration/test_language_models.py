@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from answers import perplexity_slowly
 from command_line import Run, featcal_inside
-from distant import GENTLE
 from families import BY_NAME, Family, Saved, changed_tensors, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, TEXT_SIZES, text_to_text
 from jobs import Watcher
+from rank_jobs import GENTLE
 from safetensors.torch import load_file
 
 from featcal_cli.calibration.distillation import SHARES, Lesson, Schedule
@@ -99,15 +100,10 @@ def check_perplexity(saved: Saved, texts: Texts, told: Mapping[str, Mapping[str,
     for task, scores in told.items():
         assert list(scores) == ["expert", *folders]
         for role, value in scores.items():
-            folder = saved.folder / folders.get(role, task)
-            module, nats, tokens = getattr(transformers, saved.family.model).from_pretrained(folder), 0.0, 0
-            for batch in texts[task]:
-                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-                    alone = ids[mask.bool()][None]
-                    with torch.inference_mode():
-                        nats += float(module(input_ids=alone, labels=alone).loss) * (alone.shape[1] - 1)
-                    tokens += alone.shape[1] - 1
-            assert value == pytest.approx(math.exp(nats / tokens), rel=1e-4), role
+            rows = (row for x in texts[task] for row in zip(x["input_ids"], x["attention_mask"], strict=True))
+            alone = [ids[mask.bool()][None] for ids, mask in rows]
+            slow = perplexity_slowly(saved.folder / folders.get(role, task), alone)
+            assert value == pytest.approx(slow, rel=1e-4), role
 
 
 def check_report(saved: Saved, texts: Texts, report: Any, out: str) -> None:
@@ -202,12 +198,6 @@ def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None
     assert {sum(len(batch["input_ids"]) for batch in batches) for batches in measured.values()} == {12}
     told = {task: {role: score.value for role, score in scored.scores.items()} for task, scored in found.tasks.items()}
     check_perplexity(saved, measured, told, merged="merged", other="merged", base="base")
-
-
-def test_evaluate_of_other_models_needs_one(bert: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcal_cli.workflows.plan.make_plan", None)  # it is said before data are read
-    with pytest.raises(RecipeError, match="no task says how it is evaluated"):
-        evaluate(bert.recipe(examples=8))
 
 
 # --refine

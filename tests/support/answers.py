@@ -3,12 +3,15 @@ written out as a matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from family import Family
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 
 def choice_covariance(z: Tensor) -> Tensor:
@@ -61,3 +64,13 @@ def answer_rows(outputs: Sequence[Any], family: Family, batch: Mapping[str, Tens
     name = next(name for name in names if getattr(outputs[0], name, None) is not None)
     rows = [rows_of(getattr(output, name), family, family.block_names[-1], batch) for output in outputs]
     return rows, name == "logits"
+
+
+@torch.no_grad()
+def perplexity_slowly(folder: Path, texts: Iterable[Tensor]) -> float:
+    """Perplexity by transformers' own loss of each text [1, length] alone, in float64."""
+    model, nats, tokens = AutoModelForCausalLM.from_pretrained(folder).double(), 0.0, 0
+    for text in texts:
+        nats += float(model(input_ids=text, labels=text).loss) * (text.shape[1] - 1)
+        tokens += text.shape[1] - 1
+    return math.exp(nats / tokens)

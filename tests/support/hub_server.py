@@ -345,17 +345,17 @@ class _Handler(BaseHTTPRequestHandler):
                 answer.status = 206
                 stop = min(stop, int(last) + 1) if first and last else stop
                 answer.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(answer)}"
-        self._send(answer, start, stop, fault, len(body))
+        self._send(answer, start, stop, fault)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
 
-    def _send(self, answer: Answer, start: int, stop: int, fault: Fault, received: int) -> None:
+    def _send(self, answer: Answer, start: int, stop: int, fault: Fault) -> None:
         content = b"" if self.command == "HEAD" else answer.part(start, stop)
         whole, content = fault.share == 1, content[: int(len(content) * fault.share)]
         # noted before it is sent, so that a client that has its answer finds it in the list
         known = "Authorization" in self.headers
         path = urlsplit(self.path).path
-        self.server.hub.requests.append(Request(self.command, path, len(content), known, received, answer.status))
+        self.server.hub.requests.append(Request(self.command, path, len(content), known, answer.status))
         if whole or content:
             self.send_response(answer.status)
             for name, value in answer.headers.items():

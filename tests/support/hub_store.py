@@ -27,7 +27,6 @@ class Request(NamedTuple):
     path: str
     bytes_sent: int
     authorization: bool
-    bytes_received: int = 0
     status: int = 200
 
 
@@ -72,10 +71,8 @@ class Commit(NamedTuple):
     """A commit that a client made."""
 
     sha: str
-    parent: str
     revision: str
     title: str
-    author: str
 
 
 @dataclass

@@ -201,7 +201,7 @@ class Uploads:
             listed = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
             sha = hashlib.sha1(f"{head} {revision} {len(repo.log)}\n{listed}".encode()).hexdigest()
             repo.commits[sha], repo.refs[revision] = files, sha
-            repo.log.append(Commit(sha, head, revision, told["summary"], user))
+            repo.log.append(Commit(sha, revision, told["summary"]))
         page = f"{self.hub.url}/{repo.id}"
         answer = {"success": True, "commitOid": sha, "commitUrl": f"{page}/commit/{sha}", "hookOutput": ""}
         return to_json(answer | ({"pullRequestUrl": f"{page}/discussions/{len(repo.pulls)}"} if pull else {}))

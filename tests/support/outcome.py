@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def check_equal(
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """‖one − other‖, of all tensors together."""
     return float(sum((one[name].double() - other[name].double()).square().sum() for name in one) ** 0.5)
+
+
+def numbers_in(value: Any, at: str = "") -> dict[str, float]:
+    """All numbers in a structure of JSON, by their places."""
+    if isinstance(value, dict | list | tuple):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return {place: number for key, part in parts for place, number in numbers_in(part, f"{at}/{key}").items()}
+    return {at: value} if isinstance(value, int | float) else {}
 
 
 def refusal_of(act: Callable[[], object]) -> str:

@@ -29,14 +29,9 @@ def resolve(name: str, *, allow_pickle: bool = False) -> Snapshot:
 class Published:
     """The repos of one merge: ORG/merged, ORG/base, ORG/bert-TASK, and the datasets ORG/TASK-rows."""
 
-    org: str
     folder: Path
     commits: Mapping[str, str]
     """By repo id."""
-
-    @property
-    def merged(self) -> str:
-        return f"{self.org}/merged"
 
 
 def write_merge(folder: Path) -> Path:
@@ -87,7 +82,7 @@ def publish(hub: HubServer, folder: Path, org: str) -> Published:
     )
     for name in ("base", "merged"):
         commits[f"{org}/{name}"] = hub.add_repo(f"{org}/{name}", place / name)
-    return Published(org, place, commits)
+    return Published(place, commits)
 
 
 def write_card(folder: Path, text: str = "", **metadata: object) -> None:

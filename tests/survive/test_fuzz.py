@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from bad_input import LAUGHS, Stage
-from bad_tensors import written
+from bad_models import written
 from command_line import complete_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some

@@ -93,19 +93,14 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "i
 WHISPER = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
 HEADLESS: dict[str, tuple[dict[str, Any], str]] = {
     "LlamaModel": (SMALL, "causal"),
-    "Qwen2Model": (SMALL, "causal"),
     "GPT2Model": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "causal"),
-    "BloomModel": ({"hidden_size": 32, "n_layer": 1, "n_head": 4}, "causal"),
     "Qwen2ForSequenceClassification": (SMALL, "causal"),
     "T5EncoderModel": ({"d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 4}, "encoder-decoder"),
     "BartModel": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}, "encoder-decoder"),
-    "WhisperModel": (WHISPER, "encoder-decoder"),
     "WhisperForAudioClassification": (WHISPER, "encoder"),
     "BertModel": (SMALL, "encoder"),
-    "RobertaModel": (SMALL, "encoder"),
     "BertGenerationEncoder": (SMALL, "encoder"),
     "CLIPTextModel": (SMALL, "encoder"),
-    "ViTModel": (SMALL, "encoder"),
 }
 """Classes without a head that generates: what they are made of, and whose numbers the paper's method gives them."""
 

@@ -198,29 +198,6 @@ def check_sizes(case: Case, name: str, found: dict[str, Tensor], expected: list[
             assert torch.allclose(ours[:, : of.shape[1]].double() * mask, of / mean, rtol=1e-3, atol=1e-5), path
 
 
-UNUSUAL = ("longformer", "electra-tokens")
-
-
-@pytest.mark.parametrize("name", few_of([*UNUSUAL, "cvt", "detr", "deberta"], UNUSUAL))
-def test_they_do_not_depend_on_batches(name: str, tmp_path: Path) -> None:
-    """Where torch misreads gradients in memory (CvT's batch norms), where they are rounding alone (DETR's first
-    attention, whose values are all equal), where all examples read one table (DeBERTa's positions), where what a
-    Linear returned is changed in place (Longformer's queries), and where texts of other lengths have other numbers of
-    logits (ELECTRA's, one for each token)."""
-    found = []
-    examples = 2 * EXAMPLES if name == "longformer" else EXAMPLES  # of which some are equally long
-    for batch_size in (1, examples):
-        measured = Case(tmp_path / str(batch_size), name, batch_size, examples).measure()
-        metrics = {path: factor.T @ factor for path, factor in measured.factors.items()}
-        found.append({"factors": metrics, "sizes": measured.sizes})
-    for field, ours in found[0].items():
-        assert ours.keys() == found[1][field].keys() != set()
-        for path, one in ours.items():
-            other = found[1][field][path]
-            one = one * other.ne(0) if field == "sizes" else one  # at padding they are any
-            assert (one - other).norm() <= 1e-3 * other.norm(), (field, path)
-
-
 def test_weights_of_one_block_are_converted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device in which there is no room for the whole expert."""
     monkeypatch.setattr(output_gradients, "GRAPH_BYTES", 0)

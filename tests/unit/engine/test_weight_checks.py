@@ -41,11 +41,6 @@ def dare(steps: Tensor, rate: float = 0.9) -> Tensor:
     return (steps * (torch.rand_like(steps) > rate) / (1 - rate)).mean(0)
 
 
-def breadcrumbs(steps: Tensor) -> Tensor:
-    """Without the largest and the smallest entries."""
-    return torch.stack([keep_largest(step, 0.8) - keep_largest(step, 0.02) for step in steps]).mean(0)
-
-
 def slerp(steps: Tensor) -> Tensor:
     """Between two, on the arc."""
     start = torch.randn(steps.shape[1], generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -59,8 +54,6 @@ MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "task arithmetic": lambda steps: 0.3 * steps.sum(0),
     "ties": ties,
     "dare": dare,
-    "breadcrumbs": breadcrumbs,
-    "pruned": lambda steps: keep_largest(steps.mean(0), 0.3),
 }
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from answers import perplexity_slowly
 from command_line import featcal_inside
 from hub_server import HubServer
 from PIL import Image
@@ -631,14 +632,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@torch.no_grad()
-def perplexity_slowly(folder: Path, texts: Sequence[Tensor]) -> float:
-    """Perplexity by transformers' own loss of each text [1, length] alone, in float64."""
-    model = library.AutoModelForCausalLM.from_pretrained(folder).double()
-    nats = sum(float(model(input_ids=text, labels=text).loss) * (text.shape[1] - 1) for text in texts)
-    return float(numpy.exp(nats / sum(text.shape[1] - 1 for text in texts)))
-
-
 def test_perplexity_is_that_of_every_text_alone(llama: Path) -> None:
     tokenizer = library.AutoTokenizer.from_pretrained(llama / "base")
     rows = parquet.read_table(llama / "data" / "test.parquet")["text"].to_pylist()
@@ -704,14 +697,12 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
     prompts = draft_of(clip, {"prompts": PROMPTS}).model_copy(update={"base": str(clip / "merged")})
     heads = draft_of(bert, {"split": "test"})
     body = heads.tasks["it"].model_copy(update={"expert": str(bert / "body")})
-    silent = heads.tasks["it"].model_copy(update={"evaluate": None})
     written = draft_of(t5, {"split": "test", "answers": ["a"]}, data | {"columns": {"text": "text", "label": "text"}})
     perplexity = draft_of(llama, {"metric": "perplexity"}, data)
     mixed = perplexity.tasks["it"].model_copy(update={"evaluate": Evaluate()})
     for draft, error, message in (
         (prompts, CheckpointError, "base has no text tower"),
         (heads.model_copy(update={"tasks": {"it": body}}), CheckpointError, "has no head"),
-        (heads.model_copy(update={"tasks": {"it": silent}}), RecipeError, "no task says how it is evaluated"),
         (
             written.model_copy(update={"merged": str(llama / "merged")}),
             CheckpointError,

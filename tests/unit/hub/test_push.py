@@ -168,14 +168,6 @@ def test_overwriting_deletes_stale_weights_and_nothing_else(hub: HubServer, fold
     assert stored(hub, "alice/same").items() >= visible(folder).items()
 
 
-def test_a_repo_that_holds_the_finished_model_is_no_obstacle(hub: HubServer, folder: Path) -> None:
-    send(folder, "alice/done")
-    send(folder, "alice/done", finished=folder)
-    assert len(hub.repos["model", "alice/done"].log) == 1
-    (folder / "config.json").write_text('{"changed": 1}')
-    assert "already holds a model" in refusal(lambda: aim("alice/done", finished=folder))
-
-
 def test_a_hub_that_stores_something_else_is_found_out(hub: HubServer, folder: Path) -> None:
     hub.uploads.spoil = lambda path, content: content + b" " if path == "config.json" else content
     message = refusal(lambda: send(folder, "alice/spoilt"))

@@ -13,7 +13,6 @@ from markdown_it import MarkdownIt
 from featcal_cli.reporting.report import Inspection, OutputDrift
 from featcal_cli.reporting.verdict import (
     describe_lists,
-    find_excess,
     find_farther,
     follow_drift,
     order_blocks,
@@ -56,17 +55,6 @@ def test_answers_are_told_where_there_are_some() -> None:
     assert head[-2] == "output, model" and row[-2] == "0.100"
     assert "Agree" in write_summary(inspection)
     assert "Agree" not in write_summary(with_answers(inspection, None))
-
-
-def test_what_the_gate_says_is_the_first_thing_told() -> None:
-    inspection = make_inspection(["a", "b"])
-    worst = max(task.models["model"].last.relative for task in inspection.tasks.values())
-    assert find_excess(inspection, worst) is None
-    assert "❌" not in write_summary(inspection, find_excess(inspection, worst))
-    exceeded = find_excess(inspection, worst / 2)
-    assert exceeded is not None
-    text = write_summary(inspection, exceeded)
-    assert text.splitlines()[2].startswith("❌ **") and "over --max-drift" in text
 
 
 def test_names_of_others_are_shown_and_not_obeyed() -> None:
