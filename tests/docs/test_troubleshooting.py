@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import bad_data
 import bad_models
-import bad_surroundings
+import bad_options
 import pytest
 import torch
 from bad_input import Arguments, Arrange, Stage, good_arguments, of_images, options
@@ -144,8 +144,8 @@ WAYS: dict[str, Arrange] = {
     ),
     "names no dataset": options(data=None),
     "there is no model": options(expert="red=user/nothing"),
-    "is gated": bad_surroundings.closed("gated"),
-    "only pickled weights": bad_surroundings.pickles_on_the_hub,
+    "is gated": bad_options.closed("gated"),
+    "only pickled weights": bad_options.pickles_on_the_hub,
     "cannot be reached": hub_that_is_down,
     "no column holds": bad_data.file("numbers.csv", "height,weight\n" + "1,2\n" * 20),
     "rows cannot be used": bad_data.file("rows.jsonl", '{"text": ""}\n' * 20),

@@ -7,14 +7,13 @@ from pathlib import Path
 import bad_data
 import bad_models
 import bad_options
-import bad_surroundings
 import pytest
 from bad_input import Arrange, Stage, files_under, good_arguments
 from command_line import featcal_inside
 
 CASES = [
     pytest.param(arrange, words, id=f"{kind.__name__}-{number}")
-    for kind in (bad_options, bad_models, bad_data, bad_surroundings)
+    for kind in (bad_options, bad_models, bad_data)
     for number, (arrange, words) in enumerate(kind.CASES)
 ]
 

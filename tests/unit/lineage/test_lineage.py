@@ -10,8 +10,7 @@ import pytest
 import yaml
 from bad_input import LAUGHS
 from bad_input import MERGES as MERGE_KEYS
-from hub_texts import Files, card, open_texts
-from wild_merges import CODE, MERGES, SAID, SILENT, TIES, Merge, config, listed, lora
+from wild_merges import CODE, MERGES, SAID, SILENT, TIES, Files, Merge, card, config, listed, lora, open_texts
 
 from featcal_cli.hub.repo import Kind, Repo
 from featcal_cli.lineage.claims import MalformedError, read_card, read_mergekit

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hub_texts import card, open_texts
 from jobs import Watcher
 from outcome import weights
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import word_tokenizer
+from wild_merges import card, open_texts
 
 from featcal_cli.data.preprocessing import Target
 from featcal_cli.lineage.resolve import find_lineage
