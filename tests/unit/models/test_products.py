@@ -69,10 +69,39 @@ def test_a_choice_among_all_values_gives_no_tokens() -> None:
 
 
 AXES = {ENCODER_AXIS: (8, 7), DECODER_AXIS: (8, 6)}
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
+TOKENS = torch.arange(24.0).reshape(2, 3, 4)
 
 
 def learn(first: tuple[int, ...], second: tuple[int, ...], *, other_inputs: bool = False) -> Rows:
     return learn_rows(Size((*first, 4)), Size((*second, 4)), AXES, other_inputs=other_inputs)
+
+
+def keep(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> Tensor | None:
+    """The rows kept of a feature whose shapes in the two probes were `first` and `second`."""
+    found = learn(first, second).select(x, {ENCODER_AXIS: MASK}, {}, 2)
+    return None if found is None else found[0]
+
+
+@pytest.mark.parametrize(
+    ("x", "first", "second", "rows"),
+    [
+        (TOKENS, (3, 8), (5, 7), [0, 1, 3]),
+        (TOKENS.transpose(0, 1), (8, 3), (7, 5), [0, 3, 1]),
+        (TOKENS.reshape(6, 4), (24,), (35,), [0, 1, 3]),
+    ],
+    ids=["examples by tokens", "tokens by examples", "flattened"],
+)
+def test_padding_is_not_kept(x: Tensor, first: tuple[int, ...], second: tuple[int, ...], rows: list[int]) -> None:
+    kept = keep(x, first, second)
+    assert kept is not None and torch.equal(kept, TOKENS.reshape(6, 4)[rows])
+    weights = torch.arange(6.0).view(2, 3)
+    found = learn(first, second).select(x, {ENCODER_AXIS: MASK}, {ENCODER_AXIS: weights}, 2)
+    assert found is not None and found[1] is not None and found[1].tolist() == [float(row) for row in rows]
+
+
+def test_a_mask_that_does_not_fit_says_nothing() -> None:
+    assert keep(torch.zeros(7, 4), (24,), (35,)) is None
 
 
 @pytest.mark.parametrize(
