@@ -161,12 +161,6 @@ def make(size: int = 64 * KIB, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randint(-99, 99, (size // dtype.itemsize,)).to(dtype)
 
 
-@pytest.fixture
-def spill(tmp_path: Path) -> Offloader:
-    """One with no room in memory."""
-    return Offloader(CPU, 0, 0, tmp_path)
-
-
 # Passes.
 
 
@@ -246,20 +240,14 @@ def test_anonymous_memory_does_not_grow_beyond_the_room(tmp_path: Path) -> None:
 
 
 @LINUX
-def test_what_is_written_while_in_a_file_is_kept_and_its_pages_leave_with_the_loan(spill: Offloader) -> None:
-    tensor = make(8 << 20)
+def test_what_is_written_while_in_a_file_is_kept_and_its_pages_leave_with_the_loan(tmp_path: Path) -> None:
+    tensor, offloader = make(8 << 20), Offloader(CPU, 0, 0, tmp_path)
     expected = tensor + 1
-    spill.put([tensor])
-
-    def resident_bytes() -> int:
-        lines = iter(Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines())
-        next(line for line in lines if line.startswith(f"{tensor.data_ptr():x}-"))
-        return next(int(line.split()[1]) * KIB for line in lines if line.startswith("Rss:"))
-
-    with spill.lend(lambda: [tensor]):
+    offloader.put([tensor])
+    with offloader.lend(lambda: [tensor]):
         tensor += 1
-        assert resident_bytes() == 8 << 20
-    assert resident_bytes() == 0
+        assert resident_of(tmp_path) == 8 << 20
+    assert resident_of(tmp_path) == 0
     assert torch.equal(tensor, expected)
 
 
