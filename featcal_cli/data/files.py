@@ -14,7 +14,7 @@ from typing import Any
 
 from featcal_cli.hub.client import root_of, with_retries
 from featcal_cli.hub.repo import CARD, Opener, Repo, open_repo
-from featcal_cli.recipe.data_formats import TABLE_FILES, ending_of
+from featcal_cli.recipe.data_formats import TABLE_FILES, ending_of, open_file
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, HubError
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
@@ -40,8 +40,8 @@ def ignore(_: str) -> None:
     """A `Note` that does nothing."""
 
 
-NOTED = "metadata."
-"""Beginning of the names of tables that describe the files beside them."""
+NOTED = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Names of tables that describe the files beside them, as the `datasets` library has them."""
 
 
 def bare_name(column: str) -> str:
@@ -59,7 +59,7 @@ def is_table(path: str) -> bool:
 
 def holds_rows(path: str) -> bool:
     """Whether a file that nothing says to be examples holds some, rather than describing other files or caching."""
-    return is_table(path) and not PurePosixPath(path).name.startswith((NOTED, "cache-"))
+    return is_table(path) and not PurePosixPath(path).name.startswith(("metadata.", "cache-"))
 
 
 def group_by_folder(paths: Collection[str]) -> dict[str, list[str]]:
@@ -151,9 +151,8 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
         raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
     classes: list[str] = []
-    # tables of the files beside them, as the `datasets` library reads them
-    noted = [name for name in shown if is_table(name) and PurePosixPath(name).name.startswith(NOTED)]
-    if media and noted:
+    noted = [name for name in shown if media and PurePosixPath(name).name in NOTED and _lists_files(files[name])]
+    if noted:
         splits = group_by_folder(noted) or {"train": noted}
     elif len(media) > len(tables):
         splits = group_by_folder(media)
@@ -167,6 +166,12 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     else:
         splits = group_by_name(tables)
     return [files[name] for name in splits[choose_split(splits, split, data, note)]], classes
+
+
+def _lists_files(file: Path) -> bool:
+    """Tell whether a table names files. Raises DataError if it cannot be read."""
+    first = next((table for table in open_file(file) if table.length), None)
+    return first is not None and "file_name" in next(first.read([0]))
 
 
 def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:

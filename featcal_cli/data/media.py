@@ -114,7 +114,7 @@ def open_images(
     """Open the reader for rows with images, by default with an image processor that is loaded. Raises DataError."""
     column = find_column("image", data, samples)
     images, source = processor or load_preprocessor("image processor", target.folders)
-    transcript, tokens, told = _find_transcript(data, samples, target)
+    transcript, tokens, told = (None, None, "") if processor else _find_transcript(data, samples, target)
     chosen = f"column {name_among(column, samples)}, image processor from {source}{told}"
     return ImageReader(chosen, target, column, folder_of(data), images, transcript, tokens)
 

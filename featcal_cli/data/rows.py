@@ -221,7 +221,7 @@ def _name_whole(table: Table, file: Path) -> Table:
             name = row.get("file_name")
             yield row | {"file_name": str(file.parent / name)} if isinstance(name, str) else row
 
-    return replace(table, read=read) if file.name.startswith(NOTED) else table
+    return replace(table, read=read) if file.name in NOTED else table
 
 
 def draw_rows(data: Data, count: int, seed: int, note: Note = ignore) -> Iterator[Row]:

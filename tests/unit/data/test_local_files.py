@@ -117,6 +117,9 @@ def test_a_table_of_the_images_beside_it_is_what_a_folder_holds(at: Folder, plac
     rows = list(read_rows(data, None))
     assert [(Path(row["file_name"]).is_file(), row["text"]) for row in rows] == [(True, "w1")] * count
     assert find_media("image", {"file_name": [rows[0]["file_name"]]})
+    (at.path / "images" / "test" / "metadata.jsonl").unlink(missing_ok=True)
+    at.file(f"images/{place}metadata.jsonl", [{"licence": "w1"}])
+    assert all("image" in row for row in read_rows(data, None))
 
 
 def test_links_to_files_and_folders_are_followed_under_their_own_names(at: Folder) -> None:
