@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from traceback import walk_tb
@@ -26,6 +26,9 @@ from featcal_cli.runtime.sanitise import exception_text
 
 INPUT_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
 """Kinds of errors that a model's code may raise on unsuitable inputs or config values."""
+FOUNDATION = 24
+"""Number of nested calls below a pass, each of three C frames or more. Every error of torch reads 65 frames, and what
+lies below a greenlet's first frame may be anything: with Python 3.10, reading it ended the process."""
 
 
 @contextmanager
@@ -50,6 +53,10 @@ def _is_of_model(error: Exception) -> bool:
     return owners[-1:] != ["featcal_cli"]
 
 
+def _call(run: Callable[[], Any]) -> Any:
+    return run()
+
+
 class KeptOutput:
     """The output of a module, kept to be returned again."""
 
@@ -72,7 +79,10 @@ class PausedForward(greenlet):
     """Marks this greenlet as one in which blocks pause."""
 
     def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
-        super().__init__(lambda: module(**renumber(batch, runner.token_ids)))
+        run = partial(lambda: module(**renumber(batch, runner.token_ids)))
+        for _ in range(FOUNDATION):
+            run = partial(_call, run)
+        super().__init__(run)
         self.module = module
         """The module that runs: the whole model or a tower of it."""
         self.batch = batch

@@ -134,10 +134,17 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     for config_class in mapping:
         if config_class.model_type == model_type and not isinstance(mapping[config_class], tuple):
             return cast(type[PreTrainedModel], mapping[config_class])
-    told = f"does not know the class that the config names ({plain(str(name or model_type))})"
+    where = f"{snapshot.name}/config.json"
+    if not (name or model_type):
+        raise CheckpointError(
+            "the config names neither architectures nor a model_type, as transformers does",
+            where=where,
+            fix="give a transformers model; those of timm and other libraries cannot be calibrated",
+        )
     raise CheckpointError(
-        f"transformers {transformers.__version__} {told if name or model_type else 'finds no class in the config'}",
-        where=f"{snapshot.name}/config.json",
+        f"transformers {transformers.__version__} does not know the class that the config names "
+        f"({plain(str(name or model_type))})",
+        where=where,
         fix="update transformers, or set architectures in config.json",
     )
 

@@ -78,10 +78,11 @@ def resolve_path(path: Path, kind: str, where: str, fix: str) -> Path:
     """Return the path, which need not exist, without links in it. Raises OutputError if it cannot be that of a file or
     folder (`kind`)."""
     try:
+        # links that lead to each other are an error
         with suppress(FileNotFoundError, NotADirectoryError):
-            path.lstat()
+            path.stat()
         return path.resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+    except (OSError, ValueError) as error:
         raise OutputError(f"this cannot be a {kind}: {name_reason(error)}", where=where[:80], fix=fix) from None
 
 

@@ -219,6 +219,8 @@ CASES: list[Case] = [
     (config_text("[" * 100_000), ["config.json", "nested too deep"]),
     (no_config, ["no config.json"]),
     (config_text('{"model_type": "zzz", "architectures": ["ZzzModel"]}'), ["names (ZzzModel)", "update transformers"]),
+    (config_text('{"architecture": "vit_tiny_patch16_224", "num_classes": 10, "pretrained_cfg": {}}'), ["neither",
+     "architectures", "model_type", "timm"]),
     (merged_config(architectures=7, model_type="zzz"), ["transformers", "config.json"]),
     (merged_config(architectures={"BertModel": 1}, model_type=["bert"]), ["transformers", "config.json"]),
     (merged_config(architectures=["Evil\x1b[31m"], auto_map={"AutoModel": "e.E"}), ["Evil\\x1b",

@@ -7,8 +7,10 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from ctypes import CDLL, c_void_p
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -130,6 +132,26 @@ def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
     passes.clear()
     gc.collect()
     assert hidden() is None
+
+
+@LINUX
+def test_an_error_of_torch_reads_no_frame_below_the_pass(tmp_path: Path) -> None:
+    """It reads 65, which a thread alone does not have. What lies below a pass may be anything, and end the process."""
+    prepared, found = prepare(save_family(tmp_path, BY_NAME["bert"])), list[int]()
+    module, frames = prepared.models.merged.module, (c_void_p * 65)()
+    module.register_forward_pre_hook(lambda *_: found.append(CDLL(None).backtrace(frames, len(frames))))
+    runner = BlockRunner(prepared.models.merged, prepared.architecture, prepared.device, torch.float32)
+    batch = next(iter(prepared.examples.values())).fitted[0]
+
+    def start() -> None:
+        found.append(CDLL(None).backtrace(frames, len(frames)))
+        with runner.on_device():
+            start_forward(runner, batch, "").close()
+
+    thread = Thread(target=start)
+    thread.start()
+    thread.join()
+    assert found[0] < len(frames) == found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
