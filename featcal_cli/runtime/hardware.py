@@ -12,12 +12,13 @@ import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOMEM
 from functools import cache
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +28,8 @@ from featcal_cli.runtime.errors import OutputError, RecipeError
 from featcal_cli.runtime.files import name_reason, tell_fix
 from featcal_cli.runtime.process import read_launch
 
+BACKENDS: Any = torch.backends
+"""The settings of the libraries that torch computes with; torch's types lack some of them."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers of these settings in glibc."""
 WORTHWHILE = 2**20
@@ -178,6 +181,8 @@ def choose_device(name: str) -> torch.device:
         what = f"{launch.local_size} processes were started here, and {name} is one device"
         raise RecipeError(what, where="--device", fix="leave --device out: each process takes a GPU of its own")
     device = torch.device(name)
+    torch.set_float32_matmul_precision("highest")  # float32 means float32
+    BACKENDS.mkldnn.conv.fp32_precision = "ieee"
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) not in range(count):  # torch takes 999 for -25
         fix = f"start {count} processes" if launch.local_size > count > 0 else "give --device cpu"
@@ -185,7 +190,7 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         if launch.by_torchrun:
             torch.cuda.set_device(device)  # what names none takes this one, and not a neighbour's
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+        torch.backends.cudnn.allow_tf32 = False
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # as tensors say it: cuda is not equal to cuda:0
     return device
@@ -194,8 +199,17 @@ def choose_device(name: str) -> torch.device:
 @contextmanager
 def usual_modes() -> Iterator[None]:
     """Context manager in which torch is in the modes of a fresh process: gradients are on, inference mode and autocast
-    off, the default device is the CPU, and the default dtype float32."""
+    off, the default device is the CPU, and the default dtype float32. How float32 is multiplied, which `choose_device`
+    sets, is as before at the end."""
     with ExitStack() as modes:
+        cuda, cudnn, mkldnn = BACKENDS.cuda, BACKENDS.cudnn, BACKENDS.mkldnn
+        for of in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv):
+            modes.callback(setattr, of, "fp32_precision", of.fp32_precision)
+        # a program that sets it in this newer way cannot ask for it in the older
+        with suppress(RuntimeError):
+            modes.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        with suppress(RuntimeError):
+            modes.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.enable_grad())
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
