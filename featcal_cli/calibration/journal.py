@@ -53,7 +53,10 @@ def take_fingerprint(
     environment = {**describe_environment(device), **read_versions()}
     return {
         # blocks are the same with and without what comes after them
-        "recipe": recipe.model_dump(mode="json", exclude={"output": True, "calibration": {"head", "refine"}}),
+        "recipe": recipe.model_dump(
+            mode="json",
+            exclude={"output": True, "calibration": {"head", "refine"}, "tasks": {"__all__": {"evaluate"}}},
+        ),
         "files": stamp_files(folders),
         "environment": {name: value for name, value in environment.items() if name not in ("threads", "ranks")},
         "data": hashes,
@@ -280,7 +283,7 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 def _differing_keys(known: Any, wanted: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield the path of each key that differs between two fingerprints, with both values. A mapping that users type as
     one value is compared as a whole."""
-    is_value = path == ("recipe", "merged") or (len(path) == 4 and path[-1] in ("data", "evaluate"))
+    is_value = path == ("recipe", "merged") or (len(path) == 4 and path[-1] == "data")
     if is_value or not (isinstance(known, Mapping) and isinstance(wanted, Mapping)):
         if known != wanted:
             yield path, known, wanted

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
-from featcal_cli.reporting.report import REPORT, Report
+from featcal_cli.recipe.schema import Recipe
+from featcal_cli.reporting.report import RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import FeatCalError, RecipeError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.inputs import Inputs, find_inputs
+from featcal_cli.workflows.inputs import Inputs, dump_recipe, find_inputs
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, in_usual_modes
 from featcal_cli.workflows.workspace import check_apart, check_replaceable, describe_output, read_finished
 
@@ -257,21 +258,33 @@ def run(session: Session, inputs: Inputs, target: Target | None) -> Result:
                 workspace.drop_old_blocks()
             if options.strict:
                 check_held_out({task: report.settings["examples"][task] for task in report.fitted_tasks})
-        if options.evaluate and not report.accuracy:
+        contents, recipe = dict[str, str](), _measured_as(report.recipe, inputs.recipe)
+        if options.evaluate and not (report.accuracy and recipe == report.recipe):
             session.load_libraries()
             from featcal_cli.workflows.evaluate import evaluate_models
 
             origins = {**inputs.origins, CALIBRATED: session.find_origin(str(workspace.target))}
             measured = evaluate_models(session, replace(inputs, origins=origins), [CALIBRATED])
-            report = replace(report, accuracy=dict(measured.tasks))
+            report = replace(report, accuracy=dict(measured.tasks), recipe=recipe)
+            contents[RECIPE] = dump_recipe(Recipe.model_validate(recipe))
         pushed = None
         if ranks.is_first:
             repo_id = target.repo_id if target else None
-            workspace.rewrite(describe_output(report, workspace.target.name, repo_id, inputs.merged_card))
+            contents |= describe_output(report, workspace.target.name, repo_id, inputs.merged_card)
+            workspace.rewrite(contents)
             if target:
                 pushed = _push(session, report, workspace.target, target)
         report, pushed = ranks.broadcast((report, pushed))
     return Result(workspace.target, report, pushed, models)
+
+
+def _measured_as(known: Mapping[str, Any], asked: Recipe) -> dict[str, Any]:
+    """Return a report's recipe (`known`) with the `evaluate` keys of `asked`."""
+    tasks = {}
+    for task, spec in asked.tasks.items():
+        rest = {key: value for key, value in known["tasks"][task].items() if key != "evaluate"}
+        tasks[task] = rest | spec.model_dump(mode="json", exclude_none=True, include={"evaluate"})
+    return {**known, "tasks": tasks}
 
 
 def _look_at_output(session: Session, inputs: Inputs) -> Report | None:

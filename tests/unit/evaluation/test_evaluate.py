@@ -612,6 +612,13 @@ def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
     assert not (tmp_path / ".out.featcal").exists()
     own = evaluate(read_draft(tmp_path / "out" / "featcal.yaml", {}), [str(tmp_path / "out")])
     assert own.tasks["it"].scores["out"].value == scores["calibrated"]["value"]
+    # nor is anything computed again where the recipe says anew how it is measured
+    file.write_text(file.read_text().replace("split: test", "split: validation"))
+    anew = featcal_inside(capsys, "calibrate", options)
+    assert anew.code == 0 and "nothing is computed again" in anew.stderr, anew.stderr
+    report = json.loads((tmp_path / "out" / "featcal_report.json").read_text())
+    assert report["accuracy"]["it"]["split"] == report["recipe"]["tasks"]["it"]["evaluate"]["split"] == "validation"
+    assert "split: validation" in (tmp_path / "out" / "featcal.yaml").read_text()
 
 
 # --- perplexity ---
