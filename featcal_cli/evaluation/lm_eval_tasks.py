@@ -14,6 +14,7 @@ from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_norma
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
 from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some
 
@@ -64,7 +65,9 @@ def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bo
                 apply_chat_template=bool(tokenizer.chat_template) if how.chat is None else how.chat,
                 confirm_run_unsafe_code=allow_code,
             )
-        except (ImportError, KeyError, ValueError) as error:
+        except (ImportError, KeyError, ValueError, OSError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             raise _explain(error, task.name, list_some(how.lm_eval)) from error
     return combine([_read_score(results, name, metric, task.name) for name, metric in how.lm_eval.items()])
 
@@ -76,7 +79,8 @@ def _read_score(results: Any, name: str, metric: str, task: str) -> Score:
     if len(fitting) != 1:
         what = f"lm-eval has {'several' if fitting else 'no'} {metric} of {name}"
         known = [key for key in figures if "," in key and "_stderr" not in key]
-        fix = f"name one of: {list_some(fitting or known)}"
+        # what is a name of several tasks has no figure of its own
+        fix = f"name one of: {list_some(fitting or known or results['results'])}"
         raise RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
     filtered = fitting[0].partition(",")[2]
     error = figures.get(f"{kind}_stderr,{filtered}")
@@ -93,8 +97,10 @@ def _explain(error: Exception, task: str, names: str) -> Exception:
     if "unsafe" in text.lower() or CODE_SWITCH in text:
         return _explain_code(names, task)
     is_unknown = isinstance(error, KeyError) or "not found" in text.lower()
-    what = f"lm-eval {version('lm-eval')} refuses: {exception_text(error)}"
     fix = "see the names of its tasks: lm-eval ls tasks" if is_unknown else "see its documentation"
+    if isinstance(error, OSError):
+        fix = f"check the connection, and that you may read the data of {names}"
+    what = f"lm-eval {version('lm-eval')} refuses: {exception_text(error)}"
     return RecipeError(what, where=f"tasks.{task}.evaluate.lm_eval", fix=fix)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -31,7 +33,8 @@ from torch.nn.functional import normalize
 from featcal_cli.cli.results import _describe_scores
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import LabelledRows
-from featcal_cli.evaluation.lm_eval_tasks import _explain, _read_score
+from featcal_cli.evaluation import lm_eval_tasks
+from featcal_cli.evaluation.lm_eval_tasks import _read_score
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
@@ -446,13 +449,16 @@ def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path
         ({"acc,none": 0.75, "acc_stderr,none": 0.2}, "acc", 0.75, 0.2),
         ({"acc,none": 0.5, "acc_stderr,none": "N/A"}, "acc,none", 0.5, 0.0),
         ({"acc,none": 0.75, "acc,strict": 0.5}, "acc", "lm-eval has several acc of sciq", 0.0),
-        ({"acc,none": 0.75}, "exact_match", "lm-eval has no exact_match of sciq", 0.0),
+        ({"acc,none": 0.75}, "exact_match", "lm-eval has no exact_match of sciq[^$]*name one of: acc,none", 0.0),
+        # several tasks of one name (a tag), which have no figure together
+        ({}, "acc", "lm-eval has no acc of sciq[^$]*name one of: sciq_a, sciq_b", 0.0),
     ],
 )
 def test_a_figure_of_lm_evals_has_its_error(
     results: dict[str, Any], metric: str, value: float | str, error: float
 ) -> None:
-    answer = {"results": {"sciq": results}, "n-samples": {"sciq": {"effective": 9}}}
+    parts = {"sciq": results} if results else {"sciq_a": {"acc,none": 0.5}, "sciq_b": {"acc,none": 0.5}}
+    answer = {"results": parts, "n-samples": {"sciq": {"effective": 9}}}
     if isinstance(value, str):
         with pytest.raises(RecipeError, match=value):
             _read_score(answer, "sciq", metric, "it")
@@ -467,11 +473,24 @@ def test_a_figure_of_lm_evals_has_its_error(
         (KeyError("scq"), "names of its tasks"),
         (ValueError("Tasks not found: scq"), "names of its tasks"),
         (ValueError("the dataset has no split test"), "its documentation"),
+        (RuntimeError("Dataset scripts are no longer supported, but found scq.py"), "its documentation"),
+        (ConnectionError("Couldn't reach 'a/scq' on the Hub"), "check the connection"),
     ],
 )
-def test_what_lm_eval_refuses_is_told_with_what_helps(error: Exception, fix: str) -> None:
-    refusal = _explain(error, "it", "scq")
-    assert isinstance(refusal, RecipeError) and fix in refusal.fix
+def test_what_lm_eval_refuses_is_told_with_what_helps(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, fix: str
+) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    for name in ("find_spec", "version"):  # as if it were installed
+        monkeypatch.setattr(lm_eval_tasks, name, str)
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=fail))
+    monkeypatch.setitem(sys.modules, "lm_eval.models", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", SimpleNamespace(HFLM=lambda **_: None))
+    with pytest.raises(RecipeError) as refusal:
+        evaluate(draft_of(llama, {"lm_eval": {"scq": "acc"}}, {"path": str(llama / "data")}))
+    assert fix in refusal.value.fix
 
 
 def test_code_that_a_model_wrote_runs_only_when_that_is_allowed(t5: Path) -> None:
