@@ -182,7 +182,11 @@ def compare_zero_shot(
         fix = "name a full CLIP as base, e.g. openai/clip-vit-base-patch32"
         raise CheckpointError(what, where=base.snapshot.name, fix=fix)
     rows = task.open(vision)
-    classes = task.how.classes or read_classes(task.data, task.how.split, rows.column)
+    names = read_classes(task.data, task.how.split, rows.column) or []
+    classes = task.how.classes or names
+    if classes[: len(names)] != names and set(names) <= set(classes):
+        task.note(f"{task.name}: the data give these classes other numbers than the recipe; they are matched by name")
+        classes = [*names, *(name for name in classes if name not in names)]
     if not classes:
         what = f"nothing says what the classes in column {rows.column} are called"
         raise DataError(what, where=rows.where, fix="list their names, by number, as classes: under evaluate")

@@ -162,8 +162,11 @@ def test_a_tower_that_reads_the_last_place_gets_texts_of_its_full_length(tmp_pat
 def test_classes_of_the_recipe_replace_those_of_the_dataset(clip: Path) -> None:
     plain = values(evaluate(draft_of(clip, {"prompts": PROMPTS})))
     same = values(evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": CLASSES})))
-    turned = values(evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": CLASSES[::-1]})))
-    assert plain == same != turned
+    turned = values(evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": ["w1", *CLASSES[::-1]]})))
+    other = values(evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": ["w1", "w2", "w3"]})))
+    assert plain == same != other
+    # names of the dataset are its classes, wherever they stand in the list
+    assert turned == values(evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": [*CLASSES, "w1"]})))
     with pytest.raises(DataError, match=r"label 2 .* has no name and no answer: there are 2"):
         evaluate(draft_of(clip, {"prompts": PROMPTS, "classes": CLASSES[:2]}))
 
