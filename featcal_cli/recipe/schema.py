@@ -130,7 +130,7 @@ class Merge(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Merge:
-        if unread := self.model_fields_set - {"method", "scale", *METHODS[self.method].numbers}:
+        if unread := self.model_fields_set - {"method", *METHODS[self.method].numbers}:
             raise ValueError(f"{self.method} has no {min(unread)}")
         return self
 
