@@ -35,7 +35,7 @@ TEXTS = 256
 @in_usual_modes
 def evaluate(
     recipe: RecipeSource,
-    models: Sequence[str] = (),
+    models: str | Path | Sequence[str | Path] = (),
     *,
     limit: int | None = None,
     device: str = "auto",
@@ -57,7 +57,8 @@ def evaluate(
     """
     options = RunOptions(device, batch_size, allow_pickle, trust_remote_code, allow_code=allow_code)
     session = Session(recipe, options, listener)
-    others = dict(zip(name_roles(models), models, strict=True))
+    named = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
+    others = dict(zip(name_roles(named), named, strict=True))
     inputs = find_inputs(session, others)
     session.load_libraries()
     if all(spec.evaluate is None for spec in inputs.recipe.tasks.values()):

@@ -36,7 +36,7 @@ SEED = 43
 def inspect_drift(
     recipe: RecipeSource,
     *,
-    compare: str | None = None,
+    compare: str | Path | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
@@ -67,7 +67,7 @@ def inspect_drift(
     session = Session(draft, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
-    inputs = find_inputs(session, {OTHER: compare} if compare else None)
+    inputs = find_inputs(session, {OTHER: str(compare)} if compare else None)
     session.load_libraries()
     plan, job = _measure(session, inputs)
     job.retire()

@@ -71,8 +71,8 @@ class Session:
         """All processes of this run; only the first one reports to the user and writes the output."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
         self.stage = self.listener.stage
-        check_device(options.device)
-        self.options = options
+        self.options = replace(options, device=str(options.device))  # a program may give a torch.device
+        check_device(self.options.device)
         self.obstacles = Obstacles(collect=options.dry_run)
         """Errors that stop the run; a dry run collects them."""
         self.notes: list[str] = []

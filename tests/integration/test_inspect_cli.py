@@ -76,7 +76,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 def compared(demo: Demo) -> Any:
     """What --json prints of the two models."""
     recipe = read_draft(demo.recipe, {"merged": str(demo.merged)})
-    text = inspect_drift(recipe, compare=str(demo.calibrated)).to_json()
+    text = inspect_drift(recipe, compare=demo.calibrated).to_json()
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
