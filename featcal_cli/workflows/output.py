@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from filecmp import cmp
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -145,16 +146,23 @@ def write_output(
     return files
 
 
+OF_ONE_MODEL = (
+    *READ_FILES, "trainer_state.json", "training_args.bin", "scheduler.pt", "rng_state*", "*_results.json", "runs/*",
+    "checkpoint-*/*", "global_step*/*",
+)  # fmt: skip
+"""Patterns of files that say what a model was made from, and how it was trained; a merge of it has none of them."""
+
+
 def build_checkpoint(target: Path, layout: Snapshot, spare: Snapshot, tensors: Iterable[Mapping[str, Tensor]]) -> None:
     """Write a checkpoint to the new folder `target`: files of `layout` with the given tensors in place of its own, but
-    for those on its lineage, and preprocessors of `spare` that it lacks. Raises OutputError."""
+    for those on its lineage and training, and preprocessors of `spare` that it lacks. Raises OutputError."""
     try:
         sources = [source for source in spare.folder.iterdir() if source.is_file()]
         spared = [source.name for source in sources if any(source.match(kind) for kind in PREPROCESSOR_FILES)]
         shutil.rmtree(target, ignore_errors=True)  # of a run that was killed
-        copy_checkpoint(layout, target)
-        for name in READ_FILES:  # they say what that model was made from
-            (target / name).unlink(missing_ok=True)
+        for name in copy_checkpoint(layout, target).kept:
+            if any(fnmatch(name, kind) for kind in OF_ONE_MODEL):
+                (target / name).unlink()
         entries = read_entries(layout.folder)
         for group in tensors:
             write_tensors(target, entries, group)

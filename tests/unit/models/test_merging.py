@@ -127,7 +127,10 @@ def test_a_job_builds_a_ties_merge_and_says_so(tmp_path: Path) -> None:
     saved = save_family(tmp_path, BY_NAME["t5"])
     with changed_tensors(tmp_path / next(iter(saved.inputs))) as tensors:  # as old pickles have tied weights
         tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"].clone()
-    (tmp_path / next(iter(saved.inputs)) / "mergekit_config.yml").write_text("merge_method: linear")  # of that expert
+    theirs = ("mergekit_config.yml", "trainer_state.json", "checkpoint-9/config.json", "runs/events.out.tfevents.9")
+    for name in theirs:  # of that expert
+        (tmp_path / next(iter(saved.inputs)) / name).parent.mkdir(exist_ok=True)
+        (tmp_path / next(iter(saved.inputs)) / name).write_text("merge_method: linear")
     keys = {"method": "ties", "scale": 0.4, "density": 0.3}
     result = calibrate({**saved.recipe(), "merged": keys}, output=tmp_path / "out")
     base, *experts = (
@@ -139,5 +142,5 @@ def test_a_job_builds_a_ties_merge_and_says_so(tmp_path: Path) -> None:
     assert all(torch.equal(built[name], x) for name, x in merge(base, experts, **keys).items())
     assert torch.equal(built["encoder.embed_tokens.weight"], built["shared.weight"])
     assert result.report.recipe["merged"] == keys
-    assert not (tmp_path / "out" / "mergekit_config.yml").exists()
+    assert not any((tmp_path / "out" / name).exists() for name in theirs)
     assert "a merge of its experts (ties, scale 0.4, density 0.3)" in (tmp_path / "out" / "README.md").read_text()
