@@ -20,7 +20,7 @@ from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, named_by, te
 from featcal_cli.recipe.schema import Data, Merge, Recipe
 from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError
-from featcal_cli.runtime.files import check_links, resolve_path, visible_files, write_requested
+from featcal_cli.runtime.files import check_links, resolve_path, write_requested
 from featcal_cli.runtime.sanitise import list_some, plain, without_tokens
 from featcal_cli.runtime.structured_text import dump_yaml
 from featcal_cli.workflows.session import EXPERT, Session
@@ -162,8 +162,10 @@ def check_copyable(repo: Repo) -> None:
     with suppress(FeatCalError, OSError, ValueError):  # weights that cannot be read are reported with their headers
         copies = [*divide_files(repo.folder).left_out, *(file.name for file in weight_files(repo.folder))]
     check_links(repo.folder, skip=copies)
-    for name in visible_files(repo.folder):
-        if name not in copies and not os.access(repo.folder / name, os.R_OK):
+    for path in sorted(repo.folder.rglob("*")):  # a folder that cannot be read seems to be empty
+        name = path.relative_to(repo.folder).as_posix()
+        hidden = name.startswith(".") or "/." in name
+        if path.exists() and not hidden and name not in copies and not os.access(path, os.R_OK):
             what = f"{name} cannot be read by this user, and would be missing from the output"
             raise CheckpointError(what, where=str(repo.folder), fix="make it readable, or give a copy without it")
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from featcal_cli.models.loading import find_class
-from featcal_cli.runtime.errors import FeatCalError, OutputError
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
 from featcal_cli.runtime.files import LOCK, explain_full, tell_fix
+from featcal_cli.workflows import inputs
 from featcal_cli.workflows.verbs import calibrate, dry_run
 
 TOKEN = "hf_" + "aB3dE6gH" * 4
@@ -270,3 +272,17 @@ def test_names_of_ours_that_are_taken_are_refused_before_anything_is_computed(
     write(tmp_path / "merged", f"{path}/inside.txt" if path else "adapter")
     with pytest.raises(FeatCalError, match=what):
         dry_run(saved.recipe(), output=tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("name", ["2_Dense", "2_Dense/config.json"])  # a folder, and a file
+def test_what_cannot_be_read_is_refused_before_it_is_missing(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write(tmp_path / "merged", "2_Dense/config.json")
+
+    def access(path: Path, _: int) -> bool:
+        return not path.match(f"merged/{name}")  # root may read all there is
+
+    monkeypatch.setattr(inputs, "os", SimpleNamespace(access=access, R_OK=os.R_OK))
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read by this user"):
+        dry_run(saved.recipe(), output=tmp_path / "out")
