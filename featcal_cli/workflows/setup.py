@@ -309,7 +309,14 @@ class Setup:
         models = self.models
         loaded = models.merged, models.base, models.experts, self.architecture
         calibrated = merged is not None and REPORT in merged.repo.files
-        return describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
+        notes = describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
+        kinds = {task: str(expert.module.dtype).removeprefix("torch.") for task, expert in models.experts.items()}
+        kept, *_ = kinds.values()
+        others = [f"{task} in {kind}" for task, kind in kinds.items() if kind != kept]
+        if merged is None and others:
+            others_are = list_some(others, write=str)
+            notes.append(f"the merge is stored in {kept}, as its first expert is; other experts: {others_are}")
+        return notes
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:
         """Return the blocks in which the first token has the largest weight: as the user sets it, otherwise as found by

@@ -131,8 +131,14 @@ def test_a_job_builds_a_ties_merge_and_says_so(tmp_path: Path) -> None:
     for name in theirs:  # of that expert
         (tmp_path / next(iter(saved.inputs)) / name).parent.mkdir(exist_ok=True)
         (tmp_path / next(iter(saved.inputs)) / name).write_text("merge_method: linear")
+    last = list(saved.inputs)[-1]
+    with changed_tensors(tmp_path / last) as tensors:
+        tensors |= {name: x.bfloat16() for name, x in tensors.items()}
     keys = {"method": "ties", "scale": 0.4, "density": 0.3}
     result = calibrate({**saved.recipe(), "merged": keys}, output=tmp_path / "out")
+    assert any(
+        f"in float32, as its first expert is; other experts: {last} in bfloat16" in text for text in result.report.notes
+    )
     base, *experts = (
         load_model(name, snapshot, find_class(snapshot))
         for name in ("base", *saved.inputs)
