@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -76,9 +76,16 @@ class Repo:
     def explained(self) -> AbstractContextManager[None]:
         return explained(self.name, self.commit or "", self.kind)
 
-    @cached_property
+    @property
     def files(self) -> Mapping[str, int]:
         """Path → size in bytes, for every file. Raises HubError if neither the Hub nor the cache can list them."""
+        # as a cached_property, which has one lock for all objects before Python 3.12, it would be listed repo by repo
+        if "_files" not in vars(self):
+            vars(self)["_files"] = self._list()
+        found: Mapping[str, int] = vars(self)["_files"]
+        return found
+
+    def _list(self) -> Mapping[str, int]:
         if self.folder is not None:
             return _list_folder(self.folder)
         with self.explained():
