@@ -117,14 +117,16 @@ def find_origin(name: str, *, allow_pickle: bool = False, open_repo: Opener = op
 def check_model(name: str, files: Collection[str]) -> None:
     """Raise HubError if the files are not those of a transformers model."""
     if "config.json" not in files:
-        if inside := sorted(str(Path(file).parent) for file in files if Path(file).name == ADAPTER_CONFIG):
-            what = f"{name} is not itself a model: it holds adapters in {list_some(inside)}"
+        kind = "adapter" if any(Path(file).name == ADAPTER_CONFIG for file in files) else "model"
+        names = (ADAPTER_CONFIG,) if kind == "adapter" else (*SAFETENSORS, *PICKLES)
+        if inside := sorted({str(Path(file).parent) for file in files if "/" in file and Path(file).name in names}):
+            what = f"{name} is not itself a model: it holds {kind}s in {list_some(inside)}"
             here, fix = name, ""
             if not existing_path(name):
                 repo, _, revision = name.partition("@")
                 command = f"hf download {repo}{revision and f' --revision {revision}'} --local-dir FOLDER"
                 here, fix = "FOLDER", f"download it with `{command}`, and "
-            raise HubError(what, where=name, fix=f"{fix}give the folder of one adapter: {here}/{plain(inside[0])}")
+            raise HubError(what, where=name, fix=f"{fix}give the folder of one {kind}: {here}/{plain(inside[0])}")
         what = f"{name} is not a transformers model: it has no config.json{_name_other_weights(files)}"
         raise HubError(what, where=name, fix=FULL_MODEL)
 

@@ -183,6 +183,10 @@ def test_what_is_not_on_the_hub_is_said(hub: HubServer, folder: Path, monkeypatc
     (folder / "config.json").unlink()
     hub.add_repo("user/no-config", folder)
     assert "has no config.json" in refusal("user/no-config")
+    (folder / "0_Transformer").mkdir()
+    (folder / "model.safetensors").rename(folder / "0_Transformer/model.safetensors")
+    hub.add_repo("user/sentences", folder)
+    assert "give the folder of one model: FOLDER/0_Transformer" in refusal("user/sentences")
     assert hub.file_bytes() == 0
     assert "there is no model user/absent" in refusal("user/absent")
     assert "has no revision v9" in refusal("user/there@v9")
