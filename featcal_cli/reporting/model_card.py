@@ -127,6 +127,9 @@ def _write_metadata(report: Report, merged: Mapping[str, Any], target: str | Non
     models = [name for name in _find_repos(report, *MODELS) if name != target]
     languages = [code for code in _texts(merged.get("language")) if re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)]
     pipelines = [tag for tag in _texts(merged.get("pipeline_tag")) if re.fullmatch(r"[a-z0-9-]+", tag)]
+    # an adapter's card says peft, but the output is no adapter
+    libraries = [name for name in _texts(merged.get("library_name")) if re.fullmatch(r"(?!peft$)[\w.-]+", name)]
+    libraries += ["sentence-transformers"] if "modules.json" in report.files else []
     licenses = {source.license for source in _find_sources(report, *MODELS)}
     agreed = (licenses.pop() if len(licenses) == 1 else None) or ""
     return ModelCardData(
@@ -134,7 +137,7 @@ def _write_metadata(report: Report, merged: Mapping[str, Any], target: str | Non
         base_model_relation="merge" if models else None,
         datasets=_find_repos(report, "data") or None,
         language=languages or None,
-        library_name="transformers",
+        library_name=next(iter(libraries), "transformers"),
         pipeline_tag=next(iter(pipelines), None),
         tags=_unique(["featcal", "merge", *_texts(merged.get("tags"))]),
         license=agreed if LICENSE.fullmatch(agreed) else None,

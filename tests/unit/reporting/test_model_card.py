@@ -174,6 +174,10 @@ def test_metadata_names_all_that_the_weights_were_computed_from_but_not_the_mode
         "pipeline_tag": "image-feature-extraction",
         "tags": ["featcal", "merge", "mergekit"],
     }
+    for name, files, library in (("setfit", [], "setfit"), ("peft", ["modules.json"], "sentence-transformers")):
+        readme = README.replace("tags:", f"library_name: {name}\ntags:")
+        of_library = write_card(replace(make_report(), files=files), name="mended", merged_readme=readme)
+        assert metadata(of_library)["library_name"] == library
     own = write_card(make_report(), name="merged", target="org/merged")
     assert metadata(own)["base_model"] == ["org/base", "org/expert-a", "org/expert-b"]
     for accepted in (card, own):
