@@ -106,6 +106,11 @@ def read_tools(row: Row) -> list[Message]:
     return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
 
 
+def find_system(columns: Iterable[str]) -> str | None:
+    """Return the column with the system message that begins each row's conversation, or None if there is none."""
+    return next((name for name in columns if bare_name(name) in ("system", "system_prompt")), None)
+
+
 def _without_nulls(value: Any) -> Any:
     """Return nested values without the nulls of dicts: where rows differ in their keys, a table has all of them."""
     if isinstance(value, dict):

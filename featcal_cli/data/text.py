@@ -23,6 +23,7 @@ from featcal_cli.data.columns import (
     answer_of,
     choose_text_roles,
     find_about,
+    find_system,
     is_conversation,
     is_text,
     join_turns,
@@ -98,6 +99,12 @@ class RowFormatter:
         return "\n".join(filter(is_text, [self._text(row, "prompt"), *(row.get(name) for name in self.about)]))
 
     def _read_turns(self, row: Row) -> list[Message]:
+        messages, system = self._read_messages(row), row.get(find_system(row) or "")
+        if self.kind == "causal" and messages[0]["role"] != "system" and is_text(system):
+            return [_say("system", system), *messages]
+        return messages
+
+    def _read_messages(self, row: Row) -> list[Message]:
         if "messages" in self.roles:
             return read_messages(row.get(self.roles["messages"]))
         prompt, response = (row.get(self.roles[role]) for role in ("prompt", "response"))
@@ -151,8 +158,11 @@ class RowFormatter:
         used = f"template {self.template!r}" if self.template else " and ".join(columns)
         if self.about:
             used += f", with {list_some(self.about)} behind the prompt"
+        is_chat = self.kind == "causal" and self.has_turns
+        if is_chat and (system := find_system(samples)):
+            used += f", with {system} as the system's message"
         used = name_among(used, samples)
-        if self.kind != "causal" or not self.has_turns:
+        if not is_chat:
             return used
         return f"{used}, {'in' if self.tokenizer.chat_template else 'joined by line breaks without'} a chat template"
 
@@ -253,6 +263,8 @@ def open_text(data: Data, samples: Samples, target: Target) -> TextReader:
         causal = model.can_generate() or any(getattr(module, "is_causal", False) for module in model.modules())
         kind = "causal" if causal else "encoder"
     roles = choose_text_roles(data, samples, kind, chat=bool(tokenizer.chat_template))
+    if "text_pair" not in data.columns and any([*folder.glob("*_Pooling")] for folder in target.folders):
+        roles.pop("text_pair", None)  # sentence-transformers gives an encoder that pools one text at a time
     formatter = RowFormatter(roles, find_about(data, roles, samples), data.template, kind, tokenizer)
     max_tokens, used = target.most_tokens(tokenizer), formatter.describe(samples)
     chosen = f"{used}, at most {max_tokens} tokens, tokenizer from {tokens.source}"

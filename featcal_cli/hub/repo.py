@@ -242,7 +242,7 @@ def _list_folder(folder: Path) -> dict[str, int]:
 
 # Downloads
 
-DESCRIBING = ("config.json", "adapter_config.json", "README.md", *PREPROCESSOR_FILES)
+DESCRIBING = ("config.json", "adapter_config.json", "README.md", "*_Pooling/config.json", *PREPROCESSOR_FILES)
 Watch = Callable[[str, int, int], None]
 """Callback that gets the repo's name, the number of bytes downloaded so far, and their total."""
 

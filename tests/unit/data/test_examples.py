@@ -403,7 +403,7 @@ def test_what_no_model_can_read_is_refused(
         {"question": "w1", "answer": {"value": "w2", "aliases": ["w9"]}, "question_id": "w9 w9"},
         {"question": "w1", "generated_solution": "w2", "expected_answer": "w9"},
         {"title": "w9 w9", "question": "w1", "answers": {"text": ["w2", "w9"], "answer_start": [3, 4]}},
-        {"id": "a b", "system_prompt": "w9 w9", "question": "w1", "response": "w2"},
+        {"id": "a b", "system_prompt": "", "question": "w1", "response": "w2"},
         {"source": "w9 w9", "problem": "w1", "solution": "w2", "answer": "w9"},
         {"problem": "w1", "answer": "w2", "level": "w9 w9"},
         {"task_id": 2, "text": "w1", "code": "w2", "test_list": ["w9"]},
@@ -459,6 +459,22 @@ def test_a_chat_template_is_given_the_tools_of_a_row(at: Folder, tools: Any) -> 
     for given, text in ((tools, "tool w8 [UNK] user w1 assistant w2"), (None, "user w1 assistant w2")):
         examples = at.load(tiny("llama"), at.rows({"messages": TURNS, "Tools": given}))
         assert words_of(examples.fitted) == [text]
+
+
+@pytest.mark.parametrize(
+    ("row", "begins"),
+    [
+        ({"System": "w9", "conversations": SHARED}, "system w9 "),
+        ({"system_prompt": "w9", "question": "w1", "response": "w2"}, "system w9 "),
+        ({"system": "w9", "messages": [{"role": "system", "content": "w8"}, *TURNS]}, "system w8 "),
+        ({"system": None, "messages": TURNS}, ""),
+    ],
+)
+def test_a_column_of_system_messages_begins_the_conversations_that_have_none(at: Folder, row: Row, begins: str) -> None:
+    at.tokenizer(chat=True)
+    examples = at.load(tiny("llama"), at.rows(row))
+    assert words_of(examples.fitted) == [f"{begins}user w1 assistant w2"]
+    assert "as the system's message (of" in examples.notes[0]
 
 
 @pytest.mark.parametrize("text", ['[{"from": "w1", "to": "w2"}]', '[{"role": "w1"}, {"role": "w2"}]', "[w1 w2"])
@@ -686,6 +702,16 @@ def test_texts_are_cut_where_sentence_transformers_cuts_them(at: Folder, most: i
     at.file("expert/sentence_bert_config.json", json.dumps({"max_seq_length": most}))
     [batch] = at.load(tiny("bert"), at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, length)
+
+
+@pytest.mark.parametrize(("columns", "read"), [({}, "w1"), ({"text": "a", "text_pair": "b"}, "w1 [SEP] w2")])
+def test_an_encoder_of_sentence_transformers_that_pools_reads_one_text_at_a_time(
+    at: Folder, columns: dict[str, str], read: str
+) -> None:
+    at.tokenizer()
+    (at.expert / "1_Pooling").mkdir()
+    row = {"a": "w1", "b": "w2"} if columns else {"sentence1": "w1", "sentence2": "w2"}
+    assert words_of(at.load(tiny("bert"), at.rows(row, columns=columns)).fitted) == [f"[CLS] {read} [SEP]"]
 
 
 def test_a_tokenizer_beside_a_config_that_contradicts_itself_is_read(at: Folder) -> None:
