@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -309,6 +308,12 @@ PROCESSORS = (
 first."""
 
 
-def find_processor_class(folder: Path) -> str | None:
-    """Return the name of the Auto class that loads the processor in `folder`; None if no file there implies one."""
-    return next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
+def describe_loading(model: Model) -> dict[str, Any]:
+    """Return the arguments of `write_card` on how to load a model: the names of its class, which is an Auto class where
+    the class is code of the repo, and of its processor's, if a file implies one."""
+    folder, name = model.snapshot.folder, type(model.module).__name__
+    processor = next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
+    if find_transformers_class(name):
+        return {"model_class": name, "processor_class": processor}
+    found = (key for key, place in model.snapshot.config["auto_map"].items() if str(place).endswith(f".{name}"))
+    return {"model_class": next(found, "AutoModel"), "processor_class": processor, "runs_code": True}

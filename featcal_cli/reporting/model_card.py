@@ -53,9 +53,11 @@ def write_card(
     merged_readme: str | None = None,
     model_class: str = "AutoModel",
     processor_class: str | None = None,
+    runs_code: bool = False,
 ) -> str:
     """Return the text of README.md. name: of the output folder; target: the Hub id that it is pushed to; merged_readme:
-    the merged model's own card, whose metadata are used; model_class, processor_class: classes that load the output."""
+    the merged model's own card, whose metadata are used; model_class, processor_class: classes that load the output;
+    runs_code: whether the former is code of its repo."""
     merged_data = _read_metadata(merged_readme or "")
     data = _write_metadata(report, merged_data, target)
     if results := list(_list_results(report, data.pipeline_tag)):
@@ -75,6 +77,7 @@ def write_card(
         "merged_name": merged and (merged.name if on_hub else Path(merged.name).name),
         "merged_commit": merged.commit if merged and on_hub else None,
         "loaders": [kind if kind.isidentifier() else "AutoModel" for kind in (model_class, processor_class) if kind],
+        "options": 'dtype="auto", trust_remote_code=True' if runs_code else 'dtype="auto"',
         "variables": VARIABLES,
         "means": average_tasks(report.scores) if report.scores else {},
         "metric": common_metric(report.scores),

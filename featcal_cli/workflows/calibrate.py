@@ -22,7 +22,7 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.job import CALIBRATED, MERGED
 from featcal_cli.engine.weight_checks import check_values
 from featcal_cli.hub.model_files import describe_files, divide_files, read_entries
-from featcal_cli.models.loading import find_processor_class
+from featcal_cli.models.loading import describe_loading
 from featcal_cli.models.low_rank import extract_adapter
 from featcal_cli.reporting.drift_plots import plot_drift
 from featcal_cli.reporting.model_card import copy_merged_card
@@ -288,8 +288,7 @@ def _write(
         **adapter,
     }
     files = sorted({*divide_files(snapshot.folder).kept, *contents, REPORT, CARD})
-    loading = {"model_class": type(merged.module).__name__, "processor_class": find_processor_class(snapshot.folder)}
-    report = replace(report, files=files, loading=loading)
+    report = replace(report, files=files, loading=describe_loading(merged))
     described = describe_output(report, session.workspace.target.name, None, card)
     contents |= {name: text.encode() for name, text in described.items()}
     written = write_output(session.workspace, merged, read_named, contents, check_inputs, session.stage)

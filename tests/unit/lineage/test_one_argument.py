@@ -343,3 +343,5 @@ def test_code_from_a_repo_runs_only_when_it_is_trusted(user: User) -> None:
     assert not ran.exists()
     assert user.calibrate("coded/merged", trust_remote_code=True).code == 0
     assert ran.exists()
+    card = (user.here / "merged-featcal" / "README.md").read_text()
+    assert 'model = AutoModel.from_pretrained("merged-featcal", dtype="auto", trust_remote_code=True)' in card

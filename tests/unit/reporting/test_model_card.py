@@ -361,7 +361,7 @@ def test_perplexity_on_held_out_rows_is_in_the_card_and_not_in_the_index() -> No
 
 
 def test_code_commands_and_notes_are_those_of_the_place() -> None:
-    classes = {"model_class": "LlamaForCausalLM", "processor_class": "AutoTokenizer"}
+    classes: dict[str, Any] = {"model_class": "LlamaForCausalLM", "processor_class": "AutoTokenizer"}
     column = "column text, tokenizer from its expert"
     notes = [f"digit: {column}", f"letter: {column}", "all"]  # those that say the same are one
     pushed = write_card(make_report(notes=notes), name="mended", target="me/mended", **classes)
