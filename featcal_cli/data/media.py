@@ -105,6 +105,8 @@ def _decode(source: BytesIO | Path, *, mode: str) -> Image.Image:
         image = Image.open(source, formats=FORMATS)
         if image.mode.startswith(DEEP_MODES):
             raise ValueError(f"its pixels are not 8-bit colours, but of mode {image.mode}")
+        image.getexif()  # which Pillow keeps, and would write again: that fails where any of it is malformed
+        image.info.pop("exif", None)
         return ImageOps.exif_transpose(image).convert(mode)
 
 

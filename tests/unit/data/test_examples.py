@@ -284,13 +284,15 @@ def test_a_model_of_one_channel_reads_shades_of_gray(at: Folder) -> None:
         assert model(**batch).logits.shape == (1, 2)
 
 
-def test_a_photograph_is_turned_as_its_exif_says(at: Folder) -> None:
+def test_a_photograph_is_turned_as_its_exif_says_whatever_else_that_says(at: Folder) -> None:
     pixels = numpy.zeros((8, 8, 3), dtype=numpy.uint8)
     pixels[:4] = 255
     exif = Image.Exif()
-    exif[0x0112] = 3
-    [batch] = at.load(tiny("vit"), at.images({"a.png": Image.fromarray(pixels)}, exif=exif)).fitted
-    assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
+    exif[0x0112], exif[0x0132] = 3, "x" * 40
+    broken = exif.tobytes().replace(b"\x01\x32\x00\x02\0\0\0\x29", b"\x01\x32\x00\x0c\0\0\0\x05")  # a date in floats
+    for name, written in (("whole", exif.tobytes()), ("broken", broken)):
+        [batch] = at.load(tiny("vit"), at.images({"a.png": Image.fromarray(pixels)}, name, exif=written)).fitted
+        assert batch["pixel_values"][0, 0, 0, 0] < 0 < batch["pixel_values"][0, 0, 7, 0]
 
 
 def test_the_first_folder_with_a_processor_gives_it(at: Folder) -> None:
