@@ -148,7 +148,7 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     tables = list(filter(holds_rows, shown))
     media = max(images, sounds, key=len)
     if not media and not tables:
-        fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it"
+        fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it, unpacked; or name a .txt file in it"
         raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
     classes: list[str] = []
     noted = [name for name in shown if media and PurePosixPath(name).name in NOTED and _lists_files(files[name])]
@@ -275,7 +275,8 @@ def find_source(repo: Repo, data: Data, open_repo: Opener, note: Note, task: str
     has = list_some(sorted(endings)) or "none at all"
     what = what or f"the dataset has no files of a kind that can be read (it has {has})"
     fetch = f"fetch it (hf download {repo.name} --repo-type dataset --local-dir FOLDER), unpack its archives"
-    raise DataError(what, where=str(data), fix=f"name another config or revision; or {fetch}, and give the folder")
+    fix = f"name another config or revision; or {fetch}, and give the folder, or a .txt file in it"
+    raise DataError(what, where=str(data), fix=fix)
 
 
 def _open_copy(repo: Repo, open_repo: Opener) -> Repo | None:

@@ -59,7 +59,7 @@ def ending_of(path: str) -> str:
 def open_file(file: Path) -> list[Table]:
     """Open one data file as tables. They, and this function, raise DataError for what cannot be read."""
     if (known := FORMATS.get(ending_of(file.name))) is None:
-        fix = f"give {', '.join(FORMATS)}, .safetensors, a folder or a Hub dataset"
+        fix = f"give {', '.join(FORMATS)}, .safetensors, a folder (archives unpacked) or a Hub dataset"
         raise DataError(f"{file.name} is not a kind of file that can be read", where=str(file), fix=fix)
     with explaining(file):
         return [replace(table, read=partial(_read_explained, table)) for table in known.open(file)]

@@ -203,6 +203,7 @@ def test_every_format_is_read_whole_in_order_and_drawn_from(publish: Publish, na
         ("a.arrow", b"a", "cannot be read"),
         ("a.zip", b"PK\x05\x06" + bytes(18), r"it has .zip\)[^$]*hf download streaming/\w+ --repo-type dataset"),
         ("a.tar", b"", r"it has .tar\)[^$]*unpack its archives"),
+        ("a.txt", b"a", r"it has .txt\)[^$]*give the folder, or a .txt file in it"),
         ("a.wav", b"RIFF", r"it has .wav\)[^$]*give the folder"),
     ],
 )
