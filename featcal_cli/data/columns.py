@@ -95,6 +95,19 @@ def read_messages(value: Any) -> list[Message]:
     return messages
 
 
+def find_images(messages: Sequence[Message]) -> list[Any]:
+    """Return the images that stand inside of messages, as the cells of a column have them."""
+    found: list[Any] = []
+    for message in messages:
+        content: Any = message.get("content")
+        for part in content if is_conversation(content) else ():
+            if str(part.get("type")).startswith("image"):
+                image = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
+                image = image.get("url", image) if isinstance(image, dict) else image
+                found += [{"path": image} if isinstance(image, str) else image] if image else []
+    return found
+
+
 def read_tools(row: Row) -> list[Message]:
     """Return the tools that a conversation may call, which a column `tools` describes as a list or in JSON."""
     tools = next((value for name, value in row.items() if name.lower() == "tools"), None)

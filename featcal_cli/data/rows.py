@@ -15,7 +15,7 @@ from random import Random
 from stat import S_ISREG
 from typing import Any, TypeVar
 
-from featcal_cli.data.columns import TRANSLATION, BadRowError, parse_conversation
+from featcal_cli.data.columns import TRANSLATION, BadRowError, find_images, is_conversation, parse_conversation
 from featcal_cli.data.files import (
     AUDIO_FILES,
     IMAGE_FILES,
@@ -299,14 +299,17 @@ def _names_of(feature: Any) -> list[str] | None:
 
 
 def read_cells(row: Row) -> Row:
-    """Return the row with the conversations that are texts in JSON, and a column for each language of a translation;
-    without the middle of very long texts and without bytes too large for an image. Hundreds of rows are in memory at
-    once, and a tokenizer would take minutes for a book."""
+    """Return the row with the conversations that are texts in JSON, and a column for each language of a translation,
+    and for the images inside of messages; without the middle of very long texts and without bytes too large for an
+    image. Hundreds of rows are in memory at once, and a tokenizer would take minutes for a book."""
     parsed = {name: parse_conversation(value) if isinstance(value, str) else value for name, value in row.items()}
     cells = {name: _shorten(value, MOST_LEVELS) for name, value in parsed.items()}
     for name, value in row.items():
         if bare_name(name) == TRANSLATION and isinstance(value, dict):
             cells |= {f"{name}.{key}": text for key, text in cells[name].items() if isinstance(text, str)}
+    talks = filter(is_conversation, parsed.values())
+    if "image" not in cells and (images := [image for messages in talks for image in find_images(messages)]):
+        cells["image"] = images
     return cells
 
 

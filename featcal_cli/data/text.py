@@ -132,10 +132,16 @@ class RowFormatter:
         return TokenizerInput("\n".join(turns))
 
     def _apply_template(self, messages: list[Message], tools: Sequence[Message]) -> str:
-        """Format messages as they are, or joined if the template refuses them."""
+        """Format messages as they are, or joined if the template refuses them, or in parts if it reads nothing else, as
+        those of models that read images."""
         format_chat = partial(self.tokenizer.apply_chat_template, tools=[*tools] or None, tokenize=False)
+        said = [message["content"].strip() for message in messages if is_text(message["content"])]
         try:
-            return str(format_chat(messages))
+            text = str(format_chat(messages))
+            empty = [{**message, "content": ""} for message in messages]
+            if said and not any(one in text for one in said) and text.split() == str(format_chat(empty)).split():
+                text = str(format_chat([{**x, "content": [{"type": "text", "text": x["content"]}]} for x in messages]))
+            return text
         except Exception as error:  # a template is a program, and raises what it likes
             with suppress(Exception):
                 return str(format_chat(join_turns(messages)))

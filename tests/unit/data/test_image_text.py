@@ -152,6 +152,18 @@ def test_questions_about_images_take_the_chat_template(at: Folder, row: Callable
         assert ids.tolist() == ids_of(ASKED + brightest(pixels))
 
 
+def test_images_may_stand_inside_of_messages_and_a_template_of_parts_gets_texts_alone_too(at: Folder) -> None:
+    model = prepare(at.expert, "llava")
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "red"}]}
+    (at.path / "0.png").write_bytes(picture(0)["bytes"])
+    shown = [{"type": "image", "image": "0.png"}, {"type": "image_url", "image_url": {"url": "0.png"}}]
+    for image in (*shown, {"type": "image", "path": "0.png"}, None):
+        asked = {"role": "user", "content": [*([image] if image else []), PARTS[1]]}
+        (batch,) = at.load(model, at.rows({"messages": [asked, answer]})).fitted
+        assert batch["input_ids"][0].tolist() == ids_of((ASKED if image else ASKED.replace("<image> ", "")) + "red")
+        assert ("pixel_values" in batch) == bool(image)
+
+
 def test_without_a_template_the_image_stands_first_and_without_a_processor_nothing_is_read(at: Folder) -> None:
     model = prepare(at.expert, "llava", template=None)
     source = pictures(at, lambda colour: {"question": "what is it", "answer": COLOURS[colour]})
