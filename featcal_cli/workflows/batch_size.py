@@ -86,14 +86,14 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     finally:
         for handle in handles:
             handle.remove()
-    # where there is padding, every pass makes a mask of it
-    masks = (x for name, x in batch.items() if "mask" in name and x.ndim == 2 and not bool(x.all()))
-    mask = sum(x.shape[0] * x.shape[1] ** 2 for x in masks)
     calls = {block.name: max(block.calls, 1) for block in architecture.blocks}
     largest = max((sum(x.numel() for x in seen.values()) // calls[block] for block, seen in inputs.items()), default=0)
     count = count_examples(batch)
-    state, begun = max(states.values(), default=0) + mask, max(embedded.values(), default=0)
     rows = rows_times_work / work / count if work else 0.0
+    # where there is padding, every pass makes a mask of it; that of a recording has a place for each sample, not row
+    masks = (x for name, x in batch.items() if "mask" in name and x.ndim == 2 and not bool(x.all()))
+    mask = sum(x.shape[0] * min(x.shape[1], rows) ** 2 for x in masks)
+    state, begun = max(states.values(), default=0) + mask, max(embedded.values(), default=0)
     return BatchNeeds(state / count, begun / count, largest * COMPUTE / count, rows, work / count, frozenset(inputs))
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from families import BY_NAME, Saved, save_family
 from jobs import CPU
+from recipe_world import TINY
 from safetensors.torch import save_file
 
 from featcal_cli import dry_run
@@ -23,7 +24,7 @@ from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.runtime.hardware import find_core_limits, find_memory_limits, memory_of, use_granted_cores
 from featcal_cli.runtime.progress import ENOUGH, Countdown, Listener, Progress, tell_range
 from featcal_cli.workflows import plan as module
-from featcal_cli.workflows.batch_size import CPU_ROWS, DEVICE_ROWS, PLAIN, choose_batch_sizes, limit_batch
+from featcal_cli.workflows.batch_size import CPU_ROWS, DEVICE_ROWS, PLAIN, choose_batch_sizes, limit_batch, probe_batch
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.session import RunOptions, Session
@@ -98,6 +99,18 @@ def test_a_model_that_looks_at_values_has_a_plain_size(name: str) -> None:
     with torch.device("meta"):
         model = BY_NAME[name].build()
     assert sizes_of(model, {"task": BY_NAME[name].inputs(1)}, CUDA) == {"task": PLAIN}
+
+
+def test_the_mask_of_a_recording_is_one_of_its_rows_and_not_of_its_samples() -> None:
+    with torch.device("meta"):
+        model = tf.Wav2Vec2Model(tf.Wav2Vec2Config(**TINY, num_conv_pos_embedding_groups=2)).eval()
+    batch = {"input_values": torch.zeros(2, 16_000), "attention_mask": torch.tensor([[1], [1]]).repeat(1, 16_000)}
+    architecture = run_without_values(model, "auto", {"task": batch})
+    assert architecture is not None
+    whole = probe_batch(model, architecture, "", batch)
+    batch["attention_mask"][0, 8_000:] = 0
+    padded = probe_batch(model, architecture, "", batch)
+    assert padded.state_bytes - whole.state_bytes == pytest.approx(padded.rows**2) and padded.rows == 49
 
 
 def test_a_size_that_is_asked_for_is_the_size(tmp_path: Path) -> None:
