@@ -175,7 +175,7 @@ def draw_examples(
 def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
     """Open the reader that suits the model and the columns of the first rows. Raises DataError if they do not fit.
     labelled: answers are compared with labels, so that a model with two towers reads only the image."""
-    model = target.model
+    model, main_input = target.model, target.main_input
     if not first:
         raise DataError("the source has no rows", fix="give data with rows, or another split")
     names = dict.fromkeys(name for row in first for name in row)
@@ -185,7 +185,7 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
     if not (named or data.template):
         check_single_column(names)
     has_images = "image" in named or (not named and bool(find_media("image", samples)))
-    if model.main_input_name == "pixel_values":
+    if main_input == "pixel_values":
         return open_images(data, samples, target)
     if has_images and "pixel_values" in target.names:
         if model.can_generate():
@@ -193,12 +193,12 @@ def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bo
         is_alone = labelled and hasattr(model, "get_image_features")
         reads_both = has_caption(data, samples) and not is_alone
         return open_pairs(data, samples, target) if reads_both else open_images(data, samples, target)
-    if model.main_input_name in SOUND:
+    if main_input in SOUND:
         return open_audio(data, samples, target)
     hears = not (named or data.template) and target.names.intersection(SOUND) and find_media("audio", samples)
-    if model.main_input_name == "input_ids" and not hears:
+    if main_input == "input_ids" and main_input in target.names and not hears:
         return open_text(data, samples, target)
-    read = "sound beside text" if hears else model.main_input_name
+    read = "sound beside text" if hears else main_input if main_input in target.names else "none of the usual inputs"
     what, fix = f"the model reads {read}, for which there is no preprocessing here", ""
     if hears:
         fix = "name the text column, to leave the sound out: --columns TASK=text:COLUMN; or "

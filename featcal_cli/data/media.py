@@ -142,10 +142,9 @@ Wave = NDArray[numpy.float32]
 
 class AudioReader(MediaReader):
     def read(self, row: Row) -> Example:
-        model = self.target.model
         wave = decode_cell(row.get(self.column), self.column, self.folder, "recording", self._decode)
         extract = partial(self.processor, [wave], sampling_rate=self.processor.sampling_rate, return_tensors="pt")
-        inputs = self.target.preprocess(model.main_input_name, extract)
+        inputs = self.target.preprocess(self.target.main_input, extract)
         self.target.check_length(inputs)
         return Example(inputs | self.decoder_inputs(row))
 

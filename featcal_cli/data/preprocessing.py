@@ -328,6 +328,12 @@ class Target:
         """The names of the model's forward arguments."""
         return forward_names(self.model)
 
+    @property
+    def main_input(self) -> str:
+        """The name of the model's main input; of its encoder's, where the model takes sound in any form."""
+        own: str = self.model.main_input_name
+        return str(getattr(getattr(self.model, "encoder", None), "main_input_name", own)) if own == "inputs" else own
+
     def check_ids(self, ids: Sequence[int], *, is_target: bool = False) -> None:
         """Raise DataError for token ids beyond the model's embeddings. is_target: the decoder reads them."""
         count = count_target_vocabulary(self.model) if is_target else count_vocabulary(self.model)
@@ -337,7 +343,7 @@ class Target:
 
     def check_length(self, inputs: Batch) -> None:
         """Raise BadRowError for a recording that is too short for the model."""
-        sound = inputs.get(self.model.main_input_name)
+        sound = inputs.get(self.main_input)
         if sound is None or not sound.is_floating_point():
             return
         # a model that reads samples [1, samples] makes frames of them, and has no layer for none

@@ -52,6 +52,13 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     if kind == "whisper":
         model: PreTrainedModel = library.WhisperForConditionalGeneration(library.WhisperConfig(**HEARING))
+    elif kind == "pair":
+        sizes = {name: SOUNDING[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size")}
+        writing = library.BertConfig(**sizes, vocab_size=len(WORDS), is_decoder=True, add_cross_attention=True)
+        hearing = library.Wav2Vec2Config(**SOUNDING)
+        config = library.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(hearing, writing)
+        config.decoder_start_token_id, config.pad_token_id = 2, 0
+        model = library.SpeechEncoderDecoderModel(config)
     else:
         model = library.Wav2Vec2ForCTC(library.Wav2Vec2Config(**SOUNDING))
     return model
@@ -61,9 +68,10 @@ def prepare(at: Folder, kind: str) -> PreTrainedModel:
     """A model, with what reads sound in the expert's folder."""
     if kind == "whisper":
         library.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(at.expert)
-        at.tokenizer()
     else:
         library.Wav2Vec2FeatureExtractor(return_attention_mask=True).save_pretrained(at.expert)
+    if kind != "wav2vec2":
+        at.tokenizer()
     return make_model(kind)
 
 
@@ -106,13 +114,14 @@ def test_other_rates_and_channels_become_the_extractors(at: Folder) -> None:
         assert min(float((values[inner] - x[inner]).abs().max()) for x in doubled) < 0.02
 
 
-def test_what_is_said_goes_to_the_decoder(at: Folder) -> None:
-    model = prepare(at, "whisper")
+@pytest.mark.parametrize(("kind", "sizes"), [("whisper", (8, 100)), ("pair", (1600,))])
+def test_what_is_said_goes_to_the_decoder(at: Folder, kind: str, sizes: tuple[int, ...]) -> None:
+    model = prepare(at, kind)
     texts = ["w1 w2", "w3", "w2 w2 w1", "w1"]
     rows = [{"audio": {"bytes": encoded(tone(n)), "path": ""}, "Sentence": text} for n, text in enumerate(texts)]
     examples = at.load(model, at.file("rows.parquet", rows))
     (batch,) = examples.fitted
-    assert batch["input_features"].shape == (4, 8, 100)
+    assert batch["input_features" if kind == "whisper" else "input_values"].shape == (4, *sizes)
     assert any("Sentence for the decoder" in note for note in examples.notes)
     read = [words.replace(" [PAD]", "") for words in words_of([batch], "decoder_input_ids")]
     assert sorted(read) == sorted(f"[CLS] {text}" for text in texts)

@@ -61,6 +61,10 @@ def tiny(name: str) -> Any:
         case "series":
             sizes = {"context_length": 8, "patch_length": 2, "patch_stride": 2, "d_model": 8, "num_hidden_layers": 1}
             return build("PatchTSTModel", **sizes, num_input_channels=1, num_attention_heads=2, ffn_dim=8)
+        case "bark":
+            part = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "block_size": 16}
+            parts = {f"{name}_config": part for name in ("semantic", "coarse_acoustics", "fine_acoustics")}
+            return build("BarkModel", **parts, codec_config={"num_filters": 2, "hidden_size": 8})
         case "llama body":
             return build("LlamaModel", **TINY, num_key_value_heads=2)
         case "t5":
@@ -351,6 +355,7 @@ REFUSED: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("llama", [{"input_ids": [3, 4], "labels": [3, 4]}], {}, r"columns are input_ids, labels[^$]*\.safetensors"),
     ("vit", [NUMBERS], {}, r"no column holds images; the columns are n, kind[^$]*--columns task="),
     ("series", [{"text": "w1"}], {}, r"reads past_values[^$]*safetensors"),
+    ("bark", [{"text": "w1"}], {}, r"reads none of the usual inputs[^$]*safetensors"),
     ("bert", [{"text": "w1", "n": 1}], {"columns": {"text": "txt"}}, "no column txt[^$]*text, n"),
     ("bert", [{"text": 1, **dict.fromkeys(map(str, range(3000)), "x")}], {"columns": {"text": "txt"}},
      "text, 0, 1, 2, 3 and 2,996 more"),
