@@ -21,6 +21,10 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     """Parse a path, `ID[@REVISION][:CONFIG[:SPLIT]]` or a web address into keys of `Data`. Raises RecipeError."""
     if path := existing_path(str(folder / text)):
         return {"path": str(resolve_links(path))}
+    before, _, after = text.partition(":")
+    if after and existing_path(str(folder / before)):
+        fix = f"give {before}, and --split TASK={after.rpartition(':')[2]} (in a recipe, path and split)"
+        raise RecipeError(f"{before} is a path, behind which nothing can be named", where=f"data {text}", fix=fix)
     text = bare_id(text)
     if looks_like_path(text):
         raise RecipeError(f"there is no file or folder {text}", where=f"data {text}", fix="check the path")

@@ -66,6 +66,7 @@ CASES: list[Case] = [
     (options(merged="m" * 300), ["mmm"]),
     (options(o="o" * 300), ["--output"]),
     (options(data="red=rows.jsonl:a"), ["rows.jsonl"]),
+    (options(data="red={}/red.safetensors:test"), ["red.safetensors, and --split TASK=test"]),
     (options(push_to="name"), ["--push-to", "USER/name"]),
     (options(push_to="user/na me"), ["user/na me", "USER/NAME"]),
     (options({"r.yaml": "calibration: {seed: 7}"}, r="{}/r.yaml", log_file="{}/r.yaml"), ["--log-file", "write over",
