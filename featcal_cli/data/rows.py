@@ -39,6 +39,7 @@ from featcal_cli.recipe.data_formats import (
     parse_features,
     read_group,
     read_noted_features,
+    to_rows,
 )
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError, FeatCalError, HubError
@@ -116,7 +117,7 @@ def read_hub_rows(split: HubSplit) -> Iterator[Row]:
             for number in range(opened.num_row_groups):
                 # one group at a time: what is read ahead is lost when columns of several are read in turn
                 for batch in opened.iter_batches(batch_size=256, row_groups=[number]):
-                    yield from batch.to_pylist()
+                    yield from to_rows(batch)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
@@ -26,6 +26,8 @@ ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 2**26
 """Maximum number of rows of a row group, and of their uncompressed bytes, that are decoded at once."""
 LONGEST_JSON = 2**28
 """Maximum number of characters of a .json file, which is parsed whole and takes several times as much memory."""
+UNHOLDABLE = (OverflowError, ValueError, KeyError)
+"""Errors of Arrow for a value that Python cannot hold."""
 WRITE_LINES = "write a JSON object on each line of a .jsonl file, or a list of them into a .json file"
 
 
@@ -232,6 +234,23 @@ def open_parquet(source: Any, *, pre_buffer: bool = False, **options: Any) -> An
     return opened
 
 
+def to_rows(columns: Any) -> list[Row]:
+    """Return the rows of an Arrow table or batch. A value that Python cannot hold, as a date after the year 9999 or one
+    in an unknown time zone, is None."""
+    try:
+        rows: list[Row] = columns.to_pylist()
+    except UNHOLDABLE:
+        cells = zip(*(map(_hold, column) for column in columns.columns), strict=True)
+        rows = [dict(zip(columns.schema.names, row, strict=True)) for row in cells]
+    return rows
+
+
+def _hold(cell: Any) -> Any:
+    with suppress(*UNHOLDABLE):
+        return cell.as_py()
+    return None
+
+
 def read_group(opened: Any, number: int, rows: Sequence[int]) -> Iterator[Row]:
     """Yield these rows (positions in ascending order) of a row group. Nothing after the last of them is decoded."""
     group = opened.metadata.row_group(number)
@@ -240,7 +259,7 @@ def read_group(opened: Any, number: int, rows: Sequence[int]) -> Iterator[Row]:
     # a pool of one thread may be the one that runs this, and would then wait for itself
     for part in opened.iter_batches(size, row_groups=[number], use_threads=False):
         while left and left[0] < start + len(part):
-            yield part.slice(left.popleft() - start, 1).to_pylist()[0]
+            yield to_rows(part.slice(left.popleft() - start, 1))[0]
         start += len(part)
         if not left:
             break
@@ -283,7 +302,7 @@ def parse_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
 def _open_arrow(file: Path) -> list[Table]:
     table = _map_arrow(file)
     check_repeated(table.column_names, str(file))
-    return [Table(str(file), table.num_rows, lambda rows: (table.slice(at, 1).to_pylist()[0] for at in rows))]
+    return [Table(str(file), table.num_rows, lambda rows: (to_rows(table.slice(at, 1))[0] for at in rows))]
 
 
 FORMATS = {

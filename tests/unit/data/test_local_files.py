@@ -247,17 +247,19 @@ def test_a_json_file_that_is_too_long_to_be_read_whole_is_refused(at: Folder, mo
 
 
 def test_tables_that_no_row_can_hold_are_refused(at: Folder) -> None:
-    """They have two columns of one name, or values that Python has no type for."""
+    """They have two columns of one name. Of values that Python has no type for only their rows' others are read."""
     twice = arrow.table([arrow.array(["w1"]), arrow.array(["w2"])], names=["text", "text"])
     arrow.parquet.write_table(twice, at.path / "twice.parquet")
     with arrow.ipc.new_file(at.path / "twice.arrow", twice.schema) as writer:
         writer.write_table(twice)
-    long = arrow.table({"text": ["w1"], "spent": arrow.array([2**62], arrow.duration("s"))})
-    arrow.parquet.write_table(long, at.path / "long.parquet")
+    late, somewhere = (arrow.array([2**40], arrow.timestamp("s", zone)) for zone in (None, "Mars/Base"))
+    long = {"text": ["w1"], "spent": arrow.array([2**62], arrow.duration("s")), "late": late, "somewhere": somewhere}
+    arrow.parquet.write_table(arrow.table(long), at.path / "long.parquet")
+    held = {"text": "w1", "spent": None, "late": None, "somewhere": None}
+    assert list(read_rows(Data(path=str(at.path / "long.parquet")), None)) == [held]
     for name, message in (
         ("twice.parquet", "several columns are called 'text'"),
         ("twice.arrow", "several columns are called 'text'"),
-        ("long.parquet", r"the data cannot be read[^$]*long.parquet"),
     ):
         with pytest.raises(DataError, match=message):
             list(read_rows(Data(path=str(at.path / name)), None))
