@@ -30,6 +30,7 @@ KINDS = {
     ("output_gradients", "send_back"): "gradients: backwards",
     ("drift_probe", ""): "drift",
     ("linear_algebra", "add_product"): "Gram sums",
+    ("linear_algebra", "norm"): "Gram sums",
     ("moments", "add"): "pulls",
     ("normal_equations", "_add_task"): "pulls",
     ("algorithm", "solve_block"): "solves",

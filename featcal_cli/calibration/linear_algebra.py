@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ ACCUMULATE = torch.float64
 precision."""
 PANELS = 8
 """Number of panels in which a symmetric product is computed; blocks above the diagonal are not computed."""
-NARROWEST_PANEL, NARROWEST_ON_DEVICE = 64, 1024
+NARROWEST_PANEL, NARROWEST_ON_DEVICE = 256, 1024
 """Panel widths below which a matrix product becomes slow: on a CPU, and on other devices."""
 AddUp = Callable[[Tensor], None]
 """Function that replaces a tensor, in place, by its sum over several processes."""
@@ -115,8 +116,11 @@ class Symmetric:
                     term if panel is None else _add_to(to_accumulation_dtype(panel, self._dtype), term)
                 )
 
-    def add(self, other: Symmetric, scale: Tensor) -> None:
+    def add(self, other: Symmetric | RowProduct, scale: Tensor) -> None:
         """Add another sum of the same width, multiplied by a scalar []."""
+        if isinstance(other, RowProduct):
+            self.add_product(other.rows, other.rows * scale)
+            return
         for number, term in enumerate(other.panels):
             if term is not None:
                 panel = self.panels[number]
@@ -160,6 +164,23 @@ class Symmetric:
                 whole[start:stop, :stop] = panel
                 whole[:start, start:stop] = panel[:, :start].T
         return whole
+
+
+class RowProduct(NamedTuple):
+    """The product ZᵀZ [d, d] of rows Z [T, d], of which no more is computed than is asked for. Where rows are few, that
+    is less than the product."""
+
+    rows: Tensor
+
+    def norm(self) -> Tensor:
+        """Return the Frobenius norm of the product [], computed from the products of all pairs of rows, whose norm is
+        equal."""
+        return to_accumulation_dtype(torch.linalg.matrix_norm(self.rows @ self.rows.T))
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return rows · ZᵀZ [n, d]."""
+        z = self.rows.to(rows)
+        return (rows @ z.T) @ z
 
 
 def _add_to(total: Tensor, term: Tensor, scale: Tensor | None = None) -> Tensor:

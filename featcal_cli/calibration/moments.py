@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from featcal_cli.calibration.linear_algebra import (
     ACCUMULATE,
     AddUp,
+    RowProduct,
     RowSum,
     Sum,
     Symmetric,
@@ -131,6 +132,11 @@ class LinearMoments:
         return torch.cat([total.value for total in sums if total]).sum()
 
     @property
+    def products(self) -> Symmetric | RowProduct:
+        """The weighted sum Σ x_cal x_calᵀ."""
+        return self.sum if self.kept is None else self.kept.sum
+
+    @property
     def gram(self) -> Tensor:
         """The second moments G = E[x_cal x_calᵀ] [d_in, d_in]."""
         return self.sum.full() / self.weight
@@ -138,7 +144,7 @@ class LinearMoments:
     @property
     def size(self) -> Tensor:
         """The Frobenius norm ‖G‖_F []."""
-        return (self.kept or self.sum).norm() / self.weight
+        return self.products.norm() / self.weight
 
     @property
     def mean(self) -> Tensor:
@@ -198,7 +204,7 @@ class LinearMoments:
 
 @dataclass
 class Rows:
-    """All rows of an input and their residuals. They are kept if there are fewer rows than input features."""
+    """All rows of an input and their residuals. They are kept where they are fewer than input features."""
 
     x: list[Tensor] = field(default_factory=list)
     """Inputs [T, d_in]."""
@@ -213,11 +219,15 @@ class Rows:
         for name, r in residuals.items():
             self.residuals.setdefault(name, []).append(r)
 
-    def norm(self) -> Tensor:
-        """Return the Frobenius norm of Σ w x xᵀ [], computed from the products of all pairs of rows, whose norm is
-        equal."""
-        x = torch.cat(self.x) * torch.cat(self.roots)
-        return to_accumulation_dtype(torch.linalg.matrix_norm(x @ x.T))
+    @cached_property
+    def sum(self) -> RowProduct:
+        """The weighted sum Σ w x xᵀ [d_in, d_in]; no rows can be added afterwards."""
+        return RowProduct(torch.cat(self.x) * torch.cat(self.roots))
+
+    def residuals_of(self, name: str, offset: Tensor | None = None) -> Tensor:
+        """Return a module's residuals [T, d_out], with an offset [d_out] if given, times the roots of the weights."""
+        r = torch.cat(self.residuals[name])
+        return (r if offset is None else r + offset.to(r)) * torch.cat(self.roots)
 
 
 class NormMoments:

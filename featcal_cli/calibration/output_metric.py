@@ -21,6 +21,7 @@ from torch import Tensor
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.linear_algebra import (
     EPSILON,
+    RowProduct,
     Sum,
     Symmetric,
     factorise,
@@ -70,13 +71,13 @@ class OutputMetric:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product S x [d, n] or [d]."""
-        return (self.factor.T @ (self.factor @ x)).add_(x * self.identity)
+        return (self.factor.T @ (self.factor @ x)).addcmul_(x, self.identity)
 
 
 class _Task(NamedTuple):
     """One task's terms of the equations."""
 
-    gram: Symmetric
+    gram: Symmetric | RowProduct
     scale: Tensor
     """Factor that turns the sums in `gram` into ω_i G_i: ω_i over the sum of the rows' weights."""
     omega: Tensor
@@ -112,14 +113,20 @@ class MetricEquations(LinearEquations):
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
         metrics = self._measure(moments.gradients, experts)
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
-        task = _Task(moments.sum, omega / moments.weight, omega, self._cast(moments.mean), metrics)
+        task = _Task(moments.products, omega / moments.weight, omega, self._cast(moments.mean), metrics)
         self._tasks.append(task)
         self._omega += omega
         self.rows += moments.rows
         for name, expert in experts.items():
-            pull = self._pull_of_task(moments, name, expert, task)
-            self._pull[name].add(task.metrics[name](pull))
-            self._bias_pull[name] += task.metrics[name](self._bias_pull_of_task(moments, name, expert, omega))
+            metric = metrics[name]
+            if moments.kept is None:
+                self._pull[name].add(metric(self._pull_of_task(moments, name, expert, task)))
+            else:  # S times the rows, which are few
+                offset = self._bias_offset(name, expert) if self._with_bias else None
+                residuals = self._cast(moments.kept.residuals_of(name, offset))
+                moved = metric(residuals.T).mul_(task.scale)
+                self._pull[name].add_product(moved, self._cast(moments.kept.sum.rows))
+            self._bias_pull[name] += metric(self._bias_pull_of_task(moments, name, expert, omega))
         return omega
 
     def add_elsewhere(self, gradients: Mapping[str, Tensor], names: Iterable[str], omega: Tensor, rows: int) -> None:

@@ -305,13 +305,11 @@ class DualEquations(LinearEquations):
 
     def _add(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor) -> None:
         assert moments.kept is not None
-        scale = torch.cat(moments.kept.roots) * (omega / moments.weight).sqrt()
-        self._x.append(torch.cat(moments.kept.x) * scale)
+        scale = (omega / moments.weight).sqrt()
+        self._x.append(moments.kept.sum.rows * scale)
         for name, expert in experts.items():
-            lacking = torch.cat(moments.kept.residuals[name])
-            if self._with_bias:
-                lacking = lacking + self._bias_offset(name, expert).to(lacking)
-            self._residuals[name].append(lacking * scale)
+            offset = self._bias_offset(name, expert) if self._with_bias else None
+            self._residuals[name].append(moments.kept.residuals_of(name, offset) * scale)
 
     def _make_solver(self) -> Callable[[str, Tensor], tuple[Tensor, float]]:
         x, ridge = self._cast(torch.cat(self._x)), self._hyperparameters.ridge

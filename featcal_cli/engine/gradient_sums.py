@@ -15,7 +15,7 @@ summed for wider outputs, for each direction that is kept."""
 WIDEST_SQUARE_OF_EXPERTS, SKETCH_ROWS_OF_EXPERTS = 128, 64
 """Largest width and number of combinations, as above, for modules of a mixture's experts, of which a model has
 thousands."""
-PANEL_WIDTH = 128
+PANEL_WIDTH = 256
 """Width of the panels in which a CPU computes symmetric products, to skip most of the entries above the diagonal."""
 MOST_DIRECTIONS, FEWEST_DIRECTIONS, ALL_DIRECTIONS, SPARE_DIRECTIONS = 64, 16, 256, 32
 """Largest and smallest number of a task's output directions that are kept (those that move the outputs most), their

@@ -164,7 +164,8 @@ class Job:
     cls_blocks: frozenset[str] = frozenset()
     """Blocks in which the first token has weight 1 and every other token OTHER_TOKENS."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """Files with the results of `measure_output_gradients`, by task. Empty if errors are measured in features alone."""
+    """Folders with the results of `measure_output_gradients`, a file for each block, by task. Empty if errors are
+    measured in features alone."""
     ranks: Ranks = field(default_factory=Ranks)
     """All processes (ranks) of the run. Each has all models and its part of every task's examples."""
 
@@ -186,10 +187,11 @@ class Job:
     def read_gradients(self, task: str, block: Block, field: str) -> dict[str, Tensor]:
         """Read a field of a task's OutputGradients for the modules of one block, or of a part of it, onto the device,
         by the module's name in the block."""
-        paths = {module.name: f"{field}/{block.name}.{module.name}" for module in block.modules}
-        with safe_open(self.gradients[task], "pt", device=str(self.merged.device)) as file:
+        names = {module.name: f"{field}/{block.name}.{module.name}" for module in block.modules}
+        path = self.gradients[task] / f"{block.name}.safetensors"
+        with safe_open(path, "pt", device=str(self.merged.device)) as file:
             known = set(file.keys())
-            return {name: file.get_tensor(path) for name, path in paths.items() if path in known}
+            return {module: file.get_tensor(name) for module, name in names.items() if name in known}
 
     def retire(self) -> None:
         """Restore all models as they were before this job, so that another job can run them."""

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOMEM
 from functools import cache
@@ -129,9 +129,17 @@ def advise(start: int, size: int, advice: str) -> None:
     """Tell the system, if it knows this advice, how mapped memory will be used."""
     if hasattr(mmap, advice):
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(aligned, size + start - aligned, getattr(mmap, advice))  # where it is not taken, nothing is lost
+        _find_madvise()(
+            aligned, size + start - aligned, getattr(mmap, advice)
+        )  # where it is not taken, nothing is lost
+
+
+@cache
+def _find_madvise() -> Callable[[int, int, int], int]:
+    """Return the C library's madvise; looking it up takes longer than calling it."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
 def _mapped(tensors: Iterable[Tensor], files: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

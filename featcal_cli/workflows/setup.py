@@ -173,17 +173,17 @@ class Setup:
     """Folder for features that fit neither on the device nor in memory; by default the system's temporary folder. It
     should be on a disk."""
     gradients: Mapping[str, Path] = field(default_factory=dict)
-    """The file of gradients that `measure_gradients` wrote for each task."""
+    """The folder of gradients that `measure_gradients` wrote for each task."""
     token_ids: TokenIds = field(default_factory=TokenIds)
     refining: Schedule | None = None
     """How the result is refined; None if it is not."""
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
-        weights, at which tokens. Writes a safetensors file with the fields of OutputGradients for each task to
-        `folder`. Raises RuntimeError if outputs carry no information or a model cannot be differentiated, and
-        NumericsError for weights that are too large."""
-        dtype, files = choose_dtype(self.calibration, self.models.merged.module), {}
+        weights, at which tokens. Writes the fields of OutputGradients to `folder`, with a folder for each task and a
+        safetensors file in it for each block, and returns the tasks' folders. Raises RuntimeError if outputs carry no
+        information or a model cannot be differentiated, and NumericsError for weights that are too large."""
+        dtype, folders = choose_dtype(self.calibration, self.models.merged.module), {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
             if model.missing:
@@ -199,14 +199,17 @@ class Setup:
                     raise RuntimeError(f"gradients of the expert of {task} are not finite")
             finally:
                 expert.retire()
-            files[task] = folder / f"{number}.safetensors"
+            folders[task] = folder / str(number)
             by_token = self.calibration.token_weights == "auto"
             kept = measured._asdict() if by_token else {"factors": measured.factors}
-            tensors = ((f"{field}/{name}", x) for field, of in kept.items() for name, x in of.items())
+            tensors = {f"{field}/{name}": x.contiguous() for field, of in kept.items() for name, x in of.items()}
             if read_launch().local_rank == 0:  # all ranks have measured the same
-                save_file({key: x.contiguous() for key, x in tensors}, files[task])
+                folders[task].mkdir()
+                for block in self.architecture.blocks:
+                    of_block = {key: x for key, x in tensors.items() if f"/{block.name}." in key}
+                    save_file(of_block, folders[task] / f"{block.name}.safetensors")
         self.ranks.gather(None)  # now they are there
-        return files
+        return folders
 
     def make_job(
         self,

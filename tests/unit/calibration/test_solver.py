@@ -227,7 +227,7 @@ D_OUT = 6
 
 def draw_answered(rank: int = D_OUT) -> tuple[Affine, Affine, list[dict[str, Any]]]:
     """With R, for each task, of as many rows as there are outputs, or of fewer."""
-    merged, base, tasks = draw(30, 9, D_OUT, spread=0.3, dtype=torch.float64)
+    merged, base, tasks = draw(30, 9, D_OUT, weighted=True, spread=0.3, dtype=torch.float64)
     for task in tasks:
         g = torch.randn(rank, D_OUT, dtype=torch.float64) * torch.arange(1, 1 + D_OUT)
         share = 1.0 if rank == D_OUT else 0.7  # of what the mean diagonal is 1 of
@@ -235,17 +235,22 @@ def draw_answered(rank: int = D_OUT) -> tuple[Affine, Affine, list[dict[str, Any
     return merged, base, tasks
 
 
-def add_all(system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]], alpha: float) -> None:
+def add_all(
+    system: MetricEquations, merged: Affine, tasks: list[dict[str, Any]], alpha: float, way: str = "drift"
+) -> None:
     for task in tasks:
-        rows = {name: task[name] for name in ("x_cal", "x_exp", "expert")}
-        moments = sum_up("drift", **rows, merged=merged, alpha=alpha, batches=2)
+        rows = {name: task[name] for name in ("x_cal", "x_exp", "weights", "expert")}
+        moments = sum_up(way, **rows, merged=merged, alpha=alpha, batches=2)
         moments.gradients = {"m": task["g"]} if "g" in task else {}
         system.add_task(moments, {"m": task["expert"]})
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("gradients", ["of all outputs", "a sketch", "none"])
-def test_equations_are_solved(gradients: str, settings: Hyperparameters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equations_are_solved(
+    gradients: str, settings: Hyperparameters, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A module that does not reach the outputs has no gradients, and S = I: the paper's equations."""
     monkeypatch.setattr(output_metric, "TOLERANCE", 1e-10)
     monkeypatch.setattr(output_metric, "MOST_STEPS", 500)
@@ -253,7 +258,7 @@ def test_equations_are_solved(gradients: str, settings: Hyperparameters, monkeyp
     for task in tasks if gradients == "none" else ():
         del task["g"]
     system = MetricEquations({"m": merged}, settings)
-    add_all(system, merged, tasks, settings.alpha)
+    add_all(system, merged, tasks, settings.alpha, way)
     solved, expected = system.solve({"m": base})["m"].parameters, solve_plainly(merged, base, tasks, settings)
     for ours, plain in zip(solved, expected, strict=True):
         assert ours is not None and plain is not None
@@ -285,10 +290,11 @@ def test_every_step_lowers_the_error(settings: Hyperparameters, monkeypatch: pyt
     assert ours[-1] - least <= 0.02 * (none - least)
 
 
-def test_the_guard_looks_at_the_same_metric() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_guard_looks_at_the_same_metric(way: str) -> None:
     merged, new, tasks = draw_answered()
     system = MetricEquations({"m": merged}, SETTINGS[0], with_bias=True)
-    add_all(system, merged, tasks, 0.3)
+    add_all(system, merged, tasks, 0.3, way)
     check_objective(system, merged, new, tasks, 0.3, rel=1e-6)
 
 
