@@ -239,7 +239,7 @@ NEEDED = {
     "processor": ("tokenizer", "image_processor", "image_token"),
 }  # fmt: skip
 """Attributes that each kind of preprocessor must have to be usable."""
-LACKING = re.compile(r"dependencies: (\w+)|requires the (\w+) library|need to install (\w+)")
+LACKING = re.compile(r"dependencies: (\w+)|requires the (\w+) library|requires `(\w+)|(?:need to|pip) install (\w+)")
 """Words of transformers about a package that a preprocessor needs and that is not installed."""
 
 
@@ -283,12 +283,15 @@ def _load(kind: str, folder: Path) -> Any:
             if isinstance(value, int | float) and value > LARGEST.get(key, otherwise):
                 raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
     # torchvision's results differ from Pillow's, and the choice would depend on what is installed
-    options: dict[str, Any] = {"backend": "pil"} if kind in ("image processor", "processor") else {}
+    options: dict[str, Any] = {"backend": "pil"} if kind == "image processor" else {}
     if kind == "tokenizer":  # reads the model's config too, which may want attentions beside a kernel without them
         options["output_attentions"] = False
     loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
     if lacking := [name for name in NEEDED[kind] if not hasattr(loaded, name)]:
         raise ValueError(f"{type(loaded).__name__} has no {lacking[0]}")
+    if kind == "processor":
+        # the processor itself is loaded without a choice, as nothing but torchvision reads videos
+        loaded.image_processor = _load("image processor", folder)
     for name in ("model_max_length", "sampling_rate"):
         if name in NEEDED[kind] and not isinstance(value := getattr(loaded, name), int | float):
             raise ValueError(f"its files say {name} {plain(str(value))}, which is no number")

@@ -315,9 +315,14 @@ def test_the_first_folder_with_a_processor_gives_it(at: Folder) -> None:
 
 @pytest.mark.skipif(is_torchvision_available(), reason="the package that is needed is there")
 def test_a_processor_that_needs_another_package_names_it(at: Folder) -> None:
-    at.file("expert/preprocessor_config.json", '{"image_processor_type": "DINOv3ViTImageProcessorFast"}')
-    error = at.refuse(tiny("vit"), at.file("a.parquet", image_rows(3)), "it needs torchvision, not installed here")
-    assert error.fix == "install what it lacks: pip install torchvision"
+    source = at.file("a.parquet", image_rows(3))
+    at.tokenizer()
+    for model, kind in ((tiny("vit"), "DINOv3ViT"), (BY_NAME["qwen2-vl"].build(), "Qwen2VL")):
+        model.config.save_pretrained(at.expert)
+        settings = {"image_processor_type": f"{kind}ImageProcessorFast", "processor_class": f"{kind}Processor"}
+        at.file("expert/preprocessor_config.json", json.dumps(settings))
+        error = at.refuse(model, source, "it needs torchvision, not installed here")
+        assert error.fix == "install what it lacks: pip install torchvision"
 
 
 # --- text ---
