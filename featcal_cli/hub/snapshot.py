@@ -240,6 +240,9 @@ def _without_revisions(reference: str) -> str:
 # transformers would ask a conversion space about repos without safetensors, and could send it the token
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
+POOLED = r'"pooling_mode": *"{0}"|"pooling_mode_{0}(_token)?": *true'
+"""Pattern of what a pooling's config says of a mode, in today's form or the earlier one."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -257,6 +260,15 @@ class Snapshot:
     def config(self) -> dict[str, Any]:
         """The content of config.json, read and checked once. Raises CheckpointError."""
         return read_config(self.folder, self.name, trusted=self.trusted)
+
+    @cached_property
+    def pooling(self) -> str:
+        """How sentence-transformers makes one embedding of a text's tokens: cls or lasttoken, else mean; empty if no
+        file says that it does."""
+        for file in self.folder.glob("*_Pooling/config.json"):
+            said = file.read_text(encoding="utf-8", errors="replace")
+            return next((mode for mode in ("cls", "lasttoken") if re.search(POOLED.format(mode), said)), "mean")
+        return ""
 
     def weights(self) -> list[Path]:
         return weight_files(self.folder)

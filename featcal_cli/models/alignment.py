@@ -46,7 +46,7 @@ def load_fitting(role: str, snapshot: Snapshot, merged: Model, load: Loader = lo
             model = load(role, snapshot, own_class)
             if part := _find_part(model.module, merged.module):
                 return replace(model, part=part)
-    elif (name := read_class_name(snapshot.config)).endswith(HEAD_SUFFIXES):
+    elif (name := read_class_name(snapshot.config)).endswith(HEAD_SUFFIXES) and not snapshot.pooling:
         headed = find_transformers_class(name)
         if headed not in (None, merged_class):
             with suppress(CheckpointError):  # then it may still be one without its head

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ from featcal_cli.runtime.sanitise import exception_text, plain
 
 ONE_EXPERT = "featcal_one_expert"
 """Name under which transformers finds the way in which outlines compute a mixture's experts."""
+LANGUAGE_HEADS = ("ForCausalLM", "ForMaskedLM")
+"""Name endings of classes whose head predicts tokens."""
 DTYPES = {name: getattr(torch, dtype) for name, dtype in CALIBRATED_DTYPES.items()}
 """Dtypes that a calibrated tensor can have, by safetensors' names. A dtype with fewer bits would lose the update."""
 MAX_SIZE_RATIO = 9
@@ -119,9 +122,10 @@ def find_class(snapshot: Snapshot) -> type[PreTrainedModel]:
     config = snapshot.config
     name, model_type = read_class_name(config), config.get("model_type")
     named = find_transformers_class(name)
-    if named is not None:
+    # sentence-transformers reads a language model's features, and has no use for its head
+    if named is not None and not (snapshot.pooling and name.endswith(LANGUAGE_HEADS)):
         return named
-    if name and "auto_map" in config:
+    if named is None and name and "auto_map" in config:
         if snapshot.trusted:
             return _load_class(snapshot, config["auto_map"], name)
         raise CheckpointError(
@@ -180,7 +184,21 @@ def load_model(role: str, snapshot: Snapshot, model_class: type[PreTrainedModel]
         except Exception as error:  # transformers raises many kinds for files that it cannot read
             raise _unloadable(role, snapshot, model_class, error) from error
     make_readable(module)
+    if snapshot.pooling:
+        module.register_forward_hook(partial(_pool, snapshot.pooling), with_kwargs=True)
     return _describe_loaded(role, snapshot, module, info)
+
+
+def _pool(mode: str, _module: nn.Module, _args: object, given: Mapping[str, Any], output: Any) -> None:
+    """Set the pooled output of an encoder of sentence-transformers to the embedding that this makes of the features
+    [B, T, d]: a pooler of the model's own, if it has one, is not used."""
+    if isinstance(features := getattr(output, "last_hidden_state", None), Tensor):
+        mask = given.get("attention_mask")
+        mask = features.new_ones(features.shape[:2]) if mask is None else mask.to(features.dtype)
+        if mode != "mean":
+            counts = mask.cumsum(1)
+            mask = mask * (counts == (1 if mode == "cls" else counts[:, -1:]))
+        output.pooler_output = (features * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
 def make_readable(module: PreTrainedModel) -> None:

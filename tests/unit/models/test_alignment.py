@@ -14,11 +14,12 @@ import transformers as tf
 from family import GROUPED_SIZES, TEXT_SIZES, VISION_SIZES
 from safetensors.torch import load_file, save_file
 
+from featcal_cli.engine.outputs import read_output
 from featcal_cli.hub.model_files import read_header
 from featcal_cli.hub.snapshot import Snapshot
-from featcal_cli.models.alignment import check_alignment, compare_configs
+from featcal_cli.models.alignment import check_alignment, compare_configs, load_fitting
 from featcal_cli.models.architecture import find_architecture
-from featcal_cli.models.loading import Model, load_model, load_outline
+from featcal_cli.models.loading import Model, find_class, load_model, load_outline
 from featcal_cli.runtime.errors import CheckpointError
 
 FINE_TUNED: dict[str, Any] = {
@@ -90,6 +91,35 @@ def test_what_a_config_prefers_at_run_time_is_not_obeyed(tmp_path: Path, key: st
         found[bool(preferences)] = (output.logits, model.dtype, plan.dtype)
     assert torch.equal(found[False][0], found[True][0])
     assert found[False][1:] == found[True][1:] == (torch.float32, torch.float32)
+
+
+POOLED: dict[str, Any] = {
+    '{"pooling_mode": "mean"}': lambda states: states.mean(0),
+    '{"pooling_mode_cls_token": true, "pooling_mode_lasttoken": false}': lambda states: states[0],
+    '{"pooling_mode_cls_token": false, "pooling_mode_lasttoken": true}': lambda states: states[-1],
+}
+"""What each config of a pooling makes of a text's states [tokens, d]."""
+
+
+@pytest.mark.parametrize("config", POOLED)
+def test_an_encoder_of_sentence_transformers_is_judged_by_the_embedding_that_this_makes(
+    tmp_path: Path, config: str
+) -> None:
+    """Neither by a pooler that nothing else runs, nor by predictions of tokens."""
+    named = (tf.BertModel(tf.BertConfig(**TEXT_SIZES)), tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED_SIZES)))
+    for model, body in zip(named, (tf.BertModel, tf.LlamaModel), strict=True):
+        folder = tmp_path / body.__name__
+        model.save_pretrained(folder)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(config)
+        snapshot = Snapshot("model", folder, None)
+        merged = load_model("merged", snapshot, find_class(snapshot))
+        expert = load_fitting("expert red", snapshot, merged).module
+        assert type(merged.module) is type(expert) is body
+        ids = torch.tensor([[1, 2, 0], [3, 4, 5]])
+        output = expert(input_ids=ids, attention_mask=(ids > 0).long())
+        short, long = output.last_hidden_state
+        torch.testing.assert_close(read_output(output), torch.stack([POOLED[config](x) for x in (short[:2], long)]))
 
 
 @pytest.mark.parametrize(
