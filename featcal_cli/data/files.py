@@ -145,8 +145,10 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     files = {file.relative_to(path).as_posix(): file for file in sorted(_walk(path))}
     shown = [name for name in files if not is_hidden(name)]
     images, sounds = ([name for name in shown if ending_of(name) in kind] for kind in (IMAGE_FILES, AUDIO_FILES))
-    tables = list(filter(holds_rows, shown))
     media = max(images, sounds, key=len)
+    # the .json file of one image tells of that alone, as in archives of webdataset
+    notes = {f"{PurePosixPath(name).with_suffix('')}.json" for name in media}
+    tables = [name for name in shown if holds_rows(name) and name not in notes]
     if not media and not tables:
         fix = f"put images, recordings or {', '.join(TABLE_FILES)} files into it, unpacked; or name a .txt file in it"
         raise DataError("the folder has no images, no recordings and no data files", where=str(data), fix=fix)
