@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import tempfile
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +19,7 @@ from functools import cache
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -281,6 +283,21 @@ def rooms_for_features(device: torch.device) -> tuple[int, int]:
 def room_for_weights(device: torch.device) -> int:
     """Return how many bytes of weights may stay on a device after their use; 0 for a CPU."""
     return 0 if device.type == "cpu" else memory_of(device) // DEVICE_SHARE
+
+
+@cache
+def measure_speed(device: torch.device) -> float:
+    """Return how many multiplications of float32 products the device makes in a second, while others use it too."""
+    size, seconds = 768 if device.type == "cpu" else 2048, list[float]()
+    # the random numbers of the caller stay as they were
+    x = torch.ones(size, size, device=device)
+    float((x @ x)[0, 0])  # the first one takes longer
+    while sum(seconds) < 0.2:
+        began = time.perf_counter()
+        float((x @ x)[0, 0])  # reading a value waits for the device
+        seconds.append(time.perf_counter() - began)
+    # what held up some of them for a moment is not the machine's speed
+    return size**3 / median(seconds)
 
 
 def memory_of(device: torch.device) -> int:

@@ -25,9 +25,9 @@ from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
-from featcal_cli.runtime.hardware import memory_of
+from featcal_cli.runtime.hardware import measure_speed, memory_of
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.batch_size import choose_batch_sizes, probe_batches
+from featcal_cli.workflows.estimates import Estimate, TimeEstimate, count_seconds, estimate, is_measured_kind
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
 from featcal_cli.workflows.output import check_writable
 from featcal_cli.workflows.plan_checks import (
@@ -39,12 +39,10 @@ from featcal_cli.workflows.plan_checks import (
     check_refinable,
     count_transfer,
 )
-from featcal_cli.workflows.resource_estimate import Estimate, estimate
 from featcal_cli.workflows.self_written import open_self_written, reserve_examples, write_examples
 from featcal_cli.workflows.session import EXPERT, Session
-from featcal_cli.workflows.time_estimate import TimeEstimate, count_seconds, is_measured_kind, measure_speed
 from featcal_cli.workflows.token_ids import MERGED, TokenIds, check_mergeable, find_token_ids
-from featcal_cli.workflows.workload import Workload
+from featcal_cli.workflows.workload import Workload, choose_batch_sizes, probe_batches
 
 SAMPLED = 8
 """Number of examples of each task that a dry run reads."""

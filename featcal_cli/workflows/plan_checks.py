@@ -24,9 +24,9 @@ from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError, ShortageError
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
+from featcal_cli.workflows.estimates import Estimate
 from featcal_cli.workflows.inputs import Inputs
 from featcal_cli.workflows.output import check_readable
-from featcal_cli.workflows.resource_estimate import Estimate
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.workspace import Workspace
 

@@ -30,7 +30,7 @@ from featcal_cli.runtime.files import cache_folder, name_reason, tell_fix, write
 from featcal_cli.runtime.hardware import is_out_of_memory, release_memory
 from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text
-from featcal_cli.workflows.resource_estimate import TEXTS_WRITTEN as AT_ONCE
+from featcal_cli.workflows.estimates import TEXTS_WRITTEN as AT_ONCE
 from featcal_cli.workflows.session import EXPERT, Session
 
 VERSION = 1

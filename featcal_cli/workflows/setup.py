@@ -49,12 +49,11 @@ from featcal_cli.runtime.hardware import map_to_files, rooms_for_features
 from featcal_cli.runtime.process import read_launch
 from featcal_cli.runtime.progress import Progress, Watch
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.batch_size import limit_batches
 from featcal_cli.workflows.output import build_checkpoint, names_on_disk
 from featcal_cli.workflows.plan import Plan, check_stems
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.token_ids import TokenIds
-from featcal_cli.workflows.workload import choose_dtype
+from featcal_cli.workflows.workload import choose_dtype, limit_batches
 from featcal_cli.workflows.workspace import MERGED_MODEL
 
 

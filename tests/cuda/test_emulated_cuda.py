@@ -14,7 +14,7 @@ from families import Family, Saved, save_family
 
 from featcal_cli.engine import offload, weight_uploads
 from featcal_cli.workflows import calibrate as workflow
-from featcal_cli.workflows import plan, resource_estimate, setup
+from featcal_cli.workflows import estimates, plan, setup
 from featcal_cli.workflows.verbs import calibrate
 
 ROWS = torch.arange(20.0).view(4, 5)
@@ -137,9 +137,9 @@ def test_the_estimate_is_near_the_peak(
     size, rooms, settings = CASES[case]
     recipe = save(tmp_path, name, *size).recipe(examples=size[1], **settings)
     if rooms is not None:
-        for module in (setup, resource_estimate):
+        for module in (setup, estimates):
             monkeypatch.setattr(module, "rooms_for_features", lambda _: rooms)
-        for module in (weight_uploads, resource_estimate):
+        for module in (weight_uploads, estimates):
             monkeypatch.setattr(module, "room_for_weights", lambda _: rooms[0])
         monkeypatch.setattr(offload, "SMALLEST_MOVED", 1)
     weight_uploads.drop_weights(torch.device("cuda", 0))  # the room is what it is now

@@ -24,12 +24,12 @@ from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.runtime.hardware import find_core_limits, find_memory_limits, memory_of, use_granted_cores
 from featcal_cli.runtime.progress import ENOUGH, Countdown, Listener, Progress, tell_range
 from featcal_cli.workflows import plan as module
-from featcal_cli.workflows.batch_size import CPU_ROWS, DEVICE_ROWS, PLAIN, choose_batch_sizes, limit_batch, probe_batch
+from featcal_cli.workflows.estimates import SPREAD, WRITING, TimeEstimate
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.time_estimate import SPREAD, WRITING, TimeEstimate
 from featcal_cli.workflows.verbs import calibrate
+from featcal_cli.workflows.workload import CPU_ROWS, DEVICE_ROWS, PLAIN, choose_batch_sizes, limit_batch, probe_batch
 
 CUDA = torch.device("cuda")
 GIB = 2**30
@@ -132,7 +132,7 @@ def test_every_task_has_batches_of_its_own_size(tmp_path: Path) -> None:
 
 def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # what else this process holds changes from one plan to the next
-    monkeypatch.setattr("featcal_cli.workflows.resource_estimate.resident_bytes", lambda: 0)
+    monkeypatch.setattr("featcal_cli.workflows.estimates.resident_bytes", lambda: 0)
     recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
     needs = [plan(recipe, size).estimate.host_bytes for size in (1, 12, 10_000)]
     assert needs[0] < needs[1] and needs[1] == pytest.approx(needs[2], rel=0.05)
@@ -196,7 +196,7 @@ def test_what_is_done_takes_time_and_twice_the_examples_twice_as_much(
     llama: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How near to the clock it is, benchmarks/estimate.py measures."""
-    monkeypatch.setattr("featcal_cli.workflows.time_estimate.CALL", 0.0)
+    monkeypatch.setattr("featcal_cli.workflows.estimates.CALL", 0.0)
     few, many = (stages_of(planned(llama, monkeypatch, 1e3, **OPEN, examples=n)) for n in (6, 12))
     assert list(few) == list(many) and {name for name, seconds in few.items() if not seconds} == {"checking the result"}
     assert many["measuring the experts' outputs"] == pytest.approx(2 * few["measuring the experts' outputs"], rel=0.2)
