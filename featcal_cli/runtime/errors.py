@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 OURS = Path(__file__).parents[1]
@@ -68,25 +67,6 @@ class SeveralErrors(FeatCalError):  # noqa: N818 - it is none itself
             self.lines.append(f"and {len(errors) - MOST_ERRORS} more")
         self.errors = errors
         super().__init__(f"{summary}: {'; '.join(self.lines)}", where=where, fix=fix)
-
-
-class Obstacles:
-    """Collects the errors that stop a run: each is raised at once or, with `collect`, kept to be shown."""
-
-    def __init__(self, *, collect: bool = False) -> None:
-        self.found: list[FeatCalError] = []
-        self._collect = collect
-
-    @contextmanager
-    def look(self) -> Iterator[None]:
-        """Context manager for one check, whose error is raised or kept."""
-        try:
-            yield
-        except FeatCalError as error:
-            if not self._collect:
-                raise
-            if str(error) not in map(str, self.found):
-                self.found.append(error)
 
 
 def list_causes(error: BaseException) -> list[BaseException]:

@@ -63,7 +63,7 @@ def find_inputs(session: Session, others: Mapping[str, str] | None = None, *, co
     if copied:
         copies = ["merged"] if "merged" in origins else ["base", next(role for role in origins if role != "base")]
         for repo in (repo for role in copies for repo in origins[role].repos()):
-            with session.obstacles.look():
+            with session.look():
                 check_copyable(repo)
     recipe = pin(recipe, origins, session)
     if ranks.is_first:

@@ -113,7 +113,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     the Hub's cache and, at the end, the examples that experts write themselves. A dry run reads only a few examples.
     Raises FeatCalError for whatever would stop the job later, unless the session collects these errors.
     """
-    options, look, recipe, origins = session.options, session.obstacles.look, inputs.recipe, inputs.origins
+    options, look, recipe, origins = session.options, session.look, inputs.recipe, inputs.origins
     calibration = recipe.calibration
 
     session.stage("comparing models")
@@ -209,7 +209,7 @@ def _estimate_time(session: Session, work: Workload, *, has_head: bool) -> TimeE
 
 def _check_output(session: Session, inputs: Inputs, work: Workload, header: Headers) -> None:
     """Check what a calibration writes, and what else is asked of it. Raises FeatCalError."""
-    options, look, examples = session.options, session.obstacles.look, work.examples
+    options, look, examples = session.options, session.look, work.examples
     with look():
         check_writable(work.merged, work.architecture, header)
     with look():

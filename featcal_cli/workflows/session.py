@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from pathlib import Path
@@ -18,7 +19,7 @@ from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.reporting.verdict import join_notes
 from featcal_cli.runtime.distributed import join_ranks
-from featcal_cli.runtime.errors import Obstacles
+from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.process import check_device, load_libraries
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import for_terminal
@@ -73,12 +74,23 @@ class Session:
         self.stage = self.listener.stage
         self.options = replace(options, device=str(options.device))  # a program may give a torch.device
         check_device(self.options.device)
-        self.obstacles = Obstacles(collect=options.dry_run)
-        """Errors that stop the run; a dry run collects them."""
+        self.stops: list[FeatCalError] = []
+        """Errors that would stop the run, as `look` collects them in a dry run."""
         self.notes: list[str] = []
         """Notes for the report on everything that featcal found or chose without being told."""
         self.open_repo: Opener = cache(open_repo)
         """Function that opens each repo only once, so that all parts of the run see the same commit."""
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """Context manager for one check, whose error is raised; a dry run keeps it, once, and goes on."""
+        try:
+            yield
+        except FeatCalError as error:
+            if not self.options.dry_run:
+                raise
+            if str(error) not in map(str, self.stops):
+                self.stops.append(error)
 
     @cached_property
     def device(self) -> torch.device:

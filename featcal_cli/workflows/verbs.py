@@ -177,13 +177,10 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
         vars(model.config).update(kept)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    for parent in type(model).__mro__:
-        # what only its abstract class is in transformers is no model of theirs
-        if parent.__module__.startswith("transformers.") and not parent.__name__.endswith("PreTrainedModel"):
-            config["architectures"] = [parent.__name__]
-            break
-        if parent.__name__.endswith("PreTrainedModel"):
-            break
+    # what only its abstract class is in transformers is no model of theirs
+    theirs = [parent for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")]
+    if not theirs[0].__name__.endswith("PreTrainedModel"):
+        config["architectures"] = [theirs[0].__name__]
     file.write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -221,7 +218,7 @@ def find(session: Session) -> tuple[Inputs, Target | None]:
 
 def plan_only(session: Session, inputs: Inputs) -> Plan:
     """Return the plan of a run and the errors that would stop it. Raises FeatCalError if no plan can be made."""
-    found = session.obstacles.found
+    found = session.stops
     workspace, finished = session.workspace, _look_at_output(session, inputs)
     _look_at_hub(session)
     session.load_libraries()
@@ -233,9 +230,9 @@ def plan_only(session: Session, inputs: Inputs) -> Plan:
     except FeatCalError as error:
         raise join_stops([*found, error]) from error
     if session.ranks.is_first and finished is None:
-        with session.obstacles.look():
+        with session.look():
             check_holdable(workspace.folder, workspace.target)
-        with session.obstacles.look():
+        with session.look():
             check_unfinished_run(session, inputs)
     return replace(plan, stops=tuple(found), is_finished=finished is not None)
 
@@ -293,7 +290,7 @@ def _look_at_output(session: Session, inputs: Inputs) -> Report | None:
     options, target, report = session.options, session.workspace.target, None
     if not session.ranks.is_first:
         return None
-    with session.obstacles.look():
+    with session.look():
         check_apart(target, inputs.recipe.local_paths)
         if not (options.overwrite or options.restart):
             report = read_finished(target, inputs.recipe, options.as_adapter, session.draft)
@@ -312,7 +309,7 @@ def _look_at_hub(session: Session) -> Target | None:
         return None
     session.stage("checking the Hub")
     is_finished = (output / REPORT).is_file() and not options.overwrite
-    with session.obstacles.look():
+    with session.look():
         return check_target(
             wanted.push_to,
             private=wanted.private,
