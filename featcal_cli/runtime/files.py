@@ -137,11 +137,20 @@ def _find_number(error: BaseException) -> int | None:
 def check_links(folder: Path, skip: Collection[str]) -> None:
     """Raise CheckpointError if a link in a model's folder points out of it. Such links are allowed for hidden files and
     paths in `skip`, and in a snapshot of the Hub's cache, whose files are links to its blobs."""
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if path.is_symlink() and not hidden and inside.as_posix() not in skip:
-            _check_link(folder, path)
+    home = folder.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    for link in sorted(path for path in folder.rglob("*") if path.is_symlink()):
+        inside = link.relative_to(folder)
+        if any(part.startswith(".") for part in inside.parts) or inside.as_posix() in skip:
+            continue
+        try:
+            leads_to = link.resolve()
+        except (OSError, RuntimeError):  # a circle of links
+            leads_to = link.parent / link.readlink()
+        if not any(leads_to.is_relative_to(place) for place in homes):
+            what = f"{inside.as_posix()} is a link out of the model's folder, to {leads_to}"
+            fix = "replace the link by the file itself if that is meant to be published; else delete the link"
+            raise CheckpointError(what, where=str(folder), fix=fix)
 
 
 def visible_files(folder: Path) -> list[str]:
@@ -150,28 +159,11 @@ def visible_files(folder: Path) -> list[str]:
     return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
 
 
-def copy_files(folder: Path, names: Iterable[str], target: Path, weights: Collection[str] = ()) -> None:
-    """Copy files of a model's folder. A link is replaced by its file, because it could break, or an edit change the
-    original; those of `weights` may point anywhere. Raises CheckpointError for others out of the folder, and
-    OSError."""
+def copy_files(folder: Path, names: Iterable[str], target: Path) -> None:
+    """Copy files of a model's folder. A link, which could break, is replaced by its file. Raises OSError."""
     for name in names:
-        if (folder / name).is_symlink() and name not in weights:
-            _check_link(folder, folder / name)
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target / name)
-
-
-def _check_link(folder: Path, link: Path) -> None:
-    home = folder.resolve()
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    try:
-        leads_to = link.resolve()
-    except (OSError, RuntimeError):  # a circle of links
-        leads_to = link.parent / link.readlink()
-    if not any(leads_to.is_relative_to(place) for place in homes):
-        what = f"{link.relative_to(folder).as_posix()} is a link out of the model's folder, to {leads_to}"
-        fix = "replace the link by the file itself if that is meant to be published; else delete the link"
-        raise CheckpointError(what, where=str(folder), fix=fix)
 
 
 def stamp_files(paths: Iterable[Path]) -> dict[str, str]:

@@ -94,10 +94,10 @@ def _match_names(
 
 
 def copy_checkpoint(snapshot: Snapshot, target: Path) -> Files:
-    """Copy a checkpoint's files into the new folder `target`, and return them. Raises CheckpointError."""
+    """Copy a checkpoint's files into the new folder `target`, and return them."""
     files = divide_files(snapshot.folder)
     target.mkdir(parents=True)
-    copy_files(snapshot.folder, files.kept, target, weights=[file.name for file in snapshot.weights()])
+    copy_files(snapshot.folder, files.kept, target)
     return files
 
 

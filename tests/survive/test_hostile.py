@@ -17,7 +17,6 @@ from bad_input import Stage, files_under, good_arguments
 from command_line import Run, featcal_inside, succeed
 from hub_faults import Fault
 from PIL import Image
-from published import resolve
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, ViTModel
 
@@ -27,7 +26,7 @@ from featcal_cli.lineage.claims import read_card
 from featcal_cli.recipe.data_formats import open_file
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import CheckpointError
-from featcal_cli.workflows.output import copy_checkpoint
+from featcal_cli.runtime.files import check_links
 
 arrow: Any = pyarrow  # has no types
 LONG = 100_000_000
@@ -109,18 +108,15 @@ def test_links_to_weights_and_of_the_hubs_cache_are_followed(stage: Stage, capsy
     assert (stage.folder / "cached" / "sub" / "words.txt").read_text() == "words"
 
 
-def test_a_link_out_of_the_folder_is_not_copied_even_where_nobody_looked_before(stage: Stage, tmp_path: Path) -> None:
-    secret = stage.write("secret.txt", "private")
-    (stage.folder / "merged" / "notes.txt").symlink_to(secret)
-    with pytest.raises(CheckpointError, match=r"notes.txt is a link .* to .*secret.txt"):
-        copy_checkpoint(resolve(str(stage.folder / "merged")), tmp_path / "copy")
+def test_a_link_out_of_a_folder_that_looks_like_the_cache_is_refused(stage: Stage) -> None:
     blobs = stage.write("models--a--b/blobs/x", "")
     blobs.unlink()
-    blobs.symlink_to(secret)  # a folder that looks like the cache, and leads out of it
-    shutil.copytree(stage.folder / "base", stage.folder / "models--a--b" / "snapshots" / "0123")
-    (stage.folder / "models--a--b" / "snapshots" / "0123" / "notes.txt").symlink_to("../../blobs/x")
-    with pytest.raises(CheckpointError, match=r"secret\.txt"):
-        copy_checkpoint(resolve(str(stage.folder / "models--a--b" / "snapshots" / "0123")), tmp_path / "other")
+    blobs.symlink_to(stage.write("secret.txt", "private"))
+    snapshot = stage.folder / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(stage.folder / "base", snapshot)
+    (snapshot / "notes.txt").symlink_to("../../blobs/x")
+    with pytest.raises(CheckpointError, match=r"notes.txt is a link .* to .*secret.txt"):
+        check_links(snapshot, skip=())
 
 
 def test_an_expert_that_is_only_read_may_hold_links_and_nothing_is_written_outside_of_the_output(
