@@ -75,7 +75,9 @@ class OutputMetric:
 
 
 class _Task(NamedTuple):
-    """One task's terms of the equations."""
+    """One task's terms of the equations. With S_i = c_i I + F_iᵀ F_i, the terms of F_iᵀ F_i are stored as terms of F_i.
+    They may be hundreds of times larger than those of c_i I, whose last digits a sum of both would lose; and the
+    solution depends on those digits wherever inputs hardly ever vary."""
 
     gram: Symmetric | RowProduct
     scale: Tensor
@@ -85,6 +87,10 @@ class _Task(NamedTuple):
     """The mean E[x_cal] [d_in]."""
     metrics: Mapping[str, OutputMetric]
     """Metric of each module by name; S = I for a module that does not influence the outputs."""
+    pulls: dict[str, Tensor]
+    """The product F_i ω_i E[r xᵀ] [r, d_in] of each module by name; what c_i I contributes is summed over tasks."""
+    bias_pulls: dict[str, Tensor]
+    """The mean residual ω_i E[r] [d_out] of each module by name."""
     is_here: bool = True
     """Whether this rank has the task's sums. If another one has them, they are zero here."""
 
@@ -113,20 +119,23 @@ class MetricEquations(LinearEquations):
     def add_task(self, moments: LinearMoments, experts: Mapping[str, Affine], omega: Tensor | None = None) -> Tensor:
         metrics = self._measure(moments.gradients, experts)
         omega = moments.size.clamp_min(EPSILON).reciprocal() if omega is None else omega
-        task = _Task(moments.products, omega / moments.weight, omega, self._cast(moments.mean), metrics)
+        task = _Task(moments.products, omega / moments.weight, omega, self._cast(moments.mean), metrics, {}, {})
         self._tasks.append(task)
         self._omega += omega
         self.rows += moments.rows
         for name, expert in experts.items():
             metric = metrics[name]
+            task.bias_pulls[name] = self._bias_pull_of_task(moments, name, expert, omega)
             if moments.kept is None:
-                self._pull[name].add(metric(self._pull_of_task(moments, name, expert, task)))
-            else:  # S times the rows, which are few
+                pull = self._pull_of_task(moments, name, expert, task)
+                task.pulls[name] = metric.factor @ pull
+                self._pull[name].add(pull, metric.identity)
+            else:
                 offset = self._bias_offset(name, expert) if self._with_bias else None
-                residuals = self._cast(moments.kept.residuals_of(name, offset))
-                moved = metric(residuals.T).mul_(task.scale)
-                self._pull[name].add_product(moved, self._cast(moments.kept.sum.rows))
-            self._bias_pull[name] += metric(self._bias_pull_of_task(moments, name, expert, omega))
+                residuals = self._cast(moments.kept.residuals_of(name, offset)).mul_(task.scale).T
+                rows = self._cast(moments.kept.sum.rows)
+                task.pulls[name] = metric.factor @ residuals @ rows
+                self._pull[name].add_product(residuals.mul_(metric.identity), rows)
         return omega
 
     def add_elsewhere(self, gradients: Mapping[str, Tensor], names: Iterable[str], omega: Tensor, rows: int) -> None:
@@ -134,7 +143,10 @@ class MetricEquations(LinearEquations):
         and its number of rows."""
         empty = Symmetric(len(self._mean), self._mean.device, self._dtype)
         nothing = torch.zeros_like(omega), omega, torch.zeros_like(self._mean)
-        self._tasks.append(_Task(empty, *nothing, self._measure(gradients, names), is_here=False))
+        metrics = self._measure(gradients, names)
+        no_pulls = {name: metric.factor.new_zeros(0, len(self._mean)) for name, metric in metrics.items()}
+        no_bias_pulls = {name: metric.factor.new_zeros(metric.factor.shape[1]) for name, metric in metrics.items()}
+        self._tasks.append(_Task(empty, *nothing, metrics, no_pulls, no_bias_pulls, is_here=False))
         self._omega += omega
         self.rows += rows
 
@@ -164,12 +176,14 @@ class MetricEquations(LinearEquations):
         update, shift = self._cast(update), self._cast(shift)
         # with what S_i is beside F_iᵀF_i, rows are few
         curvature = (self._multiples_of_identity(name).multiply(update) * update).sum()
+        descent = (update * self.pull_of(name)).sum()
         for task in self._tasks:
             metric = task.metrics[name]
-            rows = metric.factor @ update
+            rows, moved = metric.factor @ update, metric(shift)
             curvature = curvature + (task.multiply(rows) * rows).sum()
-            curvature = curvature + task.omega * metric(shift).dot(2 * (update @ task.mean) + shift)
-        return curvature, (update * self.pull_of(name)).sum() + shift.dot(self._cast(self._bias_pull[name]))
+            curvature = curvature + task.omega * moved.dot(2 * (update @ task.mean) + shift)
+            descent = descent + (task.pulls[name] * rows).sum() + moved.dot(task.bias_pulls[name])
+        return curvature, descent
 
     def _multiples_of_identity(self, name: str) -> Symmetric:
         """Return Σ c_i ω_i G_i [d_in, d_in], the sum of all that the multiples of I in a module's S_i contribute."""
@@ -223,10 +237,13 @@ class MetricEquations(LinearEquations):
         divide = partial(torch.linalg.solve_triangular, left=False)
         # each rank has its rows of U
         own = self._ranks.share_of(len(right))
-        right, across = divide(lower.mT, right[own], upper=True), axes[own]
+        right, across = right[own], axes[own]
         # outside of the axes V is the right-hand side itself, so only its part inside is solved for and exchanged
-        inside = across.T @ right
-        self._ranks.add_up(inside)
+        parts = torch.stack([across.T @ right, along.T @ torch.cat([task.pulls[name] for task in self._tasks])])
+        self._ranks.add_up(parts)
+        inside, pulls = parts
+        right = divide(lower.mT, right.addmm_(across, inside, alpha=-1), upper=True)
+        inside = divide(lower.mT, pulls.add_(inside), upper=True)
         solved, _ = approach_by_conjugate_gradients(
             system_of,
             inside.clone(),
@@ -235,7 +252,7 @@ class MetricEquations(LinearEquations):
             start=inside * least,
             stops_early=not self.is_joint,
         )
-        rows: Tensor = divide(lower, right.addmm_(across, solved - inside), upper=False)
+        rows: Tensor = divide(lower, right.addmm_(across, solved), upper=False)
         return self._ranks.join_rows(rows)
 
     def _find_axes(self, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,11 +266,11 @@ class MetricEquations(LinearEquations):
     def _bias_of(self, name: str, update: Tensor, towards: Tensor, ridge: float) -> Tensor:
         """Compute the change of the bias, (Σ ω_i S_i + λ)⁻¹ (Σ ω_i S_i (r̄_i − U μ_i) + λ (b_anc − b_merged))
         [d_out]."""
-        right, whole = self._cast(self._bias_pull[name]).clone(), self._omega.new_full((), ridge)
+        right, whole = torch.zeros_like(self._cast(towards)), self._omega.new_full((), ridge)
         factors = []
         for task in self._tasks:
             metric = task.metrics[name]
-            right -= task.omega * metric(update @ task.mean)
+            right += metric(task.bias_pulls[name] - task.omega * (update @ task.mean))
             whole = whole + task.omega * metric.identity
             factors.append(task.omega.sqrt() * metric.factor)
         self._ranks.add_up(right)

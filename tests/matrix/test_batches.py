@@ -38,11 +38,11 @@ PRECISE, MIXED = 1e-5, 1e-4
 """How far results may lie apart, as a share of the update: of models, and of mixtures."""
 LESS_PRECISE = {
     "beit-first-token": 1.4e-4, "vivit": 4e-5, "persimmon": 2.4e-5, "detr": 1.9e-5, "qwen2-audio": 1.9e-5,
-    "xmod": 1.7e-5, "gptj": 1.6e-5, "codegen": 1.5e-5,
+    "gptj": 1.6e-5,
 }  # fmt: skip
 """Families in which rounding gets further, with twice of what was measured, if that was more than 7e-6: where gradients
-hardly have some directions, as BEiT's and ViViT's, a few steps of conjugate gradients carry on the rounding of sums in
-these."""
+hardly have some directions, as BEiT's and ViViT's, the rounding of their sums tells in these. Equations that are solved
+in float64 change nothing about it."""
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

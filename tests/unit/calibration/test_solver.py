@@ -4,6 +4,7 @@ in each task's own metric, and those of convolutions, which are linear maps of p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from featcal_cli.calibration import normal_equations, output_metric
 from featcal_cli.calibration.grouped_equations import GroupedEquations, GroupedMoments
-from featcal_cli.calibration.hyperparameters import PAPER, Hyperparameters
+from featcal_cli.calibration.hyperparameters import FEATCAL, PAPER, Hyperparameters
 from featcal_cli.calibration.linear_algebra import EPSILON, Symmetric
 from featcal_cli.calibration.moments import LinearMoments, Pair
 from featcal_cli.calibration.normal_equations import is_residual_cheaper
@@ -322,6 +323,28 @@ def test_directions_that_are_only_rounding_change_nothing(settings: Hyperparamet
         add_all(system, merged, tasks, settings.alpha)
         found.append(system.solve({"m": base}, bias=False)["m"].parameters.weight - merged.weight)
     assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
+
+
+@pytest.mark.parametrize("way", ["drift", "rows"])
+def test_float32_is_precise_where_inputs_have_a_large_mean_and_gradients_few_directions(way: str) -> None:
+    """The few directions then ask for far more than all others, which must not lose their digits to them."""
+    generator = torch.Generator().manual_seed(0)
+    merged, base, tasks = draw(50, 128, 512, spread=0.02)
+    for task in tasks:
+        mean, scales = torch.randn(128, generator=generator), torch.logspace(0, -2, 128)
+        task |= {name: mean + scales * task[name] for name in ("x_cal", "x_exp")}
+        g = torch.randn(4, 512, generator=generator)
+        task["g"] = g * (512 / g.square().sum()).sqrt()
+    updates = []
+    for dtype in (torch.float32, torch.float64):
+        ours, anchor = (of.each(partial(Tensor.to, dtype=dtype)) for of in (merged, base))
+        system = MetricEquations({"m": ours}, FEATCAL["module"])
+        add_all(system, merged, tasks, FEATCAL["module"].alpha, way)
+        updates.append(
+            system.solve({"m": anchor})["m"].parameters.each(Tensor.double).minus(merged.each(Tensor.double))
+        )
+    apart = [float((one - exact).norm() / exact.norm()) for one, exact in zip(*updates, strict=True)]
+    assert apart[0] <= 4e-4 and apart[1] <= 1e-4
 
 
 # Of convolutions
