@@ -49,7 +49,7 @@ class GroupedMoments(LinearMoments):
         self.weight += to_accumulation_dtype(column.sum())
         self.rows += len(x)
 
-    def sum_over_ranks(self, _: Sequence[str], rows: int, add_up: AddUp) -> None:
+    def sum_over_ranks(self, _: Sequence[str], rows: int, __: int, add_up: AddUp) -> None:
         for total in (self._products, self._dx):
             total.sum_over_ranks((self._groups, self.d_in, self.d_in), self._device, add_up)
         width = self._groups * self.d_in

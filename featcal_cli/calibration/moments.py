@@ -110,15 +110,20 @@ class LinearMoments:
         self.weight += float(len(x)) if weights is None else to_accumulation_dtype(weights.sum())
         self.rows += len(x)
 
-    def sum_over_ranks(self, names: Sequence[str], rows: int, add_up: AddUp) -> None:
-        """Replace all sums by those over all ranks, which hold `rows` rows together, for the modules `names`. No rows
-        can be added afterwards. Not available where rows are kept."""
-        of_rows = [(self._x, self.d_in)]
-        self.sum.sum_over_ranks(add_up)
-        for name in names if self.pairs else ():
-            shape = self.pairs[name].merged.shape
-            self._rx[name].sum_over_ranks(shape, self._device, add_up)
-            of_rows.append((self._r[name], len(self.pairs[name].merged)))
+    def sum_over_ranks(self, names: Sequence[str], rows: int, before: int, add_up: AddUp) -> None:
+        """Replace all sums by those over all ranks, for the modules `names`. All ranks hold `rows` rows together, and
+        those below this one hold `before`. No rows can be added afterwards."""
+        of_rows, weights = [(self._x, self.d_in)], {name: self.pairs[name].merged for name in names if self.pairs}
+        of_rows += [(self._r[name], len(weight)) for name, weight in weights.items()]
+        if self.kept is not None:
+            widths = {name: len(weight) for name, weight in weights.items()}
+            like = _at_least_float32(next(iter(weights.values())))
+            everything = like.new_zeros(rows, self.d_in + 1 + sum(widths.values()))
+            self.kept.join(everything, slice(before, before + self.rows), widths, add_up)
+        else:
+            self.sum.sum_over_ranks(add_up)
+            for name, weight in weights.items():
+                self._rx[name].sum_over_ranks(weight.shape, self._device, add_up)
         if not self.pairs:
             self._dx.sum_over_ranks((self.d_in, self.d_in), self._device, add_up)
             of_rows.append((self._d, self.d_in))
@@ -219,6 +224,17 @@ class Rows:
         for name, r in residuals.items():
             self.residuals.setdefault(name, []).append(r)
 
+    def join(self, everything: Tensor, own: slice, widths: Mapping[str, int], add_up: AddUp) -> None:
+        """Replace all rows by those of all ranks. everything: zeros [T, d_in + 1 + Σ d_out], for a row of all ranks
+        each, of which `own` are this rank's; widths: d_out by module."""
+        if self.x:
+            parts = (self.x, self.roots, *(self.residuals[name] for name in widths))
+            everything[own] = torch.cat([torch.cat(part) for part in parts], 1)
+        add_up(everything)
+        d_in = everything.shape[1] - 1 - sum(widths.values())
+        x, root, *residuals = everything.split([d_in, 1, *widths.values()], 1)
+        self.x, self.roots, self.residuals = [x], [root], {name: [r] for name, r in zip(widths, residuals, strict=True)}
+
     @cached_property
     def sum(self) -> RowProduct:
         """The weighted sum Σ w x xᵀ [d_in, d_in]; no rows can be added afterwards."""
@@ -283,11 +299,19 @@ class TaskMoments(NamedTuple):
     """Modules that all ranks solve together and whose moments another rank has, with their number of rows."""
 
 
+class _Form(NamedTuple):
+    """A description of one rank's moments of modules that share an input."""
+
+    rows: int
+    paired: bool
+    """Whether residuals are summed."""
+    keep_rows: bool
+
+
 class _Summary(NamedTuple):
     """Message of one rank to the others about its moments of a task."""
 
-    linear: dict[Names, tuple[int, bool]]
-    """Number of rows, and whether residuals are summed."""
+    linear: dict[Names, _Form]
     norms: dict[str, tuple[int, int]]
     """Number of rows, and width."""
     skipped: dict[str, str]
@@ -308,7 +332,10 @@ def sum_over_ranks(
     if ranks treat the same modules differently."""
     if ranks.size == 1:
         return sums
-    linear = {names: (moments.rows, bool(moments.pairs)) for names, moments in sums.linear.items()}
+    linear = {
+        names: _Form(moments.rows, bool(moments.pairs), moments.kept is not None)
+        for names, moments in sums.linear.items()
+    }
     norms = {name: (moments.rows, moments.width) for name, moments in sums.norms.items()}
     summaries = ranks.gather(_Summary(linear, norms, sums.skipped))
     skipped = {name: why for summary in reversed(summaries) for name, why in summary.skipped.items()}
@@ -318,10 +345,12 @@ def sum_over_ranks(
     for names, of_ranks in _group_modules(summaries, total.skipped).items():
         owner = owners[names[0]] if names[0] in owners else _least_busy(owners, ranks)
         owners |= dict.fromkeys(names, owner)
-        moments = own.pop(names, None) or make(names, paired=of_ranks[0][1])
-        together, rows = holder_of(names), sum(rows for rows, _ in of_ranks)
+        _, paired, keep_rows = next(iter(of_ranks.values()))
+        moments = own.pop(names, None) or make(names, paired=paired, keep_rows=keep_rows)
+        together, rows = holder_of(names), sum(form.rows for form in of_ranks.values())
+        before = sum(form.rows for rank, form in of_ranks.items() if rank < ranks.rank)
         holder = owner if together is None else together
-        moments.sum_over_ranks(names, rows, partial(ranks.add_up, to=holder))
+        moments.sum_over_ranks(names, rows, before, partial(ranks.add_up, to=holder))
         if holder == ranks.rank:
             total.linear[names] = moments
         elif together is not None:
@@ -345,20 +374,21 @@ def _without(names: Names, skipped: Mapping[str, str]) -> Names:
     return tuple(name for name in names if name not in skipped)
 
 
-def _group_modules(summaries: Sequence[_Summary], skipped: Mapping[str, str]) -> dict[Names, list[tuple[int, bool]]]:
-    """Group the modules that share an input, and list what the ranks tell of each group; skipped modules are left out.
-    Raises FeatCalError if modules share an input for some examples but not for others, or are summed in two ways."""
-    groups: dict[Names, list[tuple[int, bool]]] = {}
-    for summary in summaries:
+def _group_modules(summaries: Sequence[_Summary], skipped: Mapping[str, str]) -> dict[Names, dict[int, _Form]]:
+    """Group the modules that share an input, and return what each rank that has them tells of each group; skipped
+    modules are left out. Raises FeatCalError if modules share an input for some examples but not for others, or are
+    summed in two ways."""
+    groups: dict[Names, dict[int, _Form]] = {}
+    for rank, summary in enumerate(summaries):
         seen: list[str] = []
-        for names, told in summary.linear.items():
+        for names, form in summary.linear.items():
             if left := _without(names, skipped):
-                groups.setdefault(left, []).append(told)
+                groups.setdefault(left, {})[rank] = form
                 seen += left
         if len(seen) > len(set(seen)):
             raise _differ(seen)
     members = [name for names in groups for name in names]
-    if len(members) > len(set(members)) or any(len({paired for _, paired in told}) > 1 for told in groups.values()):
+    if len(members) > len(set(members)) or any(len({of[1:] for of in told.values()}) > 1 for told in groups.values()):
         raise _differ(members)
     return groups
 

@@ -210,11 +210,13 @@ class _TaskCollector:
         group = self._find_group(names)
         is_dual = isinstance(self._equations.linear[group], DualEquations) if group else None
         keep_rows = is_dual_cheaper(in_all, d_in, d_out) if is_dual is None else is_dual
-        # each step towards the solution multiplies with a task's rows twice, and with its G once
         if self._hyperparameters.metric == "output":
+            # each step towards the solution multiplies with a task's rows twice, and with its G once
             keep_rows = 2 * of_task < d_in
-        # rows of several ranks do not add up
-        keep_rows = keep_rows and visit.job.ranks.size == 1
+        if visit.job.ranks.size > 1:
+            # no rank knows how many patches others have; and rows of all tasks would be the work of one rank
+            is_convolution = self._modules[names[0]].kind == "convolution"
+            keep_rows = keep_rows and self._hyperparameters.metric == "output" and not is_convolution
         known = all(name in seen.y_exp for name in names)
         paired = keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known)
         return self._make_moments(names, paired=paired, keep_rows=keep_rows)
