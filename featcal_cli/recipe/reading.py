@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from featcal_cli.recipe.references import existing_path, parse_merge, parse_source, resolve_links
+from featcal_cli.recipe.references import MERGE_FORM, existing_path, parse_merge, parse_source, resolve_links
 from featcal_cli.recipe.schema import AsOption, Calibration, Data, Draft, Evaluate, Merge, Output, TaskDraft
 from featcal_cli.runtime.errors import COMMAND_LINE, RecipeError, SeveralErrors
 from featcal_cli.runtime.sanitise import plain, quoted
@@ -144,7 +144,7 @@ def _split_tasks(option: str, form: str, values: Sequence[str] | None) -> list[t
     for text in values or ():
         task, _, value = (part.strip() for part in text.partition("="))
         if not (task and value):
-            what = f"{quoted(text)} does not say what belongs to which task"
+            what = f"{quoted(text)} names no task"
             raise RecipeError(what, where=option, fix=f"write {option} TASK={form}")
         pairs.append((task, value))
     return pairs
@@ -272,7 +272,8 @@ def _explain(
         return RecipeMistakesError(f"{len(errors)} mistakes", errors, where=whole, fix="correct all of them")
     (only,) = errors
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
-    hint = f"change {only.what.split(' ')[0].rstrip(':')}"
+    option = only.what.split(" ")[0].rstrip(":")
+    hint = MERGE_FORM if option == "--merge" else f"change {option}"
     if (
         at[:1] == ("calibration",)
         and (field := Calibration.model_fields.get(str(at[-1])))

@@ -37,12 +37,15 @@ def parse_source(text: str, folder: Path = Path()) -> dict[str, str]:
     return {key: value for key, value in keys.items() if value}
 
 
+MERGE_FORM = "write METHOD[:SCALE[:DENSITY[:SEED]]], such as task_arithmetic:0.3"
+"""The fix for a value of --merge that cannot be read."""
+
+
 def parse_merge(text: str) -> dict[str, str]:
     """Parse `METHOD[:SCALE[:DENSITY[:SEED]]]` into keys of `Merge`, which checks them. Raises RecipeError."""
     method, *numbers = text.split(":")
     if len(numbers) > len(NUMBERS):
-        what, fix = f"cannot read the merge {text!r}", "write METHOD[:SCALE[:DENSITY[:SEED]]]"
-        raise RecipeError(what, where="--merge", fix=fix)
+        raise RecipeError(f"cannot read the merge {text!r}", where="--merge", fix=MERGE_FORM)
     return {"method": method, **{key: number for key, number in zip(NUMBERS, numbers, strict=False) if number}}
 
 

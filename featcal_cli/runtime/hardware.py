@@ -131,9 +131,8 @@ def advise(start: int, size: int, advice: str) -> None:
     """Tell the system, if it knows this advice, how mapped memory will be used."""
     if hasattr(mmap, advice):
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
-        _find_madvise()(
-            aligned, size + start - aligned, getattr(mmap, advice)
-        )  # where it is not taken, nothing is lost
+        # where it is not taken, nothing is lost
+        _find_madvise()(aligned, size + start - aligned, getattr(mmap, advice))
 
 
 @cache

@@ -48,7 +48,7 @@ CASES: list[Case] = [
     (options(merged=None, merge="task_arithmetic:nan"), ["scale"]),
     (options(merged=None, merge="ties:0.3:2"), ["density", "1"]),
     (options(merged=None, merge="ties:0.3:0.2:1"), ["--merge", "ties has no seed"]),
-    (options(merged=None, merge="average:0.7"), ["--merge", "average has no scale"]),
+    (options(merged=None, merge="average:0.7"), ["--merge", "average has no scale", "such as task_arithmetic:0.3"]),
     (options(merged=None, merge="dare_ties:0.3:0.2:x"), ["seed", "valid integer"]),
     (options(merged=None, merge="dare_ties:0.3:0.2:1:1"), ["METHOD[:SCALE"]),
     (options(alpha=1.5), ["alpha", "1"]),
