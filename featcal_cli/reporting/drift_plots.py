@@ -26,8 +26,11 @@ Format = Literal["png", "svg"]
 DOTS_PER_INCH = 140
 COLOURS = 64
 """Size of a PNG's palette, with which a picture of 24 charts stays below 150 kB."""
-LEFT, RIGHT, TOP, BOTTOM = 0.65, 0.15, 1.15, 0.6
-"""Inches around the charts. They are fixed, as a layout that is computed differs in its last bits from run to run."""
+LEFT, RIGHT, ABOVE, BOTTOM = 0.65, 0.15, 0.35, 0.6
+"""Inches around the charts. They are fixed, as a layout that matplotlib computes differs in its last bits from run to
+run."""
+LINE, KEYS_IN_ROW = 0.2, 3
+"""Inches that a line above the charts takes, of the title or of the legend, and the number of keys in such a line."""
 MERGED, CALIBRATED, SECOND = "#d55e00", "#0072b2", "#009e73"
 """Colours, for colour-blind readers too, of a merged and a calibrated model, and of a second of either."""
 ROLES = {
@@ -126,16 +129,6 @@ def _plot(
     columns = {1: 1, 2: 2, 4: 2}.get(len(charts), 3 if len(charts) <= 9 else 4)
     rows = ceil(len(charts) / columns)
     with own_style():
-        width, height = max(6.4, 2.6 * columns), TOP + BOTTOM + (2.6 if len(charts) == 1 else 2.0 * rows)
-        figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor="white")
-        around = {"left": LEFT / width, "right": 1 - RIGHT / width, "top": 1 - TOP / height, "bottom": BOTTOM / height}
-        grid = {**around, "wspace": 0.08, "hspace": 0.4}
-        places = list(figure.subplots(rows, columns, sharey=True, squeeze=False, gridspec_kw=grid).flat)
-        for axes, chart in zip(places, charts, strict=False):
-            _draw_chart(axes, chart, colours, longest=52 if columns == 1 else 26)
-        for axes in places[len(charts) :]:
-            axes.remove()
-        places[0].set_ylim(bottom=0)
         shown = {part for chart in charts for curve in chart.curves for part in curve}
         keys = [
             Line2D([], [], color=colours[role], linewidth=2.5, label=cut_middle(shorten_commits(label), 28))
@@ -144,9 +137,20 @@ def _plot(
         ]
         if len(strokes := [MEASURES[name] for name in MEASURES if name in shown]) > 1:
             keys += [Line2D([], [], color="#404040", linestyle=stroke, label=label) for label, stroke in strokes]
-        style: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 10}
         title = f"Drift from the expert after every block{title}"
-        figure.legend(handles=keys, loc="upper center", ncols=3, title=title, **style)
+        top = ABOVE + LINE * (1 + title.count("\n") + ceil(len(keys) / KEYS_IN_ROW))
+        width, height = max(6.4, 2.6 * columns), top + BOTTOM + (2.6 if len(charts) == 1 else 2.0 * rows)
+        figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor="white")
+        around = {"left": LEFT / width, "right": 1 - RIGHT / width, "top": 1 - top / height, "bottom": BOTTOM / height}
+        grid = {**around, "wspace": 0.08, "hspace": 0.4}
+        places = list(figure.subplots(rows, columns, sharey=True, squeeze=False, gridspec_kw=grid).flat)
+        for axes, chart in zip(places, charts, strict=False):
+            _draw_chart(axes, chart, colours, longest=52 if columns == 1 else 26)
+        for axes in places[len(charts) :]:
+            axes.remove()
+        places[0].set_ylim(bottom=0)
+        style: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 10}
+        figure.legend(handles=keys, loc="upper center", ncols=KEYS_IN_ROW, title=title, **style)
         label = "block"
         if any(len(split_lists(chart.blocks)) > 1 for chart in charts):
             label += " (upright lines: from one list of blocks to the next)"
