@@ -71,11 +71,15 @@ def answer_of(value: Any) -> str | None:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """Return messages as {role, content}. They may come as OpenAI's {role, content} or ShareGPT's {from, value}. A null
-    content becomes empty, and so does a missing one in a message that calls a tool. Raises BadRowError."""
+    """Return messages as {role, content}. They may come as OpenAI's {role, content}, ShareGPT's {from, value} or
+    the_cauldron's {user, assistant}. A null content becomes empty, and so does a missing one in a message that calls a
+    tool. Raises BadRowError."""
     if not is_conversation(value):
         raise BadRowError("the messages are not a list of messages")
     messages: list[Message] = []
+    if all(message.keys() >= {"user", "assistant"} for message in value):
+        speakers = ("user", "assistant")
+        value = [{"role": name, "content": message[name]} for message in value for name in speakers]
     for message in value:
         given = {key: value for key, value in message.items() if value is not None}
         role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
@@ -161,14 +165,14 @@ TextKind = Literal["encoder", "causal", "encoder-decoder"]
 NAMES = {
     "image": ("image", "img", "images", "picture", "photo", "jpg", "png", "file_name"),
     "audio": ("audio", "speech", "sound", "recording", "wav", "flac", "mp3", "file", "path", "file_name"),
-    "messages": ("messages", "conversations", "conversation", "chat"),
+    "messages": ("messages", "conversations", "conversation", "chat", "texts"),
     "prompt": ("instruction", "prompt", "question", "query", "problem", "inputs", "sql_prompt", "intent",
                "question_title", "inputs_pretokenized", "message_1", "user", "human", "document", "article", "dialogue",
                "input", "input_text", "text", "description", "source", "src"),
-    "response": ("output", "response", "targets", "completion", "generated_solution", "solution", "answer", "answers",
-                 "chosen", "canonical_solution", "code", "solutions", "sql", "snippet", "rationale", "correct_answer",
-                 "best_answer", "targets_pretokenized", "message_2", "assistant", "summary", "highlights", "abstract",
-                 "target", "tgt", "target_text", "query"),
+    "response": ("output", "response", "targets", "completion", "generated_solution", "solution", "answer",
+                 "multiple_choice_answer", "answers", "chosen", "canonical_solution", "code", "solutions", "sql",
+                 "snippet", "rationale", "correct_answer", "best_answer", "targets_pretokenized", "message_2",
+                 "assistant", "summary", "highlights", "abstract", "target", "tgt", "target_text", "query"),
     "text": ("text", "sentence", "content", "review", "document", "article", "body", "tweet", "comment", "utterance",
              "prompt", "instruction", "question", "query", "chosen", "problem"),
     "words": ("tokens", "words"),

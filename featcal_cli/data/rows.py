@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -67,6 +68,8 @@ KEPT_CHARACTERS = 2**16
 """Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
+NUMBERED = re.compile(r"image_?\d+")
+"""Names of the columns that hold one image of several each."""
 TOO_LARGE = b"(larger than is read)"
 """A placeholder in rows for bytes that are more than LARGEST_FILE."""
 MOST_LEVELS = 6
@@ -301,7 +304,7 @@ def _names_of(feature: Any) -> list[str] | None:
 
 def read_cells(row: Row) -> Row:
     """Return the row with the conversations that are texts in JSON, and a column for each language of a translation,
-    and for the images inside of messages; without the middle of very long texts and without bytes too large for an
+    and for the images inside of messages or in numbered columns; without the middle of very long texts and without bytes too large for an
     image. Hundreds of rows are in memory at once, and a tokenizer would take minutes for a book."""
     parsed = {name: parse_conversation(value) if isinstance(value, str) else value for name, value in row.items()}
     cells = {name: _shorten(value, MOST_LEVELS) for name, value in parsed.items()}
@@ -309,7 +312,9 @@ def read_cells(row: Row) -> Row:
         if bare_name(name) == TRANSLATION and isinstance(value, dict):
             cells |= {f"{name}.{key}": text for key, text in cells[name].items() if isinstance(text, str)}
     talks = filter(is_conversation, parsed.values())
-    if "image" not in cells and (images := [image for messages in talks for image in find_images(messages)]):
+    images = [image for messages in talks for image in find_images(messages)]
+    images += [value for name, value in cells.items() if NUMBERED.fullmatch(bare_name(name)) and value]
+    if "image" not in cells and images:
         cells["image"] = images
     return cells
 

@@ -137,6 +137,8 @@ PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "what is it"}
 ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "answer": lambda said: {"question": "what is it", "answer": said},
     "answers": lambda said: {"question": "what is it", "answers": [said, "a"]},
+    "choice": lambda said: {"question": "what is it", "answers": [{"answer": "a"}], "multiple_choice_answer": said},
+    "turns": lambda said: {"texts": [{"user": "what is it", "assistant": said, "source": "VQA"}], "source": "a b"},
     "conversation": lambda said: {"conversations": [
         {"from": "human", "value": "<image>\nwhat is it"}, {"from": "gpt", "value": said}]},
     "messages": lambda said: {"messages": [
@@ -173,11 +175,21 @@ def test_without_a_template_the_image_stands_first_and_without_a_processor_nothi
     at.refuse(model, source, "no processor can be loaded")
 
 
-def test_rows_of_several_images_cannot_be_used(at: Folder) -> None:
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (lambda one, two: {"images": [one, two]}, "column images has 2 images, and only one per row is read"),
+        (lambda one, two: {"image_1": one, "image_2": two}, "column image has 2 images, and only one per row is read"),
+        (lambda one, two: {"image_1": one, "image_2": None}, ""),
+    ],
+)
+def test_rows_of_several_images_cannot_be_used(at: Folder, columns: Any, message: str) -> None:
     turns = [{"role": "user", "content": "what <image> is it"}, {"role": "assistant", "content": "<image> a red"}]
-    rows = [{"images": [picture(n), picture(n + 1)], "messages": turns} for n in range(4)]
-    message = "column images has 2 images, and only one per row is read"
-    at.refuse(prepare(at.expert, "llava"), at.file("rows.parquet", rows), message)
+    source = at.file("rows.parquet", [{**columns(picture(n), picture(n + 1)), "messages": turns} for n in range(4)])
+    if message:
+        at.refuse(prepare(at.expert, "llava"), source, message)
+    else:
+        assert "pixel_values" in at.load(prepare(at.expert, "llava"), source).fitted[0]
 
 
 @pytest.mark.matrix
