@@ -304,8 +304,10 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     if fitted < count and not usable.is_whole:
         yield f"{fitted} texts are fitted and {held_out} held out, as they are long; a larger number takes more"
     elif fitted < count and held_out:
-        rows = fitted + held_out + usable.left_out
-        yield f"only {rows} usable rows: {fitted} are fitted ({count} requested) and {held_out} held out"
+        rows = len({example.key for example in (*usable.fitted, *usable.further)})
+        copies = "with copies, " if fitted + held_out > rows else ""
+        found = f"{copies}{fitted} are fitted ({count} requested) and {held_out} held out"
+        yield f"only {rows} different usable rows: {found}"
     elif fitted < count:
         yield f"only {fitted} usable row{'s' if fitted > 1 else ''} ({count} requested): nothing is held out"
     if not held_out:

@@ -147,6 +147,8 @@ def test_equal_rows_are_never_on_both_sides(at: Folder, different: int, copies: 
     assert (found.selection_count, found.held_out_count) == (len(sides[1]), len(sides[2]))
     if hold_out or different == 200:
         assert bool(sides[2]) == (different >= 10)
+    few = f"only {different} different usable rows: with copies, {found.fitted_count} are fitted (30 requested)"
+    assert any(few in note for note in found.notes) == (hold_out and different in (10, 20))
 
 
 def test_equal_tensors_and_images_are_never_on_both_sides(at: Folder) -> None:
