@@ -360,10 +360,6 @@ def open_labelled(
 ) -> LabelledRows:
     """Open all rows of the split in order, or `limit` rows chosen at random with a seed. Without `labelled`, their
     labels are None. Raises DataError for data that cannot be read or understood, or that lack labels."""
-    if data.is_self_written:
-        what = f"what an expert writes itself {'has no labels' if labelled else 'flatters it'}"
-        fix = f"name {'labelled ' * labelled}data: --data {task}=SOURCE"
-        raise DataError(what, where=f"{task}: {data}", fix=fix)
     data = data.model_copy(update={"split": split})
     column = ""
     label_of: Callable[[Any], Any] = lambda _: None  # noqa: E731 - replaced where there are labels

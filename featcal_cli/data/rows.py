@@ -261,6 +261,19 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
         yield from map(read_cells, table.read(range(table.length)))
 
 
+def check_split(task: str, data: Data, split: str, *, labelled: bool) -> None:
+    """Raise DataError or HubError if a task's source has no such split to measure on, or can have no labels."""
+    if data.is_self_written:
+        what = f"what an expert writes itself {'has no labels' if labelled else 'flatters it'}"
+        fix = f"name {'labelled ' * labelled}data: --data {task}=SOURCE"
+        raise DataError(what, where=f"{task}: {data}", fix=fix)
+    with naming_task(task, data), explaining_hub(data) if data.dataset is not None else nullcontext():
+        if data.dataset is None:
+            list_files(data, split)
+        else:
+            find_split(data, split)
+
+
 def read_classes(data: Data, split: str | None, column: str) -> list[str] | None:
     """Return the class names of a column by number, from the features in the files or from the names of image folders;
     None without any of these. Raises DataError and HubError."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from featcal_cli import __version__
 from featcal_cli.data.files import find_source
-from featcal_cli.data.rows import explaining_hub, naming_task
+from featcal_cli.data.rows import check_split, explaining_hub, naming_task
 from featcal_cli.hub.model_files import divide_files, find_second_copies, weight_files
 from featcal_cli.hub.repo import Opener, Repo
 from featcal_cli.hub.snapshot import Origin
@@ -132,7 +132,7 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
 
 
 def check_evaluable(session: Session, recipe: Recipe) -> None:
-    """Raise RecipeError if no task says how to evaluate it, or if something that the evaluation needs is missing."""
+    """Raise FeatCalError if no task says how to evaluate it, or if what the evaluation needs is missing, as its split."""
     if session.ranks.size > 1:
         raise RecipeError("evaluation is made for one process", where="featcal evaluate", fix="leave --gpus out")
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
@@ -147,6 +147,9 @@ def check_evaluable(session: Session, recipe: Recipe) -> None:
         from featcal_cli.evaluation.lm_eval_tasks import check_harness
 
         check_harness(known, allow_code=session.options.allow_code)
+    for task, how in known.items():
+        if how.protocol != "lm-eval":
+            check_split(task, recipe.tasks[task].data, how.split, labelled=how.protocol != "texts")
 
 
 def check_copyable(repo: Repo) -> None:

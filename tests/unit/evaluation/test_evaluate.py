@@ -604,10 +604,12 @@ def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
 def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
     bert: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, whole = list[int](), LabelledRows.batches
+    sizes, whole, broken = list[int](), LabelledRows.batches, [DataError("row 1 is broken")]
 
     def watch(rows: LabelledRows, size: int) -> Iterator[tuple[Batch, list[Any]]]:
         sizes.append(size)
+        if broken:
+            raise broken.pop()
         return whole(rows, size)
 
     monkeypatch.setattr(LabelledRows, "batches", watch)
@@ -622,9 +624,11 @@ def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
     options = {"-r": file, "-n": 8, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu", "--batch-size": 3}
     failed = featcal_inside(capsys, "calibrate", options)
     assert failed.code == 2
-    assert "there is no split test" in failed.stderr
-    weights = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    assert "there is no split test" in failed.stderr and not (tmp_path / "out").exists()
     (data / "test.jsonl").write_text(lines)
+    failed = featcal_inside(capsys, "calibrate", options)
+    assert failed.code == 2 and "row 1 is broken" in failed.stderr
+    weights = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     again = featcal_inside(capsys, "calibrate", options)
     assert again.code == 0, again.stderr
     assert "nothing is computed again" in again.stderr and set(sizes) == {3}
