@@ -19,7 +19,7 @@ from featcal_cli.recipe.reading import as_draft
 from featcal_cli.recipe.schema import Draft
 from featcal_cli.reporting.verdict import join_notes
 from featcal_cli.runtime.distributed import join_ranks
-from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.errors import FeatCalError, RecipeError
 from featcal_cli.runtime.process import check_device, load_libraries
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import for_terminal
@@ -74,6 +74,9 @@ class Session:
         self.stage = self.listener.stage
         self.options = replace(options, device=str(options.device))  # a program may give a torch.device
         check_device(self.options.device)
+        if (size := options.batch_size) is not None and not (isinstance(size, int) and size >= 1):
+            what = f"batch_size must be a whole number, and at least 1, not {size!r}"
+            raise RecipeError(what, where="--batch-size", fix="leave it out, and it is chosen by length and memory")
         self.stops: list[FeatCalError] = []
         """Errors that would stop the run, as `look` collects them in a dry run."""
         self.notes: list[str] = []

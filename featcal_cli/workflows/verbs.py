@@ -138,12 +138,22 @@ def calibrate_modules(
     """
     from safetensors.torch import save_file
     from torch import Tensor
+    from transformers import PreTrainedModel
 
+    if not (isinstance(experts, Mapping) and isinstance(inputs, Mapping)):
+        what, fix = "experts and inputs are not dicts by task", 'give {"TASK": model} and {"TASK": {"NAME": tensor}}'
+        raise RecipeError(what, where="calibrate_modules", fix=fix)
     if not experts or experts.keys() != inputs.keys():
         what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
         raise RecipeError(what, where="calibrate_modules", fix="give both for the same tasks, and for one at least")
+    for role, model in [("merged", merged), ("base", base), *experts.items()]:
+        if not isinstance(model, PreTrainedModel):
+            fix = "load it by from_pretrained, and merge an adapter into it by merge_and_unload"
+            what = f"{role} is no PreTrainedModel of transformers, but {type(model).__name__}"
+            raise RecipeError(what, where="calibrate_modules", fix=fix)
     for task, given in inputs.items():
-        if not isinstance(given, Mapping) or not given or not all(isinstance(x, Tensor) for x in given.values()):
+        tensors = given.values() if isinstance(given, Mapping) else ()
+        if not tensors or not all(isinstance(x, Tensor) and x.ndim for x in tensors):
             fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
             raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
     with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:

@@ -85,11 +85,18 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
     merged.requires_grad_(False)
     before, config = {name: x.clone() for name, x in merged.state_dict().items()}, merged.config.to_dict()
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
-    batches: Any = {task: [given] for task, given in inputs.items()}
-    with pytest.raises(RecipeError, match="there are experts of red"):
-        calibrate_modules(merged, merged, experts, {}, **options)
-    with pytest.raises(RecipeError, match="the inputs of red are not tensors by name"):
-        calibrate_modules(merged, merged, experts, batches, **options)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"inputs": {}}, "there are experts of red"),
+        ({"inputs": [inputs]}, "experts and inputs are not dicts by task"),
+        *(({"inputs": inputs | {"red": x}}, "the inputs of red are not") for x in ([], [None], {"input_ids": None})),
+        ({"inputs": inputs | {"red": {"input_ids": torch.tensor(1)}}}, "the inputs of red are not tensors by name"),
+        ({"base": recipe["base"]}, "base is no PreTrainedModel of transformers, but str"),
+        ({"batch_size": -3}, "batch_size must be a whole number, and at least 1, not -3"),
+    ]
+    for change, message in wrong:
+        given = {"merged": merged, "base": base, "experts": experts, "inputs": inputs, **options, **change}
+        with pytest.raises(RecipeError, match=message):
+            calibrate_modules(**given)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("medium")
