@@ -28,6 +28,7 @@ from featcal_cli.data.batches import (
 )
 from featcal_cli.data.columns import BadRowError
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json, walk
 
@@ -252,11 +253,16 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
     for folder in folders:
         if any((folder / file).is_file() for file in files):
             try:
-                return _load(kind, folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
+                with quiet_transformers():
+                    return _load(kind, folder), folders[folder] if isinstance(folders, Mapping) else _repo_name(folder)
             except Exception as error:  # noqa: BLE001 - `tokenizers` raises no narrower kind for a broken file
                 packages = _find_lacking(str(error), folder, kind)
                 fix = f"install what it lacks: pip install {packages}" if packages else fix
                 why = f"it needs {packages}, not installed here" if packages else exception_text(error)
+                if "trust_remote_code" in str(error):
+                    why = "it needs code of the repo's own, which is never run"
+                    fix = "write model-ready inputs into a .safetensors file, and give that as the data; or, if a class"
+                    fix += f" of transformers does the same, take auto_map out of {files[0]}"
                 reasons.append(f"{_repo_name(folder)}: {why}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     raise DataError(f"no {kind} can be loaded ({tried})", fix=fix)

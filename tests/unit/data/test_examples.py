@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import logging
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -497,14 +498,28 @@ def test_a_list_that_is_no_conversation_stays_text(at: Folder, text: str) -> Non
     assert at.load(tiny("llama"), at.rows({"text": text})).fitted
 
 
-def test_a_tokenizer_that_needs_a_package_says_which(at: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever transformers says: it asks for tiktoken then."""
+def test_a_tokenizer_that_needs_a_package_says_which(
+    at: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever transformers says: it asks for tiktoken then, and warns of each folder."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     monkeypatch.setattr("featcal_cli.data.preprocessing.is_sentencepiece_available", lambda: False)
     at.expert.mkdir()
     (at.expert / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (at.expert / "tokenizer.model").write_bytes(b"pieces")
     error = at.refuse(tiny("llama"), at.rows({"text": "w1"}), "no tokenizer can be loaded")
-    assert error.fix.startswith("install what it lacks: pip install sentencepiece")
+    assert error.fix.startswith("install what it lacks: pip install sentencepiece") and not caplog.records
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_run_and_the_way_out_is_said(at: Folder) -> None:
+    at.tokenizer()
+    config = at.expert / "tokenizer_config.json"
+    settings = {**json.loads(config.read_text()), "tokenizer_class": "OwnTokenizer"}
+    config.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}))
+    error = at.refuse(tiny("llama"), at.rows({"text": "w1"}), "it needs code of the repo's own, which is never run")
+    assert error.fix.endswith("take auto_map out of tokenizer_config.json")
+    config.write_text(json.dumps(settings))
+    assert words_of(at.load(tiny("llama"), at.rows({"text": "w1"})).fitted) == ["[CLS] w1 [SEP]"]
 
 
 REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previtem or {}).role == m['role'] %}
