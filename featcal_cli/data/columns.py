@@ -108,7 +108,8 @@ def find_images(messages: Sequence[Message]) -> list[Any]:
             if str(part.get("type")).startswith("image"):
                 image = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
                 image = image.get("url", image) if isinstance(image, dict) else image
-                found += [{"path": image} if isinstance(image, str) else image] if image else []
+                image = {"path": image.removeprefix("file://")} if isinstance(image, str) else image
+                found += [image] if image else []
     return found
 
 

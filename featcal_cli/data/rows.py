@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -68,6 +69,8 @@ KEPT_CHARACTERS = 2**16
 """Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
+BASE64 = re.compile(r"(data:image/[\w.+-]+;base64,)?(?=/9j/|iVBORw0KGgo|UklGR|R0lGOD)")
+"""The beginning of a text that is an image (JPEG, PNG, WebP, GIF) in base64, perhaps as an address."""
 NUMBERED = re.compile(r"image_?\d+")
 """Names of the columns that hold one image of several each."""
 TOO_LARGE = b"(larger than is read)"
@@ -316,15 +319,16 @@ def _names_of(feature: Any) -> list[str] | None:
 
 
 def read_cells(row: Row) -> Row:
-    """Return the row with the conversations that are texts in JSON, and a column for each language of a translation,
-    and for the images inside of messages or in numbered columns; without the middle of very long texts and without bytes too large for an
-    image. Hundreds of rows are in memory at once, and a tokenizer would take minutes for a book."""
+    """Return the row with the conversations that are texts in JSON and the images that are texts in base64, and a
+    column for each language of a translation, and for the images inside of messages or in numbered columns; without the
+    middle of very long texts and without bytes too large for an image. Hundreds of rows are in memory at once, and a
+    tokenizer would take minutes for a book."""
     parsed = {name: parse_conversation(value) if isinstance(value, str) else value for name, value in row.items()}
     cells = {name: _shorten(value, MOST_LEVELS) for name, value in parsed.items()}
     for name, value in row.items():
         if bare_name(name) == TRANSLATION and isinstance(value, dict):
             cells |= {f"{name}.{key}": text for key, text in cells[name].items() if isinstance(text, str)}
-    talks = filter(is_conversation, parsed.values())
+    talks = filter(is_conversation, cells.values())
     images = [image for messages in talks for image in find_images(messages)]
     images += [value for name, value in cells.items() if NUMBERED.fullmatch(bare_name(name)) and value]
     if "image" not in cells and images:
@@ -334,6 +338,9 @@ def read_cells(row: Row) -> Row:
 
 def _shorten(value: Any, levels: int) -> Any:
     match value:
+        case str() if start := BASE64.match(value):
+            with suppress(ValueError):
+                return {"bytes": _shorten(b64decode(value[start.end() :]), 0), "path": None}
         case str():
             return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
         case bytes():

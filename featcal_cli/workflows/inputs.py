@@ -132,7 +132,7 @@ def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], Non
 
 
 def check_evaluable(session: Session, recipe: Recipe) -> None:
-    """Raise FeatCalError if no task says how to evaluate it, or if what the evaluation needs is missing, as its split."""
+    """Raise FeatCalError if no task says how to evaluate it, or if what that needs is missing, such as its split."""
     if session.ranks.size > 1:
         raise RecipeError("evaluation is made for one process", where="featcal evaluate", fix="leave --gpus out")
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Callable
@@ -159,6 +160,9 @@ def test_images_may_stand_inside_of_messages_and_a_template_of_parts_gets_texts_
     answer = {"role": "assistant", "content": [{"type": "text", "text": "red"}]}
     (at.path / "0.png").write_bytes(picture(0)["bytes"])
     shown = [{"type": "image", "image": "0.png"}, {"type": "image_url", "image_url": {"url": "0.png"}}]
+    encoded = base64.b64encode(picture(0)["bytes"]).decode()
+    shown += [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}]
+    shown += [{"type": "image", "image": url} for url in (encoded, f"file://{at.path}/0.png")]
     for image in (*shown, {"type": "image", "path": "0.png"}, None):
         asked = {"role": "user", "content": [*([image] if image else []), PARTS[1]]}
         (batch,) = at.load(model, at.rows({"messages": [asked, answer]})).fitted
@@ -178,14 +182,17 @@ def test_without_a_template_the_image_stands_first_and_without_a_processor_nothi
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (lambda one, two: {"images": [one, two]}, "column images has 2 images, and only one per row is read"),
-        (lambda one, two: {"image_1": one, "image_2": two}, "column image has 2 images, and only one per row is read"),
-        (lambda one, two: {"image_1": one, "image_2": None}, ""),
+        (lambda shown: {"images": shown}, "column images has 2 images, and only one per row is read"),
+        (
+            lambda shown: {"image_1": shown[0], "image_2": shown[1]},
+            "column image has 2 images, and only one per row is read",
+        ),
+        (lambda shown: {"image_1": shown[0], "image_2": None}, ""),
     ],
 )
 def test_rows_of_several_images_cannot_be_used(at: Folder, columns: Any, message: str) -> None:
     turns = [{"role": "user", "content": "what <image> is it"}, {"role": "assistant", "content": "<image> a red"}]
-    source = at.file("rows.parquet", [{**columns(picture(n), picture(n + 1)), "messages": turns} for n in range(4)])
+    source = at.file("rows.parquet", [{**columns([picture(n), picture(n + 1)]), "messages": turns} for n in range(4)])
     if message:
         at.refuse(prepare(at.expert, "llava"), source, message)
     else:
