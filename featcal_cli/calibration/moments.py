@@ -111,8 +111,8 @@ class LinearMoments:
         self.rows += len(x)
 
     def sum_over_ranks(self, names: Sequence[str], rows: int, before: int, add_up: AddUp) -> None:
-        """Replace all sums by those over all ranks, for the modules `names`. All ranks hold `rows` rows together, and
-        those below this one hold `before`. No rows can be added afterwards."""
+        """Replace all sums by those over all ranks, for the modules `names`. rows: the number of rows of all ranks;
+        before: of those with lower numbers than this one. No rows can be added afterwards."""
         of_rows, weights = [(self._x, self.d_in)], {name: self.pairs[name].merged for name in names if self.pairs}
         of_rows += [(self._r[name], len(weight)) for name, weight in weights.items()]
         if self.kept is not None:
@@ -225,8 +225,8 @@ class Rows:
             self.residuals.setdefault(name, []).append(r)
 
     def join(self, everything: Tensor, own: slice, widths: Mapping[str, int], add_up: AddUp) -> None:
-        """Replace all rows by those of all ranks. everything: zeros [T, d_in + 1 + Σ d_out], for a row of all ranks
-        each, of which `own` are this rank's; widths: d_out by module."""
+        """Replace all rows by those of all ranks. everything: zeros [T, d_in + 1 + Σ d_out] with a line for each row of
+        any rank, of which `own` are this rank's; widths: d_out by module."""
         if self.x:
             parts = (self.x, self.roots, *(self.residuals[name] for name in widths))
             everything[own] = torch.cat([torch.cat(part) for part in parts], 1)
@@ -388,7 +388,7 @@ def _group_modules(summaries: Sequence[_Summary], skipped: Mapping[str, str]) ->
         if len(seen) > len(set(seen)):
             raise _differ(seen)
     members = [name for names in groups for name in names]
-    if len(members) > len(set(members)) or any(len({of[1:] for of in told.values()}) > 1 for told in groups.values()):
+    if len(members) > len(set(members)) or any(len({form[1:] for form in of.values()}) > 1 for of in groups.values()):
         raise _differ(members)
     return groups
 

@@ -214,9 +214,11 @@ class _TaskCollector:
             # each step towards the solution multiplies with a task's rows twice, and with its G once
             keep_rows = 2 * of_task < d_in
         if visit.job.ranks.size > 1:
-            # no rank knows how many patches others have; and rows of all tasks would be the work of one rank
-            is_convolution = self._modules[names[0]].kind == "convolution"
-            keep_rows = keep_rows and self._hyperparameters.metric == "output" and not is_convolution
+            # other ranks' rows can only be counted if they are tokens of the hidden states; and in the feature metric,
+            # one rank would solve over the rows of all tasks
+            first, hidden = self._modules[names[0]], visit.block.rows.axis
+            counted = first.kind != "convolution" and [rows.axis for rows in first.rows] == [hidden]
+            keep_rows = keep_rows and counted and self._hyperparameters.metric == "output"
         known = all(name in seen.y_exp for name in names)
         paired = keep_rows or is_residual_cheaper(of_task, d_in, d_out, outputs_known=known)
         return self._make_moments(names, paired=paired, keep_rows=keep_rows)

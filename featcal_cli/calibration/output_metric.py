@@ -75,9 +75,9 @@ class OutputMetric:
 
 
 class _Task(NamedTuple):
-    """One task's terms of the equations. With S_i = c_i I + F_iᵀ F_i, the terms of F_iᵀ F_i are stored as terms of F_i.
-    They may be hundreds of times larger than those of c_i I, whose last digits a sum of both would lose; and the
-    solution depends on those digits wherever inputs hardly ever vary."""
+    """One task's terms of the equations. With S_i = c_i I + F_iᵀ F_i, what F_iᵀ F_i contributes is kept apart. It may
+    be hundreds of times larger than what c_i I contributes, which would lose its last digits in a sum of both; and the
+    solution depends on these digits in directions in which inputs hardly vary."""
 
     gram: Symmetric | RowProduct
     scale: Tensor
@@ -88,9 +88,9 @@ class _Task(NamedTuple):
     metrics: Mapping[str, OutputMetric]
     """Metric of each module by name; S = I for a module that does not influence the outputs."""
     pulls: dict[str, Tensor]
-    """The product F_i ω_i E[r xᵀ] [r, d_in] of each module by name; what c_i I contributes is summed over tasks."""
+    """The product F_i ω_i E[r xᵀ] [rows of F_i, d_in] by module; what c_i I contributes is in `pull_of`."""
     bias_pulls: dict[str, Tensor]
-    """The mean residual ω_i E[r] [d_out] of each module by name."""
+    """The mean residual ω_i E[r] [d_out] by module."""
     is_here: bool = True
     """Whether this rank has the task's sums. If another one has them, they are zero here."""
 
@@ -100,7 +100,8 @@ class _Task(NamedTuple):
 
 
 class MetricEquations(LinearEquations):
-    """Normal equations of Linear modules that share one input, in which every task has its own output metric."""
+    """Normal equations of Linear modules that share one input, in which every task has its own output metric. `pull_of`
+    returns Σ c_i ω_i E[r xᵀ] alone; the rest of the right-hand side are the tasks' `pulls`."""
 
     def __init__(
         self,
@@ -204,7 +205,8 @@ class MetricEquations(LinearEquations):
         return update_of
 
     def _approach(self, name: str, lower: Tensor, right: Tensor) -> Tensor:
-        """Approximate the update U of a module, given the factor L of H below [d_in, d_in] and the right-hand side.
+        """Approximate the update U of a module, given the factor L of H below [d_in, d_in] and the right-hand side
+        without the tasks' `pulls` [d_out, d_in].
 
         Write S_i = c_i I + F_iᵀ F_i. The multiples of I form one system, H = Σ c_i ω_i G_i + λ I = L Lᵀ. For V = U L
         the equations are V + Σ F_iᵀ F_i V (L⁻¹ ω_i G_i L⁻ᵀ) = right L⁻ᵀ, so V equals the right-hand side except in the

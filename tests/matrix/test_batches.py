@@ -41,8 +41,8 @@ LESS_PRECISE = {
     "gptj": 1.6e-5,
 }  # fmt: skip
 """Families in which rounding gets further, with twice of what was measured, if that was more than 7e-6: where gradients
-hardly have some directions, as BEiT's and ViViT's, the rounding of their sums tells in these. Equations that are solved
-in float64 change nothing about it."""
+hardly have some directions, as BEiT's and ViViT's, the rounding of their sums shows in these. Solving in float64 does
+not help."""
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -191,6 +191,35 @@ def test_the_way_that_is_chosen_multiplies_less(rows: int, d_in: int, d_out: int
     assert counted[chosen] <= counted[not chosen]
 
 
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 3), (3, 0, 2), (2, 5, 1)])
+def test_rows_of_several_ranks_are_those_of_one(sizes: tuple[int, ...]) -> None:
+    """Each rank's rows follow those of the ranks before it; a rank may have none."""
+    merged, _, (task, *_) = draw(sum(sizes), 16, 4, weighted=True)
+    whole = sum_up("rows", **task, merged=merged, alpha=0.3)
+    ranks, sent, before = [], [list[Tensor]() for _ in sizes], 0
+    for number, size in enumerate(sizes):
+
+        def add_up(x: Tensor, number: int = number) -> None:
+            """The last rank is the one that gets the sums."""
+            sent[number].append(x)
+            if number == len(sizes) - 1:
+                x += sum(of[len(sent[number]) - 1] for of in sent[:-1])
+
+        rows = {name: task[name][before : before + size] for name in ("x_cal", "x_exp", "weights")}
+        if size:
+            ranks.append(sum_up("rows", **rows, expert=task["expert"], merged=merged, alpha=0.3))
+        else:
+            ranks.append(LinearMoments(16, CPU, 0.3, {"m": Pair(task["expert"], merged.weight)}, keep_rows=True))
+        ranks[-1].sum_over_ranks(["m"], sum(sizes), before, add_up)
+        before += size
+    ours, theirs = ranks[-1].kept, whole.kept
+    assert ours is not None and theirs is not None
+    torch.testing.assert_close(ours.sum.rows, theirs.sum.rows)
+    torch.testing.assert_close(ours.residuals_of("m"), theirs.residuals_of("m"))
+    torch.testing.assert_close(ranks[-1].mean, whole.mean)
+    torch.testing.assert_close(ranks[-1].size, whole.size)
+
+
 def test_features_that_are_not_finite_are_an_error_not_a_result() -> None:
     merged, base, _ = draw(4, 7, 5)
     equations = LinearEquations({"m": merged}, PAPER["CLIP"])
