@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
+from urllib.parse import unquote, urlsplit
 
 from featcal_cli.data.files import AUDIO_FILES, IMAGE_FILES, bare_name
 from featcal_cli.recipe.data_formats import Row
@@ -55,7 +56,9 @@ def parse_conversation(text: str) -> Any:
             messages = parse_json(text)
     # lists of flights, too, go from a place to another
     are_messages = is_conversation(messages) and all(
-        message.keys() >= {"from", "value"} or ("role" in message and message.keys() & {"content", "tool_calls"})
+        message.keys() >= {"from", "value"}
+        or message.keys() >= {"user", "assistant"}
+        or ("role" in message and message.keys() & {"content", "tool_calls"})
         for message in messages
     )
     return messages if are_messages else text
@@ -108,7 +111,8 @@ def find_images(messages: Sequence[Message]) -> list[Any]:
             if str(part.get("type")).startswith("image"):
                 image = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None)
                 image = image.get("url", image) if isinstance(image, dict) else image
-                image = {"path": image.removeprefix("file://")} if isinstance(image, str) else image
+                if isinstance(image, str):
+                    image = {"path": unquote(urlsplit(image).path) if image.startswith("file://") else image}
                 found += [image] if image else []
     return found
 

@@ -303,13 +303,11 @@ def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
     fitted = len(usable.fitted)
     if fitted < count and not usable.is_whole:
         yield f"{fitted} texts are fitted and {held_out} held out, as they are long; a larger number takes more"
-    elif fitted < count and held_out:
-        rows = len({example.key for example in (*usable.fitted, *usable.further)})
-        copies = "with copies, " if fitted + held_out > rows else ""
-        found = f"{copies}{fitted} are fitted ({count} requested) and {held_out} held out"
-        yield f"only {rows} different usable rows: {found}"
     elif fitted < count:
-        yield f"only {fitted} usable row{'s' if fitted > 1 else ''} ({count} requested): nothing is held out"
+        rows = len({example.key for example in (*usable.fitted, *usable.further)})
+        copies = ", counting copies" if fitted + held_out > rows else ""
+        found = f"{fitted} {'is' if fitted == 1 else 'are'} fitted{copies} ({count} requested)"
+        yield f"only {rows} different usable row{'s' * (rows > 1)}: {found} and {held_out or 'none'} held out"
     if not held_out:
         yield "drift is measured on the calibration examples, as no others are left, and updates are not checked"
 

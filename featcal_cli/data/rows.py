@@ -69,10 +69,10 @@ KEPT_CHARACTERS = 2**16
 """Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
-BASE64 = re.compile(r"(data:image/[\w.+-]+;base64,)?(?=/9j/|iVBORw0KGgo|UklGR|R0lGOD)")
-"""The beginning of a text that is an image (JPEG, PNG, WebP, GIF) in base64, perhaps as an address."""
+BASE64 = re.compile(r"\s*(data:image/[\w.+-]+;base64,)?((/9j/|iVBORw0KGgo|UklGR.{7}RUJQ|R0lGOD)[\w+/\s]{64,}[=\s]*)")
+"""A text that is an image (JPEG, PNG, WebP, GIF) in base64, or a data: URL of one."""
 NUMBERED = re.compile(r"image_?\d+")
-"""Names of the columns that hold one image of several each."""
+"""Names of columns that each hold one of a row's images."""
 TOO_LARGE = b"(larger than is read)"
 """A placeholder in rows for bytes that are more than LARGEST_FILE."""
 MOST_LEVELS = 6
@@ -267,7 +267,7 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
 def check_split(task: str, data: Data, split: str, *, labelled: bool) -> None:
     """Raise DataError or HubError if a task's source has no such split to measure on, or can have no labels."""
     if data.is_self_written:
-        what = f"what an expert writes itself {'has no labels' if labelled else 'flatters it'}"
+        what = f"texts that an expert writes itself {'have no labels' if labelled else 'are too easy for it'}"
         fix = f"name {'labelled ' * labelled}data: --data {task}=SOURCE"
         raise DataError(what, where=f"{task}: {data}", fix=fix)
     with naming_task(task, data), explaining_hub(data) if data.dataset is not None else nullcontext():
@@ -330,17 +330,18 @@ def read_cells(row: Row) -> Row:
             cells |= {f"{name}.{key}": text for key, text in cells[name].items() if isinstance(text, str)}
     talks = filter(is_conversation, cells.values())
     images = [image for messages in talks for image in find_images(messages)]
-    images += [value for name, value in cells.items() if NUMBERED.fullmatch(bare_name(name)) and value]
-    if "image" not in cells and images:
+    for name, value in cells.items():
+        held = any(value.values()) if isinstance(value, dict) else isinstance(value, str | bytes) and value
+        images += [value] if held and NUMBERED.fullmatch(bare_name(name)) else []
+    if not cells.get("image") and images:
         cells["image"] = images
     return cells
 
 
 def _shorten(value: Any, levels: int) -> Any:
     match value:
-        case str() if start := BASE64.match(value):
-            with suppress(ValueError):
-                return {"bytes": _shorten(b64decode(value[start.end() :]), 0), "path": None}
+        case str() if (image := _decode_base64(value)) is not None:
+            return {"bytes": _shorten(image, 0), "path": None}
         case str():
             return value if len(value) <= 2 * KEPT_CHARACTERS else value[:KEPT_CHARACTERS] + value[-KEPT_CHARACTERS:]
         case bytes():
@@ -350,6 +351,14 @@ def _shorten(value: Any, levels: int) -> Any:
         case list() if levels:
             return [_shorten(inner, levels - 1) for inner in value]
     return value
+
+
+def _decode_base64(text: str) -> bytes | None:
+    """Return the image that a text holds in base64; None if it is no image."""
+    image = BASE64.fullmatch(text)
+    with suppress(ValueError):
+        return b64decode("".join(image[2].split()), validate=True) if image else None
+    return None
 
 
 def decode_cell(

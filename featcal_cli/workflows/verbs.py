@@ -141,7 +141,10 @@ def calibrate_modules(
     from transformers import PreTrainedModel
 
     if not (isinstance(experts, Mapping) and isinstance(inputs, Mapping)):
-        what, fix = "experts and inputs are not dicts by task", 'give {"TASK": model} and {"TASK": {"NAME": tensor}}'
+        what, fix = (
+            "experts and inputs must both be dicts by task",
+            'give {"TASK": model} and {"TASK": {"NAME": tensor}}',
+        )
         raise RecipeError(what, where="calibrate_modules", fix=fix)
     if not experts or experts.keys() != inputs.keys():
         what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
@@ -149,11 +152,11 @@ def calibrate_modules(
     for role, model in [("merged", merged), ("base", base), *experts.items()]:
         if not isinstance(model, PreTrainedModel):
             fix = "load it by from_pretrained, and merge an adapter into it by merge_and_unload"
-            what = f"{role} is no PreTrainedModel of transformers, but {type(model).__name__}"
+            what = f"{role} must be a PreTrainedModel of transformers, not {type(model).__name__}"
             raise RecipeError(what, where="calibrate_modules", fix=fix)
     for task, given in inputs.items():
         tensors = given.values() if isinstance(given, Mapping) else ()
-        if not tensors or not all(isinstance(x, Tensor) and x.ndim for x in tensors):
+        if not tensors or not all(isinstance(x, Tensor) and x.ndim and len(x) for x in tensors):
             fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
             raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
     with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:

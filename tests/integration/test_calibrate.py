@@ -87,10 +87,13 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"inputs": {}}, "there are experts of red"),
-        ({"inputs": [inputs]}, "experts and inputs are not dicts by task"),
+        ({"inputs": [inputs]}, "experts and inputs must both be dicts by task"),
         *(({"inputs": inputs | {"red": x}}, "the inputs of red are not") for x in ([], [None], {"input_ids": None})),
-        ({"inputs": inputs | {"red": {"input_ids": torch.tensor(1)}}}, "the inputs of red are not tensors by name"),
-        ({"base": recipe["base"]}, "base is no PreTrainedModel of transformers, but str"),
+        *(
+            ({"inputs": inputs | {"red": {"input_ids": x}}}, "the inputs of red are not tensors by name")
+            for x in (torch.tensor(1), torch.zeros(0, 5))
+        ),
+        ({"base": recipe["base"]}, "base must be a PreTrainedModel of transformers, not str"),
         ({"batch_size": -3}, "batch_size must be a whole number, and at least 1, not -3"),
     ]
     for change, message in wrong:

@@ -140,6 +140,7 @@ ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "answers": lambda said: {"question": "what is it", "answers": [said, "a"]},
     "choice": lambda said: {"question": "what is it", "answers": [{"answer": "a"}], "multiple_choice_answer": said},
     "turns": lambda said: {"texts": [{"user": "what is it", "assistant": said, "source": "VQA"}], "source": "a b"},
+    "turns in JSON": lambda said: {"texts": json.dumps([{"user": "what is it", "assistant": said}])},
     "conversation": lambda said: {"conversations": [
         {"from": "human", "value": "<image>\nwhat is it"}, {"from": "gpt", "value": said}]},
     "messages": lambda said: {"messages": [
@@ -158,11 +159,12 @@ def test_questions_about_images_take_the_chat_template(at: Folder, row: Callable
 def test_images_may_stand_inside_of_messages_and_a_template_of_parts_gets_texts_alone_too(at: Folder) -> None:
     model = prepare(at.expert, "llava")
     answer = {"role": "assistant", "content": [{"type": "text", "text": "red"}]}
-    (at.path / "0.png").write_bytes(picture(0)["bytes"])
+    for name in ("0.png", "0 a.png"):
+        (at.path / name).write_bytes(picture(0)["bytes"])
     shown = [{"type": "image", "image": "0.png"}, {"type": "image_url", "image_url": {"url": "0.png"}}]
     encoded = base64.b64encode(picture(0)["bytes"]).decode()
     shown += [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}]
-    shown += [{"type": "image", "image": url} for url in (encoded, f"file://{at.path}/0.png")]
+    shown += [{"type": "image", "image": url} for url in (encoded, (at.path / "0 a.png").as_uri())]
     for image in (*shown, {"type": "image", "path": "0.png"}, None):
         asked = {"role": "user", "content": [*([image] if image else []), PARTS[1]]}
         (batch,) = at.load(model, at.rows({"messages": [asked, answer]})).fitted

@@ -192,7 +192,7 @@ def test_what_an_expert_writes_has_no_split_no_columns_and_no_labels(world: Path
         calibrate(recipe(world, data={"dataset": "self", "split": "train"}))
     with pytest.raises(RecipeError, match="columns cannot be set"):
         calibrate(recipe(world, data={"columns": {"text": "x"}}))
-    with pytest.raises(DataError, match="what an expert writes itself has no labels"):
+    with pytest.raises(DataError, match="texts that an expert writes itself have no labels"):
         evaluate(recipe(world, data="self", evaluate={"split": "test"}), device="cpu")
 
 
