@@ -144,7 +144,7 @@ def _split_tasks(option: str, form: str, values: Sequence[str] | None) -> list[t
     for text in values or ():
         task, _, value = (part.strip() for part in text.partition("="))
         if not (task and value):
-            what = f"{quoted(text)} names no task"
+            what = f"{quoted(text)} is not of the form TASK={form}"
             raise RecipeError(what, where=option, fix=f"write {option} TASK={form}")
         pairs.append((task, value))
     return pairs

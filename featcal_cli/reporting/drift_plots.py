@@ -27,10 +27,10 @@ DOTS_PER_INCH = 140
 COLOURS = 64
 """Size of a PNG's palette, with which a picture of 24 charts stays below 150 kB."""
 LEFT, RIGHT, ABOVE, BOTTOM = 0.65, 0.15, 0.35, 0.6
-"""Inches around the charts. They are fixed, as a layout that matplotlib computes differs in its last bits from run to
-run."""
+"""Inches around the charts; above them, beside the lines of the title and the legend. They are fixed, as a layout that
+matplotlib computes differs in its last bits from run to run."""
 LINE, KEYS_IN_ROW = 0.2, 3
-"""Inches that a line above the charts takes, of the title or of the legend, and the number of keys in such a line."""
+"""Height in inches of a line of the title or the legend, and the number of keys in a line of the legend."""
 MERGED, CALIBRATED, SECOND = "#d55e00", "#0072b2", "#009e73"
 """Colours, for colour-blind readers too, of a merged and a calibrated model, and of a second of either."""
 ROLES = {
