@@ -262,16 +262,10 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
                 if "trust_remote_code" in str(error):
                     why = "it needs code of the repo's own, which is never run"
                     fix = "write model-ready inputs into a .safetensors file, and give that as the data; or, if a class"
-                    fix += f" of transformers does the same, take auto_map out of {_find_auto_map(folder) or files[0]}"
+                    fix += " of transformers does the same, take auto_map out of its settings (*_config.json)"
                 reasons.append(f"{_repo_name(folder)}: {why}")
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
     raise DataError(f"no {kind} can be loaded ({tried})", fix=fix)
-
-
-def _find_auto_map(folder: Path) -> str:
-    """Return the name of the settings in which a preprocessor names code of its own; empty if there are none."""
-    found = (path for path in folder.glob("*_config.json") if "auto_map" in path.read_text("utf-8", "replace"))
-    return next((path.name for path in found), "")
 
 
 def _find_lacking(text: str, folder: Path, kind: str) -> str:

@@ -520,7 +520,7 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run_and_the_way_out_is_said(at:
     settings = {**json.loads(config.read_text()), "tokenizer_class": "OwnTokenizer"}
     config.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}))
     error = at.refuse(tiny("llama"), at.rows({"text": "w1"}), "it needs code of the repo's own, which is never run")
-    assert error.fix.endswith("take auto_map out of tokenizer_config.json")
+    assert error.fix.endswith("take auto_map out of its settings (*_config.json)")
     config.write_text(json.dumps(settings))
     assert words_of(at.load(tiny("llama"), at.rows({"text": "w1"})).fitted) == ["[CLS] w1 [SEP]"]
 
