@@ -69,8 +69,10 @@ KEPT_CHARACTERS = 2**16
 """Number of characters that are kept at each end of a long text: far more than any model reads from that end."""
 LARGEST_FILE = 2**26
 """Largest encoded image or recording that is read, in bytes."""
-BASE64 = re.compile(r"\s*(data:image/[\w.+-]+;base64,)?((/9j/|iVBORw0KGgo|UklGR.{7}RUJQ|R0lGOD)[\w+/\s]{64,}[=\s]*)")
-"""A text that is an image (JPEG, PNG, WebP, GIF) in base64, or a data: URL of one."""
+BASE64 = re.compile(r"\s*(data:image/[\w.+-]+;base64,)?(?=/9j/|iVBORw0KGgo|UklGR.{7}RUJQ|R0lGOD)")
+"""The beginning of a text that is an image (JPEG, PNG, WebP, GIF) in base64, or a data: URL of one."""
+SHORTEST_BASE64 = 64
+"""Number of characters that an image in base64 has at least."""
 NUMBERED = re.compile(r"image_?\d+")
 """Names of columns that each hold one of a row's images."""
 TOO_LARGE = b"(larger than is read)"
@@ -355,9 +357,10 @@ def _shorten(value: Any, levels: int) -> Any:
 
 def _decode_base64(text: str) -> bytes | None:
     """Return the image that a text holds in base64; None if it is no image."""
-    image = BASE64.fullmatch(text)
+    beginning = BASE64.match(text)
+    encoded = "".join(text[beginning.end() :].split()) if beginning else ""
     with suppress(ValueError):
-        return b64decode("".join(image[2].split()), validate=True) if image else None
+        return b64decode(encoded, validate=True) if len(encoded) >= SHORTEST_BASE64 else None
     return None
 
 

@@ -495,8 +495,12 @@ def test_a_column_of_system_messages_begins_the_conversations_that_have_none(at:
 NO_MESSAGES = ('[{"from": "w1", "to": "w2"}]', '[{"role": "w1"}, {"role": "w2"}]', "[w1 w2")
 
 
-@pytest.mark.parametrize("text", [*NO_MESSAGES, "/9j/ w1 w2", "R0lGODlhAQABAAAAACw="])
+NO_IMAGES = ("/9j/ w1 w2", "R0lGODlhAQABAAAAACw=", f"/9j/{'A' * 64}{' ' * 2**20}w1!")
+
+
+@pytest.mark.parametrize("text", [*NO_MESSAGES, *NO_IMAGES], ids=lambda text: text[:9])
 def test_a_text_that_only_begins_as_messages_or_images_do_stays_text(at: Folder, text: str) -> None:
+    """However long it is: looking for its end takes no longer than reading it."""
     at.tokenizer(chat=True)
     assert at.load(tiny("llama"), at.rows({"text": text})).fitted
 
