@@ -48,20 +48,24 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
-def parse_conversation(text: str) -> Any:
-    """Return the messages of a text that is a list of them in JSON, or else the text itself."""
+def parse_conversation(cell: Any) -> Any:
+    """Return the messages of a cell that holds them as a text in JSON, or as `datasets` stores them: a list of such
+    texts (its Json), or a mapping of lists (its Sequence). Return any other cell as it is."""
     messages: Any = None
-    if len(text) <= LONGEST_CONVERSATION and text.lstrip().startswith("["):
+    if isinstance(cell, dict) and _is_message(cell) and all(isinstance(values, list) for values in cell.values()):
+        messages = [dict(zip(cell, values, strict=False)) for values in zip(*cell.values(), strict=False)]
+    is_list = isinstance(cell, list) and all(isinstance(message, str) for message in cell)
+    text = f"[{','.join(cell)}]" if is_list else cell
+    if isinstance(text, str) and len(text) <= LONGEST_CONVERSATION and text.lstrip().startswith("["):
         with suppress(ValueError):
             messages = parse_json(text)
+    return messages if is_conversation(messages) and all(map(_is_message, messages)) else cell
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
     # lists of flights, too, go from a place to another
-    are_messages = is_conversation(messages) and all(
-        message.keys() >= {"from", "value"}
-        or message.keys() >= {"user", "assistant"}
-        or ("role" in message and message.keys() & {"content", "tool_calls"})
-        for message in messages
-    )
-    return messages if are_messages else text
+    is_pair = value.keys() >= {"from", "value"} or value.keys() >= {"user", "assistant"}
+    return is_pair or ("role" in value and bool(value.keys() & {"content", "tool_calls"}))
 
 
 def answer_of(value: Any) -> str | None:
@@ -138,6 +142,21 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def read_calls(message: Message) -> Message:
+    """Return a message with the arguments of its calls of tools as mappings, as chat templates take them. They may be
+    texts in JSON, as in OpenAI's API, or hold the nulls of a table."""
+    calls = []
+    for call in message["tool_calls"] if is_conversation(message.get("tool_calls")) else ():
+        function = call.get("function")
+        if isinstance(function, dict):
+            arguments = _without_nulls(function.get("arguments"))
+            with suppress(ValueError, TypeError):  # no text, or none in JSON
+                arguments = parse_json(arguments)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def join_turns(messages: Sequence[Message]) -> list[Message]:

@@ -325,7 +325,7 @@ def read_cells(row: Row) -> Row:
     column for each language of a translation, and for the images inside of messages or in numbered columns; without the
     middle of very long texts and without bytes too large for an image. Hundreds of rows are in memory at once, and a
     tokenizer would take minutes for a book."""
-    parsed = {name: parse_conversation(value) if isinstance(value, str) else value for name, value in row.items()}
+    parsed = {name: parse_conversation(value) for name, value in row.items()}
     cells = {name: _shorten(value, MOST_LEVELS) for name, value in parsed.items()}
     for name, value in row.items():
         if bare_name(name) == TRANSLATION and isinstance(value, dict):

@@ -28,6 +28,7 @@ from featcal_cli.data.columns import (
     is_text,
     join_turns,
     name_among,
+    read_calls,
     read_messages,
     read_tools,
 )
@@ -134,17 +135,23 @@ class RowFormatter:
     def _apply_template(self, messages: list[Message], tools: Sequence[Message]) -> str:
         """Format messages as they are, or joined if the template refuses them, or in parts if it reads nothing else, as
         those of models that read images."""
-        format_chat = partial(self.tokenizer.apply_chat_template, tools=[*tools] or None, tokenize=False)
+        apply = partial(self.tokenizer.apply_chat_template, tools=[*tools] or None, tokenize=False)
+
+        def format_chat(messages: Sequence[Message]) -> str:
+            with suppress(Exception):  # some templates want the arguments of a call as the text that they may be
+                return str(apply([*map(read_calls, messages)]))
+            return str(apply([*messages]))
+
         said = [message["content"].strip() for message in messages if is_text(message["content"])]
         try:
-            text = str(format_chat(messages))
+            text = format_chat(messages)
             empty = [{**message, "content": ""} for message in messages]
-            if said and not any(one in text for one in said) and text.split() == str(format_chat(empty)).split():
-                text = str(format_chat([{**x, "content": [{"type": "text", "text": x["content"]}]} for x in messages]))
+            if said and not any(one in text for one in said) and text.split() == format_chat(empty).split():
+                text = format_chat([{**x, "content": [{"type": "text", "text": x["content"]}]} for x in messages])
             return text
         except Exception as error:  # a template is a program, and raises what it likes
             with suppress(Exception):
-                return str(format_chat(join_turns(messages)))
+                return format_chat(join_turns(messages))
             reason = f"the chat template refuses the messages: {exception_text(error)}"
             raise BadRowError(reason, "give conversations that the model's chat template takes") from error
 

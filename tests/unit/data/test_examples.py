@@ -399,6 +399,8 @@ def test_what_no_model_can_read_is_refused(
         {"conversations": SHARED, "text": "w9 w9"},
         {"messages": json.dumps(TURNS, indent=1), "source": "w9 w9"},
         {"conversations": json.dumps(SHARED), "text": "w9 w9"},
+        {"messages": [json.dumps(turn) for turn in TURNS], "prompt": "w9 w9"},
+        {"conversations": {"from": ["human", "gpt"], "value": ["w1", "w2"]}, "text": "w9 w9"},
         {"prompt": "w1", "chosen": json.dumps(TURNS), "rejected": json.dumps(TURNS[:1])},
         {"instruction": "w1", "output": "w2", "input": ""},
         {"instruction": "w1", "response": "w2", "category": "w9 w9"},
@@ -462,6 +464,29 @@ def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, message
     examples = at.load(tiny("llama"), at.rows(row))
     assert words_of(examples.fitted) == [f"[CLS] {joined} [SEP]"]
     assert "messages, joined by line breaks without a chat template," in examples.notes[0]
+
+
+CALLS = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
+AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments | length }}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reads", "text"),
+    [
+        ('{"q": "w3"}', AS_MAPPING, "w3 [UNK]"),
+        ({"q": "w3", "other": None}, AS_MAPPING, "w3 [UNK]"),
+        ('{"q": "w3"}', "{{ 'w4' + c.function.arguments[:0] }}", "w4"),
+    ],
+)
+def test_the_arguments_of_a_call_are_what_the_chat_template_wants(
+    at: Folder, arguments: Any, reads: str, text: str
+) -> None:
+    """A mapping without the nulls of a table, which texts in JSON become unless the template wants these."""
+    at.tokenizer(chat=True)
+    (at.expert / "chat_template.jinja").write_text(CALLS % reads)
+    call = {"function": {"name": "w8", "arguments": arguments}}
+    rows = at.rows({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert words_of(at.load(tiny("llama"), rows).fitted) == [text]
 
 
 TOOLS = "{% for tool in tools or [] %}tool {{ tool['function']['name'] }} {{ tool | length }} {% endfor %}"
