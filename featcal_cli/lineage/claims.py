@@ -16,7 +16,7 @@ from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
 from featcal_cli.recipe.references import split_revision
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import LineageError, RecipeError
-from featcal_cli.runtime.sanitise import quoted
+from featcal_cli.runtime.sanitise import list_some, quoted
 from featcal_cli.runtime.structured_text import load_documents, split_front_matter
 
 MOST_TEXT = 200_000
@@ -113,17 +113,20 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     parts = [config] if modules is None else _listed([*modules.values()] if isinstance(modules, dict) else modules)
     stated = [config.get("base_model"), *(piece.get("base_model") for part in parts for piece in _slices(part))]
     bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
-    models = dict.fromkeys((model for part in parts for model in _models(part, where)), "")
+    signs = {model: is_added for part in parts for model, is_added in _models(part, where)}
+    models = {model: "" for model, is_added in signs.items() if is_added}
+    away = list_some(model for model, is_added in signs.items() if not is_added)
+    note = f"{where}: no expert, as its weight is negative: {away}" if away else ""
     # linear averages all that it lists, the base_model too if that is among them
     averaged = method == "linear" and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
         told = f"{where}: with {method}, base_model {quoted(bases[0])} is one of the experts and not their base"
-        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=told if bases else "")
+        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=told if bases else note)
     if len(bases) > 1:
         what = f"its slices have {len(bases)} different base models"
         raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
     base = bases[0] if bases else None
-    return Claim(where, base, {model: "" for model in models if model != base})
+    return Claim(where, base, {model: "" for model in models if model != base}, note=note)
 
 
 def _is_mixture(config: Mapping[Any, Any]) -> bool:
@@ -131,11 +134,12 @@ def _is_mixture(config: Mapping[Any, Any]) -> bool:
     return isinstance(experts, list) and any(isinstance(entry, dict) and "source_model" in entry for entry in experts)
 
 
-def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
-    """Yield the models of a merge, or of one of its modules. Raises LineageError if layers were moved."""
+def _models(part: dict[Any, Any], where: str) -> Iterator[tuple[str, bool]]:
+    """Yield the models of a merge, or of one of its modules, each with whether it was added and not subtracted. Raises
+    LineageError if layers were moved."""
     if part.get("models") is not None:
         for entry in _listed(part["models"], "models"):
-            yield _read_reference(entry.get("model"))
+            yield _read_reference(entry.get("model")), _is_added(entry)
     layer = 0
     for piece in _slices(part):
         sources = _listed(piece.get("sources"), "sources")
@@ -150,7 +154,13 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[str]:
                 raise LineageError(what, where=where, fix=_OTHER_MERGE)
             layer = stop
         for source in sources:
-            yield _read_reference(source.get("model"))
+            yield _read_reference(source.get("model")), _is_added(source)
+
+
+def _is_added(entry: Mapping[Any, Any]) -> bool:
+    parameters = entry.get("parameters")
+    weight = parameters.get("weight") if isinstance(parameters, dict) else None
+    return not (isinstance(weight, int | float) and weight < 0)
 
 
 def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:
