@@ -254,8 +254,14 @@ class TextReader(Reader):
 
     def _encode(self, given: TokenizerInput, *, more: int = 0) -> dict[str, list[int]]:
         texts = [given.text] if given.pair is None else [given.text, given.pair]
-        options = {"add_special_tokens": not given.has_special_tokens, "is_padded": self.is_padded}
+        # a chat template was applied to the data beforehand, or to this row
+        is_complete = given.has_special_tokens or self._has_begun(given.text)
+        options = {"add_special_tokens": not is_complete, "is_padded": self.is_padded}
         return self.tokens.encode(texts, self.max_tokens + more, **options)
+
+    def _has_begun(self, text: str) -> bool:
+        begin = self.tokenizer.bos_token
+        return self.formatter.kind == "causal" and bool(begin) and text.startswith(begin)
 
     def _is_cut(self, given: TokenizerInput) -> bool:
         return len(self._encode(given, more=1)["input_ids"]) > self.max_tokens

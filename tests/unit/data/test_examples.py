@@ -438,6 +438,12 @@ def test_conversations_of_all_names_go_through_the_chat_template_and_get_no_more
     assert "token_type_ids" not in batch
 
 
+@pytest.mark.parametrize(("text", "tokens"), [("w1", "[CLS] w1 [SEP]"), ("[CLS] w1", "[CLS] w1")])
+def test_a_text_that_was_formatted_beforehand_begins_once(at: Folder, text: str, tokens: str) -> None:
+    at.tokenizer(bos_token="[CLS]")
+    assert words_of(at.load(tiny("llama"), at.rows({"text": text})).fitted) == [tokens]
+
+
 CALL = {"function": {"name": "w8", "arguments": "{}"}}
 
 
