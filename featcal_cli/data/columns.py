@@ -150,8 +150,8 @@ def read_calls(message: Message) -> Message:
     calls = []
     for call in message["tool_calls"] if is_conversation(message.get("tool_calls")) else ():
         function = call.get("function")
-        if isinstance(function, dict):
-            arguments = _without_nulls(function.get("arguments"))
+        if isinstance(function, dict) and function.get("arguments"):
+            arguments = _without_nulls(function["arguments"])
             with suppress(ValueError, TypeError):  # no text, or none in JSON
                 arguments = parse_json(arguments)
             call = {**call, "function": {**function, "arguments": arguments}}
