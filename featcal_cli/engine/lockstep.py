@@ -173,6 +173,9 @@ class BlockVisit:
         parts = self.block.parts(by_depth=by_depth)
         for number, part in enumerate(parts, start=1):
             self.part, self._is_last_part = part, number == len(parts)
+            if 1 < number == len(parts):
+                # its features are often the widest, and fit into no gaps that narrower ones have left
+                hardware.trim_heap()
             yield part
             if not self._is_last_part:
                 self._solved += part.modules
@@ -194,8 +197,10 @@ class BlockVisit:
             yield
             if self._is_last_part:
                 self._finish_expert(task)
-                expert.give_back(self.block.name)
                 self._released.add(task)
+            # a device need not read them again
+            if self._is_last_part or expert.device.type == "cpu":
+                expert.give_back(self.block.name)
 
     def features(self, task: str, *, checked: bool = False, again: bool = False) -> Iterator[Observation]:
         """Yield the features of the block in student and expert, for each batch of the task and each call of the block.

@@ -40,7 +40,7 @@ from featcal_cli.models.products import Routing
 from featcal_cli.models.token_rows import OWN_AXIS, PerToken
 from featcal_cli.models.tracing import BlockCall
 from featcal_cli.runtime.distributed import Ranks
-from featcal_cli.runtime.hardware import is_out_of_memory
+from featcal_cli.runtime.hardware import is_out_of_memory, trim_heap
 
 ENOUGH_GRADIENTS, MOST_PROJECTIONS = 64, 2
 """Number of random projections of outputs up to which examples have more than one each, and the largest number of
@@ -88,6 +88,13 @@ class GradientGroup:
     latest: str = ""
     """Name of the block that ran last, whose weights are in use."""
 
+    def enter(self, block: Block) -> None:
+        """Note that a block's weights are in use, and release those of the one before. On a CPU, which reads them where
+        they lie, only their memory is released."""
+        if self.latest not in ("", block.name) and (self.expert.device.type == "cpu" or not self.keeps_weights):
+            self.expert.release(self.latest)
+        self.latest = block.name
+
 
 class GradientPass:
     """One forward pass of an expert over one batch, and the backward pass of its outputs' gradients by autograd.
@@ -128,11 +135,8 @@ class GradientPass:
             self.paused.advance(output, gradients=True)
 
     def _run(self, block: Block, call: BlockCall, masks: PerToken, lengths: Mapping[str, int]) -> Any:
-        """Run a block, forwards or again on the way back, and release the weights of the one before unless they
-        stay."""
-        if not self._group.keeps_weights and self._group.latest not in ("", block.name):
-            self._expert.release(self._group.latest)
-        self._group.latest = block.name
+        """Run a block, forwards or again on the way back."""
+        self._group.enter(block)
         # also on the way back: intercepted products may be computed in another way, and both runs must be the same
         with self._watching(block, masks, lengths):
             return self.paused.run_block(block, call=call, gradients=True)
@@ -182,6 +186,7 @@ class GradientPass:
     ) -> None:
         """Add the gradient at a module's output to the module's sums, and to the sizes at tokens."""
         path = f"{block.name}.{module.name}"
+        self._group.enter(block)
         held = self._expert.module(path)
         gradient = channels_last(held, gradient)
         if not module.is_routed:
@@ -291,6 +296,7 @@ def measure_output_gradients(
         hooks.close()
         expert.give_back()
         drop_weights(expert.device)
+        trim_heap()
     # sizes of gradients that are only rounding would differ from batch to batch
     return OutputGradients(factors, {name: of for name, of in sizes.items() if name in factors})
 

@@ -318,6 +318,9 @@ class Setup:
         if merged is None and others:
             others_are = list_some(others, write=str)
             notes.append(f"the merge is stored in {kept}, as its first expert is; other experts: {others_are}")
+        # whose weights were compared
+        for model in (models.merged, models.base, *models.experts.values()):
+            hardware.give_back(model.module.parameters())
         return notes
 
     def _choose_cls_blocks(self, merged: BlockRunner) -> frozenset[str]:

@@ -8,9 +8,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, c_void_p
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from featcal_cli.calibration.algorithm import calibrate_blocks
 from featcal_cli.calibration.hyperparameters import Hyperparameters
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.engine.offload import DISK, TRIM_EVERY, Offloader
 from featcal_cli.engine.paused_forward import start_forward
@@ -111,6 +114,28 @@ def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: p
         whole = (model.snapshot.folder / "model.safetensors").stat().st_size
         # neighbours share pages of 4 KiB, and a mapping is read in larger steps
         assert resident_of(model.snapshot.folder) <= whole - inside + 64 * 1024
+
+
+@LINUX
+def test_while_gradients_are_measured_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = BY_NAME["llama"]
+    sizes = {"hidden_size": 128, "intermediate_size": 2048, "num_hidden_layers": 4}
+    large = replace(small, config={**small.config, **sizes}, blocks="model.layers.{0,1,2,3}")
+    saved = save_family(tmp_path / "saved", large, examples=4).only(1)
+    prepared, most, add = prepare(saved, examples=4), 0, GradientSums.add
+    (expert,) = prepared.models.experts.values()
+    block = sum(x.nbytes for name, x in expert.parameters.items() if "layers.0." in name)
+    assert block > 3e6
+
+    def look(sums: GradientSums, *args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        most = max(most, resident_of(expert.snapshot.folder))
+        add(sums, *args, **kwargs)
+
+    monkeypatch.setattr(GradientSums, "add", look)
+    (tmp_path / "gradients").mkdir()
+    prepared.to_calibrate(tmp_path / "gradients")
+    assert 0 < most < 1.5 * block
 
 
 def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
