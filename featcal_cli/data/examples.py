@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from math import ceil
+from random import Random
 from typing import Any
 
 import torch
 
 from featcal_cli.data.batches import (
-    NO_PADDING,
     Batch,
     Example,
     collate,
@@ -21,7 +21,6 @@ from featcal_cli.data.batches import (
     longest_example,
     remove_padding,
     take_range,
-    text_config,
 )
 from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
@@ -37,6 +36,8 @@ PEEKED_ROWS = 16
 """First rows of a source that are examined to choose its columns."""
 SOUND = ("input_values", "input_features")
 """Names of the main input of models that read sound."""
+BYTES_READ = 2**25
+"""Bytes of labelled examples that are read before they are put into batches of equal lengths."""
 SEED = 42
 """Seed for choosing labelled rows when only some of them are evaluated."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
@@ -332,12 +333,23 @@ class LabelledRows:
         """Yield batches, each with its labels. Raises DataError for a row that cannot be used: accuracy counts all."""
         with naming_task(self.task, self.data):
             rows = enumerate(self.rows, 1)
-            while numbered := list(islice(rows, size)):
-                examples = [self._read(number, row) for number, row in numbered]
-                is_cut = getattr(text_config(self.reader.target.model), "pad_token_id", None) == NO_PADDING
-                for group in group_examples(examples, size, is_cut=is_cut):
-                    labels = [self.label_of(numbered[place][1]) for place in group]
-                    yield collate([examples[place] for place in group], self.reader.padding), labels
+            while read := self._read_some(rows):
+                examples = [example for example, _ in read]
+                # padding changes what some models return
+                for group in group_examples(examples, size, is_cut=True):
+                    yield collate([examples[place] for place in group], 0), [read[place][1] for place in group]
+
+    def _read_some(self, rows: Iterator[tuple[int, Any]]) -> list[tuple[Example, Any]]:
+        """Return the next examples with their labels, enough to find some of equal length."""
+        read: list[tuple[Example, Any]] = []
+        size = 0
+        for number, row in rows:
+            example = self._read(number, row)
+            read.append((example, self.label_of(row)))
+            size += sum(tensor.nbytes for tensor in example.inputs.values())
+            if size >= BYTES_READ:
+                break
+        return read
 
     def _read(self, number: int, row: Any) -> Example:
         try:
@@ -366,7 +378,8 @@ def open_labelled(
     with naming_task(task, data):
         if is_tensor_file(data):
             reader = tensors = open_tensors(data, split, target.model)
-            rows = tensors.positions[:limit]
+            places = tensors.positions
+            rows = places if limit is None else sorted(Random(SEED).sample(places, min(limit, len(places))))
             labels = tensors.labels
             if labelled and labels is None:
                 raise DataError("no tensor holds the labels", fix="add one named label, [rows]")

@@ -15,7 +15,7 @@ from featcal_cli.data.columns import number_label
 from featcal_cli.data.examples import LabelledRows
 from featcal_cli.data.preprocessing import map_ids
 from featcal_cli.data.rows import read_classes
-from featcal_cli.evaluation.protocols import LabelledTask, Predictor, compare, take_over
+from featcal_cli.evaluation.protocols import LabelledTask, Predictor, check_whole, compare, take_over
 from featcal_cli.evaluation.results import EXPERT, Score
 from featcal_cli.models.loading import Model, load_model
 from featcal_cli.runtime.errors import CheckpointError, DataError
@@ -84,6 +84,7 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
     headless = CheckpointError(what, where=expert.snapshot.name, fix=fix)
     if _find_body(expert.module) is None or expert.module.config.num_labels == 1:  # a score
         raise headless
+    check_whole(expert)
     module = expert.module
     if body is not None:
         module = load_model(expert.role, expert.snapshot, type(module)).module
@@ -91,7 +92,10 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
         source: Any = next(
             (part for part in body.module.modules() if type(part) is type(inner)), body.module.base_model
         )
-        named: dict[str, Tensor] = source.state_dict(keep_vars=True)
+        random = [x for name, x in body.module.named_parameters() if name in body.missing]
+        named: dict[str, Tensor] = {
+            name: x for name, x in source.state_dict(keep_vars=True).items() if not any(x is y for y in random)
+        }
         if table is not None and isinstance(inner.get_input_embeddings(), torch.nn.Embedding):
             # the expert's ids stay, because its config names some of them (padding, end)
             own, other = (part.get_input_embeddings().weight for part in (inner, source))

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from featcal_cli.evaluation.protocols import LabelledTask, on_device
+from featcal_cli.evaluation.protocols import LabelledTask, check_whole, on_device
 from featcal_cli.evaluation.results import RESAMPLES, Score, combine, make_normal_score
 from featcal_cli.models.loading import Model
 from featcal_cli.recipe.schema import Evaluate
@@ -48,6 +48,7 @@ def measure_tasks(task: LabelledTask, role: str, model: Model, *, allow_code: bo
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
+    check_whole(model)
     how = task.how
     cutting, own = task.open_tokens(), task.find_vocabulary(role)
     # the expert's, with its chat template, unless the model's ids are others

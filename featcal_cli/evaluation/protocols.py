@@ -161,6 +161,12 @@ def take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, 
         tensor.data = source[name].data.to(tensor.dtype)
 
 
+def check_whole(model: Model) -> None:
+    """Raise CheckpointError if a model's files lack some of its parameters, whose values are random then."""
+    for name in sorted(model.missing)[:1]:
+        raise _explain(name, model.role, model.snapshot)
+
+
 def _explain(name: str, role: str, snapshot: Snapshot) -> CheckpointError:
     what = f"{role} has no {name}, or one of another shape"
     return CheckpointError(what, where=snapshot.name, fix="evaluate models of one architecture")
@@ -181,6 +187,7 @@ def compare_zero_shot(
         what = f"base has no text tower to read prompts with ({type(base.module).__name__})"
         fix = "name a full CLIP as base, e.g. openai/clip-vit-base-patch32"
         raise CheckpointError(what, where=base.snapshot.name, fix=fix)
+    check_whole(base)
     rows = task.open(vision)
     names = read_classes(task.data, task.how.split, rows.column) or []
     classes = task.how.classes or names
@@ -281,6 +288,7 @@ def compare_generation(
                 where=model.snapshot.name,
                 fix="measure language models with lm_eval: or metric: perplexity under evaluate",
             )
+        check_whole(model)
     rows = task.open(next(iter(models.values())).module)
     cutting, most = task.open_tokens(), task.how.max_new_tokens
     predictors = {role: _generate(model, cutting, task.find_vocabulary(role), most) for role, model in models.items()}

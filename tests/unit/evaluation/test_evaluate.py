@@ -25,7 +25,7 @@ from command_line import featcal_inside
 from hub_server import HubServer
 from PIL import Image
 from recipe_world import TINY, VOCABULARY, build, draw, save_tokenizer, shake, write_table, write_text
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -303,10 +303,14 @@ def test_the_body_of_another_model_is_taken_over_whole(tmp_path: Path, name: str
     assert found["merged"] < 1
 
 
+@pytest.mark.parametrize("name", ["Llama", "XLNet"])
 @torch.no_grad()
-def test_a_classifier_without_a_padding_token_reads_the_end_of_each_text(tmp_path: Path) -> None:
-    config = library.LlamaConfig(**TINY, vocab_size=100, num_labels=3, pad_token_id=None, initializer_range=1.0)
-    models = save_roles(tmp_path, lambda: library.LlamaForSequenceClassification(config))
+def test_a_classifier_reads_each_text_as_if_it_were_alone(tmp_path: Path, name: str) -> None:
+    """Llama has no padding token here, and XLNet reads the last place, padding or not."""
+    sizes: dict[str, Any] = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "pad_token_id": 0}
+    sizes = {**TINY, "pad_token_id": None} if name == "Llama" else sizes
+    config = getattr(library, f"{name}Config")(**sizes, vocab_size=100, num_labels=3, initializer_range=1.0)
+    models = save_roles(tmp_path, lambda: getattr(library, f"{name}ForSequenceClassification")(config))
     tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / "expert")
     random = Random(1)
     texts = ["".join(random.choices("abcd!", k=random.randrange(3, 30))) for _ in range(ROWS)]
@@ -314,6 +318,22 @@ def test_a_classifier_without_a_padding_token_reads_the_end_of_each_text(tmp_pat
     parquet.write_table(pyarrow.table({"text": texts, "label": alone}), tmp_path / "test.parquet")
     found = evaluate(draft_of(tmp_path, {}, {"path": str(tmp_path)}), batch_size=7)
     assert values(found)["expert"] == 1 and len(set(alone)) > 1
+
+
+@pytest.mark.parametrize(("role", "part"), [("expert", "classifier"), ("expert", "layer.1"), ("merged", "layer.1")])
+def test_no_random_weights_are_measured(bert: Path, tmp_path: Path, role: str, part: str) -> None:
+    """The head of merged is not used."""
+    shutil.copytree(bert, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "merged" / "model.safetensors"
+    kept = {name: x for name, x in load_file(file).items() if "classifier" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    whole = values(evaluate(draft_of(tmp_path, {"split": "test"})))
+    assert whole == values(evaluate(draft_of(bert, {"split": "test"})))
+    file = tmp_path / role / "model.safetensors"
+    kept = {name: x for name, x in load_file(file).items() if part not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{role}.* has no .*{re.escape(part)}"):
+        evaluate(draft_of(tmp_path, {"split": "test"}))
 
 
 @pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering", "SequenceClassification"])
@@ -543,6 +563,12 @@ def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path
     found = evaluate(draft, limit=20)
     assert {score.examples for score in found.tasks["it"].scores.values()} == {20}
     assert evaluate(draft, limit=200).tasks["it"].scores["expert"].examples == 50
+    # by chance of a file of tensors too, which may be sorted by label
+    labels = torch.arange(4).repeat_interleave(50) % 3
+    save_file({"input_ids": torch.full((200, 3), 5), "label": labels}, tmp_path / "x.safetensors")
+    file = {"path": str(tmp_path / "x.safetensors")}
+    found, whole = (evaluate(draft_of(bert, {"split": "train"}, file), limit=n) for n in (40, None))
+    assert abs(values(found)["expert"] - values(whole)["expert"]) < 0.2
 
 
 # --- what the user says and sees ---
@@ -731,6 +757,9 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
     prompts = draft_of(clip, {"prompts": PROMPTS}).model_copy(update={"base": str(clip / "merged")})
     heads = draft_of(bert, {"split": "test"})
     body = heads.tasks["it"].model_copy(update={"expert": str(bert / "body")})
+    broken = llama.parent / "broken"
+    library.T5EncoderModel.from_pretrained(t5 / "merged").save_pretrained(broken)
+    shutil.copy(t5 / "merged" / "config.json", broken)
     written = draft_of(t5, {"split": "test", "answers": ["a"]}, data | {"columns": {"text": "text", "label": "text"}})
     perplexity = draft_of(llama, {"metric": "perplexity"}, data)
     mixed = perplexity.tasks["it"].model_copy(update={"evaluate": Evaluate()})
@@ -742,6 +771,7 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
             CheckpointError,
             "does not read a text and write another[^$]*lm_eval",
         ),
+        (written.model_copy(update={"merged": str(broken)}), CheckpointError, "merged has no decoder.block.0"),
         (draft_of(t5, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
         (perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}), RecipeError, "no common mean"),
     ):
