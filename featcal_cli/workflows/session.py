@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -72,9 +73,11 @@ class Session:
         """All processes of this run; only the first one reports to the user and writes the output."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
         self.stage = self.listener.stage
-        self.options = replace(options, device=str(options.device))  # a program may give a torch.device
+        # a program may give a torch.device, and a number of numpy's
+        size = int(options.batch_size) if isinstance(options.batch_size, Integral) else options.batch_size
+        self.options = replace(options, device=str(options.device), batch_size=size)
         check_device(self.options.device)
-        if (size := options.batch_size) is not None and not (isinstance(size, int) and size >= 1):
+        if size is not None and not (isinstance(size, int) and size >= 1):
             what = f"batch_size must be a whole number, and at least 1, not {size!r}"
             raise RecipeError(what, where="--batch-size", fix="leave it out, and it is chosen by length and memory")
         self.stops: list[FeatCalError] = []

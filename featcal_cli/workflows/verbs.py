@@ -21,10 +21,10 @@ from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_held_out
-from featcal_cli.runtime.errors import FeatCalError, RecipeError, join_errors
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError, join_errors
 from featcal_cli.runtime.files import check_holdable, explain_losses
 from featcal_cli.runtime.progress import Listener
-from featcal_cli.runtime.sanitise import list_some
+from featcal_cli.runtime.sanitise import exception_text, list_some
 from featcal_cli.workflows.inputs import Inputs, dump_recipe, find_inputs
 from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, in_usual_modes
 from featcal_cli.workflows.workspace import check_apart, check_replaceable, describe_output, read_finished
@@ -124,6 +124,7 @@ def calibrate_modules(
     *,
     calibration: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
+    listener: Listener | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, Report]:
     """Calibrate a merged model that is already loaded, and return a calibrated copy of it with the report.
@@ -132,7 +133,7 @@ def calibrate_modules(
     texts of different lengths are padded, with an attention_mask.
     calibration: keys of a recipe's `calibration`; all examples are used if it does not say how many.
     folder: where models and examples are written for as long as it takes; by default the system's temporary folder.
-    options: those of `calibrate` that say how to run (device, batch_size, listener).
+    options: those of `calibrate` that say how to run (device, batch_size).
     The copy is what `calibrate` makes of the same models in files: they are read a block at a time, so that memory does
     not grow with their number. Raises FeatCalError as `calibrate` does.
     """
@@ -156,23 +157,26 @@ def calibrate_modules(
             raise RecipeError(what, where="calibrate_modules", fix=fix)
     for task, given in inputs.items():
         tensors = given.values() if isinstance(given, Mapping) else ()
-        if not tensors or not all(isinstance(x, Tensor) and x.ndim and len(x) for x in tensors):
+        are_named = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+        if not tensors or not are_named or not all(isinstance(x, Tensor) and x.ndim and len(x) for x in tensors):
             fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
             raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
     with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:
-        here, tasks, counts = Path(room), {}, []
-        _save(merged, here / "merged")
-        _save(base, here / "base")
-        for number, (task, expert) in enumerate(experts.items()):
-            place, data = here / f"expert{number}", here / f"inputs{number}.safetensors"
-            _save(expert, place)
+        here = Path(room)
+        places = {task: (here / f"expert{n}", here / f"inputs{n}.safetensors") for n, task in enumerate(experts)}
+        settings = {"examples": max(min(map(len, given.values())) for given in inputs.values()), **(calibration or {})}
+        recipe: dict[str, Any] = {"merged": str(here / "merged"), "base": str(here / "base"), "calibration": settings}
+        recipe["tasks"] = {task: {"expert": str(place), "data": str(data)} for task, (place, data) in places.items()}
+        for task, (_, data) in places.items():
             # copies, as two names may share one tensor
             save_file({name: x.detach().cpu().contiguous().clone() for name, x in inputs[task].items()}, data)
-            tasks[task] = {"expert": str(place), "data": {"path": str(data)}}
-            counts.append(min(len(x) for x in inputs[task].values()))
-        settings = {"examples": max(counts), **(calibration or {})}
-        models = {"merged": str(here / "merged"), "base": str(here / "base")}
-        result = calibrate({**models, "tasks": tasks, "calibration": settings}, output=here / "result", **options)
+        # before models are written, as it finds what is wrong in the settings
+        session = Session(recipe, RunOptions(**options, output=here / "result"), listener)
+        _save("merged", merged, here / "merged")
+        _save("base", base, here / "base")
+        for task, (place, _) in places.items():
+            _save(f"expert {task}", experts[task], place)
+        result = run(session, *find(session))
         made = type(merged).from_pretrained(here / "result", dtype="auto")
         given = dict(merged.named_parameters())
         for name, parameter in made.named_parameters():
@@ -180,16 +184,19 @@ def calibrate_modules(
         return made.to(merged.device).train(merged.training), result.report
 
 
-def _save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model as the class of transformers that it is or extends, and leave its config as it was."""
-    kept = dict(vars(model.config))
+def _save(role: str, model: PreTrainedModel, folder: Path) -> None:
+    """Write a model as the class of transformers that it is or extends, and leave its config as it was. Raises
+    CheckpointError if transformers cannot write it."""
+    kept, file = dict(vars(model.config)), folder / "config.json"
     try:
         model.save_pretrained(folder)
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except Exception as error:  # transformers raises many kinds, and writes no config beside an adapter
+        fix = "give a model that save_pretrained writes whole"
+        raise CheckpointError(f"{role} cannot be written: {exception_text(error)}", fix=fix) from error
     finally:
         vars(model.config).clear()
         vars(model.config).update(kept)
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
     # what only its abstract class is in transformers is no model of theirs
     theirs = [parent for parent in type(model).__mro__ if parent.__module__.startswith("transformers.")]
     if not theirs[0].__name__.endswith("PreTrainedModel"):

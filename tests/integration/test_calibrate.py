@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -16,11 +17,13 @@ from families import BY_NAME, TASKS, Saved, changed_tensors, save_family, save_t
 from hub_server import HubServer
 from jobs import Watcher
 from outcome import distance
+from peft import LoraConfig
 from published import change_config
 from safetensors.torch import load_file
 from torch import Tensor
 
-from featcal_cli.runtime.errors import RecipeError
+from featcal_cli.runtime.errors import FeatCalError, RecipeError
+from featcal_cli.workflows import verbs
 from featcal_cli.workflows.verbs import calibrate, calibrate_modules
 
 WEIGHTS = "model.safetensors"
@@ -71,7 +74,9 @@ def test_the_order_of_tasks_and_how_models_are_stored_change_nothing(
     assert max(distances) <= apart and (change is not round_experts or max(distances) > 0)
 
 
-def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: dict[str, Tensor]) -> None:
+def test_loaded_modules_are_calibrated_as_their_files_are(
+    bert: Saved, plain: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe: dict[str, Any] = bert.recipe()
 
     def load(place: str) -> Any:
@@ -85,21 +90,31 @@ def test_loaded_modules_are_calibrated_as_their_files_are(bert: Saved, plain: di
     merged.requires_grad_(False)
     before, config = {name: x.clone() for name, x in merged.state_dict().items()}, merged.config.to_dict()
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
+    # save_pretrained writes its adapter alone
+    adapted = load(recipe["base"])
+    adapted.add_adapter(LoraConfig(r=2, target_modules=["query"]))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"inputs": {}}, "there are experts of red"),
         ({"inputs": [inputs]}, "experts and inputs must both be dicts by task"),
-        *(({"inputs": inputs | {"red": x}}, "the inputs of red are not") for x in ([], [None], {"input_ids": None})),
+        *(
+            ({"inputs": inputs | {"red": x}}, "the inputs of red are not")
+            for x in ([], [None], {"input_ids": None}, {0: inputs["red"]["input_ids"]})
+        ),
+        ({"experts": experts | {"red": adapted}}, "expert red cannot be written: "),
         *(
             ({"inputs": inputs | {"red": {"input_ids": x}}}, "the inputs of red are not tensors by name")
             for x in (torch.tensor(1), torch.zeros(0, 5))
         ),
         ({"base": recipe["base"]}, "base must be a PreTrainedModel of transformers, not str"),
-        ({"batch_size": -3}, "batch_size must be a whole number, and at least 1, not -3"),
+        ({"batch_size": numpy.int64(-3)}, "batch_size must be a whole number, and at least 1, not -3"),
     ]
     for change, message in wrong:
         given = {"merged": merged, "base": base, "experts": experts, "inputs": inputs, **options, **change}
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(FeatCalError, match=message):
             calibrate_modules(**given)
+    with pytest.raises(RecipeError, match="batch_size"), monkeypatch.context() as patch:
+        patch.setattr(verbs, "_save", None)  # known before models are written
+        calibrate_modules(merged, base, experts, inputs, batch_size=0)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("medium")
