@@ -52,8 +52,9 @@ def parse_conversation(cell: Any) -> Any:
     """Return the messages of a cell that holds them as a text in JSON, or as `datasets` stores them: a list of such
     texts (its Json), or a mapping of lists (its Sequence). Return any other cell as it is."""
     messages: Any = None
-    if isinstance(cell, dict) and _is_message(cell) and all(isinstance(values, list) for values in cell.values()):
-        messages = [dict(zip(cell, values, strict=False)) for values in zip(*cell.values(), strict=False)]
+    lists = [*cell.values()] if isinstance(cell, dict) and _is_message(cell) else []
+    if lists and all(isinstance(values, list) and len(values) == len(lists[0]) for values in lists):
+        messages = [dict(zip(cell, values, strict=True)) for values in zip(*lists, strict=True)]
     is_list = isinstance(cell, list) and all(isinstance(message, str) for message in cell)
     text = f"[{','.join(cell)}]" if is_list else cell
     if isinstance(text, str) and len(text) <= LONGEST_CONVERSATION and text.lstrip().startswith("["):
@@ -63,8 +64,9 @@ def parse_conversation(cell: Any) -> Any:
 
 
 def _is_message(value: Mapping[str, Any]) -> bool:
-    # lists of flights, too, go from a place to another
-    is_pair = value.keys() >= {"from", "value"} or value.keys() >= {"user", "assistant"}
+    # lists of flights, too, go from a place to another, and those of edges have numbers as values
+    is_pair = value.keys() >= {"from", "value"} and not isinstance(value["value"], int | float)
+    is_pair = is_pair or value.keys() >= {"user", "assistant"}
     return is_pair or ("role" in value and bool(value.keys() & {"content", "tool_calls"}))
 
 

@@ -331,24 +331,21 @@ class LabelledRows:
 
     def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
         """Yield batches, each with its labels. Raises DataError for a row that cannot be used: accuracy counts all."""
+        rows = enumerate(self.rows, 1)
         with naming_task(self.task, self.data):
-            rows = enumerate(self.rows, 1)
-            while read := self._read_some(rows):
-                examples = [example for example, _ in read]
-                # padding changes what some models return
-                for group in group_examples(examples, size, is_cut=True):
-                    yield collate([examples[place] for place in group], 0), [read[place][1] for place in group]
+            while read := self._read_some(rows, size):
+                # padding changes what some models return; what they are to write is not read with it
+                given = [{k: x for k, x in one.inputs.items() if not k.startswith("decoder_")} for one, _ in read]
+                for group in group_examples([*map(Example, given)], size, is_cut=True):
+                    examples, labels = zip(*(read[place] for place in group), strict=True)
+                    yield collate(examples, self.reader.padding), [*labels]
 
-    def _read_some(self, rows: Iterator[tuple[int, Any]]) -> list[tuple[Example, Any]]:
-        """Return the next examples with their labels, enough to find some of equal length."""
-        read: list[tuple[Example, Any]] = []
-        size = 0
-        for number, row in rows:
-            example = self._read(number, row)
-            read.append((example, self.label_of(row)))
-            size += sum(tensor.nbytes for tensor in example.inputs.values())
-            if size >= BYTES_READ:
-                break
+    def _read_some(self, rows: Iterator[tuple[int, Any]], size: int) -> list[tuple[Example, Any]]:
+        """Return the next examples with their labels: whole batches, and enough to find some of equal length."""
+        read, total = list[tuple[Example, Any]](), 0
+        while (total < BYTES_READ or len(read) % size) and (row := next(rows, None)) is not None:
+            read.append((self._read(*row), self.label_of(row[1])))
+            total += sum(tensor.nbytes for tensor in read[-1][0].inputs.values())
         return read
 
     def _read(self, number: int, row: Any) -> Example:

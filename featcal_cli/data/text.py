@@ -138,8 +138,13 @@ class RowFormatter:
         apply = partial(self.tokenizer.apply_chat_template, tools=[*tools] or None, tokenize=False)
 
         def format_chat(messages: Sequence[Message]) -> str:
-            with suppress(Exception):  # some templates want the arguments of a call as the text that they may be
-                return str(apply([*map(read_calls, messages)]))
+            with suppress(Exception):
+                read = [*map(read_calls, messages)]
+                # some templates want the arguments of a call as the text that they may be, and write Python's otherwise
+                calls = [call.get("function") for message in read for call in message.get("tool_calls") or ()]
+                text = str(apply(read))
+                if not any(call and call.get("arguments") and str(call["arguments"]) in text for call in calls):
+                    return text
             return str(apply([*messages]))
 
         said = [message["content"].strip() for message in messages if is_text(message["content"])]
@@ -254,14 +259,13 @@ class TextReader(Reader):
 
     def _encode(self, given: TokenizerInput, *, more: int = 0) -> dict[str, list[int]]:
         texts = [given.text] if given.pair is None else [given.text, given.pair]
-        # a chat template was applied to the data beforehand, or to this row
-        is_complete = given.has_special_tokens or self._has_begun(given.text)
-        options = {"add_special_tokens": not is_complete, "is_padded": self.is_padded}
-        return self.tokens.encode(texts, self.max_tokens + more, **options)
-
-    def _has_begun(self, text: str) -> bool:
-        begin = self.tokenizer.bos_token
-        return self.formatter.kind == "causal" and bool(begin) and text.startswith(begin)
+        options = {"add_special_tokens": not given.has_special_tokens, "is_padded": self.is_padded}
+        encoded = self.tokens.encode(texts, self.max_tokens + more, **options)
+        begin, is_causal = self.tokenizer.bos_token_id, self.formatter.kind == "causal"
+        # a chat template was applied to the text beforehand
+        if is_causal and begin is not None and encoded["input_ids"][:2] == self.tokens.number([begin, begin]):
+            return {name: values[1:] for name, values in encoded.items()}
+        return encoded
 
     def _is_cut(self, given: TokenizerInput) -> bool:
         return len(self._encode(given, more=1)["input_ids"]) > self.max_tokens

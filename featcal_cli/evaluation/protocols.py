@@ -43,6 +43,8 @@ IMAGE_SIDE = ("vision", "visual")
 """Beginnings of the names of the parameters that process images in a two-tower model."""
 SECONDS_BETWEEN_COUNTS = 5.0
 
+TRAINED_WITH = ("masked_spec_embed", "mask_token", "logit_scale", "logit_bias")
+"""Names of parameters that only training uses, or that change no order of predictions."""
 SAME_DIRECTION = 0.99
 """Cosine above which two directions of a text differ by rounding alone."""
 GROUP_BYTES = 2**29
@@ -162,14 +164,16 @@ def take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, 
 
 
 def check_whole(model: Model) -> None:
-    """Raise CheckpointError if a model's files lack some of its parameters, whose values are random then."""
-    for name in sorted(model.missing)[:1]:
-        raise _explain(name, model.role, model.snapshot)
+    """Raise CheckpointError if a model's files lack some of the parameters that it predicts with, which are random
+    then."""
+    for name in sorted(model.missing):
+        if name.rpartition(".")[2] not in TRAINED_WITH:
+            raise _explain(name, model.role, model.snapshot)
 
 
 def _explain(name: str, role: str, snapshot: Snapshot) -> CheckpointError:
     what = f"{role} has no {name}, or one of another shape"
-    return CheckpointError(what, where=snapshot.name, fix="evaluate models of one architecture")
+    return CheckpointError(what, where=snapshot.name, fix="evaluate whole models of one architecture")
 
 
 # Zero-shot: the class whose name base's text tower puts nearest to the image

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from textwrap import dedent
 from typing import Any
@@ -113,20 +114,23 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     parts = [config] if modules is None else _listed([*modules.values()] if isinstance(modules, dict) else modules)
     stated = [config.get("base_model"), *(piece.get("base_model") for part in parts for piece in _slices(part))]
     bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
-    signs = {model: is_added for part in parts for model, is_added in _models(part, where)}
-    models = {model: "" for model, is_added in signs.items() if is_added}
-    away = list_some(model for model, is_added in signs.items() if not is_added)
-    note = f"{where}: no expert, as its weight is negative: {away}" if away else ""
+    listed = [pair for part in parts for pair in _models(part, where)]
+    added = {model for model, is_added in listed if is_added}
+    models = {model: "" for model, _ in listed if model in added}
+    away = list_some(dict.fromkeys(model for model, _ in listed if model not in {*added, *bases}))
+    notes = [f"{where}: subtracted by a negative weight, and so no expert: {away}"] if away else []
     # linear averages all that it lists, the base_model too if that is among them
     averaged = method == "linear" and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
-        told = f"{where}: with {method}, base_model {quoted(bases[0])} is one of the experts and not their base"
-        return Claim(where, experts=dict.fromkeys(bases, "") | models, note=told if bases else note)
+        if bases:
+            is_expert = f"base_model {quoted(bases[0])} is one of the experts and not their base"
+            notes.append(f"{where}: with {method}, {is_expert}")
+        return Claim(where, experts=dict.fromkeys(bases, "") | models, note="; ".join(notes))
     if len(bases) > 1:
         what = f"its slices have {len(bases)} different base models"
         raise LineageError(what, where=where, fix="name the one to anchor on: --base REPO, and every expert: --expert")
     base = bases[0] if bases else None
-    return Claim(where, base, {model: "" for model in models if model != base}, note=note)
+    return Claim(where, base, {model: "" for model in models if model != base}, note="; ".join(notes))
 
 
 def _is_mixture(config: Mapping[Any, Any]) -> bool:
@@ -159,8 +163,18 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[tuple[str, bool]]:
 
 def _is_added(entry: Mapping[Any, Any]) -> bool:
     parameters = entry.get("parameters")
-    weight = parameters.get("weight") if isinstance(parameters, dict) else None
-    return not (isinstance(weight, int | float) and weight < 0)
+    weights = [*_numbers(parameters.get("weight"))] if isinstance(parameters, dict) else []
+    return not weights or max(weights) >= 0
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the numbers of a parameter: one, one for each layer, or one for each filter."""
+    if isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner.get("value") if isinstance(inner, dict) else inner)
+    else:
+        with suppress(ValueError, TypeError):
+            yield float(value)
 
 
 def _slices(part: Mapping[Any, Any]) -> list[dict[Any, Any]]:

@@ -25,6 +25,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.utils import is_torchvision_available
 
 from featcal_cli.data.batches import Batch, count_examples, count_positions, find_along, remove_padding, token_masks
+from featcal_cli.data.columns import parse_conversation
 from featcal_cli.data.examples import TaskExamples, draw_examples
 from featcal_cli.data.preprocessing import Target
 from featcal_cli.runtime.errors import DataError
@@ -438,10 +439,10 @@ def test_conversations_of_all_names_go_through_the_chat_template_and_get_no_more
     assert "token_type_ids" not in batch
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("w1", "[CLS] w1 [SEP]"), ("[CLS] w1", "[CLS] w1")])
-def test_a_text_that_was_formatted_beforehand_begins_once(at: Folder, text: str, tokens: str) -> None:
+@pytest.mark.parametrize("text", ["w1", "[CLS] w1"])
+def test_a_text_that_was_formatted_beforehand_begins_once(at: Folder, text: str) -> None:
     at.tokenizer(bos_token="[CLS]")
-    assert words_of(at.load(tiny("llama"), at.rows({"text": text})).fitted) == [tokens]
+    assert words_of(at.load(tiny("llama"), at.rows({"text": text})).fitted) == ["[CLS] w1 [SEP]"]
 
 
 CALL = {"function": {"name": "w8", "arguments": "{}"}}
@@ -472,6 +473,11 @@ def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, message
     assert "messages, joined by line breaks without a chat template," in examples.notes[0]
 
 
+@pytest.mark.parametrize("cell", [{"role": ["user", "assistant"], "content": ["w1"]}, {"from": ["a"], "value": [3]}])
+def test_what_only_looks_like_a_conversation_stays_as_it_is(cell: dict[str, list[Any]]) -> None:
+    assert parse_conversation(cell) is cell
+
+
 CALLS = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
 AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments | length }}"
 
@@ -482,6 +488,11 @@ AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments
         ('{"q": "w3"}', AS_MAPPING, "w3 [UNK]"),
         ({"q": "w3", "other": None}, AS_MAPPING, "w3 [UNK]"),
         ('{"q": "w3"}', "{{ 'w4' + c.function.arguments[:0] }}", "w4"),
+        (
+            '{"q": "w3"}',
+            "{% set a = c.function.arguments %}{{ a }} {{ 'w4' if a is string }}",
+            f"{4 * '[UNK] '}w3 [UNK] w4",
+        ),
     ],
 )
 def test_the_arguments_of_a_call_are_what_the_chat_template_wants(

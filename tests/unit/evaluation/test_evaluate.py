@@ -35,6 +35,7 @@ from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import LabelledRows
 from featcal_cli.evaluation import lm_eval_tasks
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
+from featcal_cli.evaluation.protocols import check_whole
 from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, regained_share, score
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
@@ -318,6 +319,15 @@ def test_a_classifier_reads_each_text_as_if_it_were_alone(tmp_path: Path, name: 
     parquet.write_table(pyarrow.table({"text": texts, "label": alone}), tmp_path / "test.parquet")
     found = evaluate(draft_of(tmp_path, {}, {"path": str(tmp_path)}), batch_size=7)
     assert values(found)["expert"] == 1 and len(set(alone)) > 1
+
+
+def test_what_only_training_uses_may_be_in_no_file() -> None:
+    snapshot, missing = SimpleNamespace(name="x"), {"wav2vec2.masked_spec_embed"}
+    model: Any = SimpleNamespace(role="expert", snapshot=snapshot, missing=missing)
+    check_whole(model)
+    missing.add("projector.weight")
+    with pytest.raises(CheckpointError, match=r"expert has no projector\.weight"):
+        check_whole(model)
 
 
 @pytest.mark.parametrize(("role", "part"), [("expert", "classifier"), ("expert", "layer.1"), ("merged", "layer.1")])
