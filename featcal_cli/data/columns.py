@@ -20,6 +20,8 @@ SPEAKERS = {
     "chatgpt": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
 """The speaker's name in chat templates for each name that datasets use."""
+EXCHANGES = ("user", "assistant"), ("human", "assistant"), ("input", "output")
+"""Keys of items that hold a question and its answer: the_cauldron's, BELLE's and XTuner's."""
 
 OTHER_COLUMNS = "name the right columns with --columns TASK=ROLE:COLUMN, fix these rows, or give other data"
 
@@ -66,7 +68,8 @@ def parse_conversation(cell: Any) -> Any:
 def _is_message(value: Mapping[str, Any]) -> bool:
     # lists of flights, too, go from a place to another, and those of edges have numbers as values
     is_pair = value.keys() >= {"from", "value"} and not isinstance(value["value"], int | float)
-    is_pair = is_pair or value.keys() >= {"user", "assistant"}
+    # that of XTuner is left out, as tests of programs have inputs and outputs
+    is_pair = is_pair or any(value.keys() >= set(keys) for keys in EXCHANGES[:2])
     return is_pair or ("role" in value and bool(value.keys() & {"content", "tool_calls"}))
 
 
@@ -81,14 +84,19 @@ def answer_of(value: Any) -> str | None:
 
 def read_messages(value: Any) -> list[Message]:
     """Return messages as {role, content}. They may come as OpenAI's {role, content}, ShareGPT's {from, value} or
-    the_cauldron's {user, assistant}. A null content becomes empty, and so does a missing one in a message that calls a
-    tool. Raises BadRowError."""
+    EXCHANGES, the first with a system message. A null content becomes empty, and so does a missing one in a message
+    that calls a tool. Raises BadRowError."""
     if not is_conversation(value):
         raise BadRowError("the messages are not a list of messages")
     messages: list[Message] = []
-    if all(message.keys() >= {"user", "assistant"} for message in value):
-        speakers = ("user", "assistant")
-        value = [{"role": name, "content": message[name]} for message in value for name in speakers]
+    for asked, answered in EXCHANGES:
+        if all(message.keys() >= {asked, answered} for message in value):
+            begins = [{"role": "system", "content": system}] if (system := value[0].get("system")) else []
+            value = begins + [
+                {"role": role, "content": message[key]}
+                for message in value
+                for role, key in (("user", asked), ("assistant", answered))
+            ]
     for message in value:
         given = {key: value for key, value in message.items() if value is not None}
         role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
