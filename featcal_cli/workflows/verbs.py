@@ -8,21 +8,23 @@ The steps of a job are: find its models and data (`inputs`), plan (`plan`), load
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from featcal_cli.evaluation.results import CALIBRATED
 from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_held_out
-from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError, join_errors
-from featcal_cli.runtime.files import check_holdable, explain_losses
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError, join_errors
+from featcal_cli.runtime.files import check_holdable, explain_full, explain_losses, name_reason, tell_fix
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import exception_text, list_some
 from featcal_cli.workflows.inputs import Inputs, dump_recipe, find_inputs
@@ -161,27 +163,40 @@ def calibrate_modules(
         if not tensors or not are_named or not all(isinstance(x, Tensor) and x.ndim and len(x) for x in tensors):
             fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
             raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
-    with TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True) as room:
-        here = Path(room)
+    with _writing(folder):
+        room = TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True)
+    with room:
+        here = Path(room.name)
         places = {task: (here / f"expert{n}", here / f"inputs{n}.safetensors") for n, task in enumerate(experts)}
         settings = {"examples": max(min(map(len, given.values())) for given in inputs.values()), **(calibration or {})}
         recipe: dict[str, Any] = {"merged": str(here / "merged"), "base": str(here / "base"), "calibration": settings}
         recipe["tasks"] = {task: {"expert": str(place), "data": str(data)} for task, (place, data) in places.items()}
-        for task, (_, data) in places.items():
-            # copies, as two names may share one tensor
-            save_file({name: x.detach().cpu().contiguous().clone() for name, x in inputs[task].items()}, data)
-        # before models are written, as it finds what is wrong in the settings
-        session = Session(recipe, RunOptions(**options, output=here / "result"), listener)
-        _save("merged", merged, here / "merged")
-        _save("base", base, here / "base")
-        for task, (place, _) in places.items():
-            _save(f"expert {task}", experts[task], place)
+        with _writing(folder):
+            for task, (_, data) in places.items():
+                # copies, as two names may share one tensor
+                save_file({name: x.detach().cpu().contiguous().clone() for name, x in inputs[task].items()}, data)
+            # before models are written, as it finds what is wrong in the settings
+            session = Session(recipe, RunOptions(**options, output=here / "result"), listener)
+            _save("merged", merged, here / "merged")
+            _save("base", base, here / "base")
+            for task, (place, _) in places.items():
+                _save(f"expert {task}", experts[task], place)
         result = run(session, *find(session))
         made = type(merged).from_pretrained(here / "result", dtype="auto")
         given = dict(merged.named_parameters())
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(name not in given or given[name].requires_grad)
         return made.to(merged.device).train(merged.training), result.report
+
+
+@contextmanager
+def _writing(folder: str | Path | None) -> Iterator[None]:
+    """Context manager that turns an error of the disk, where models and examples are written, into an OutputError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        what, where = f"models and examples cannot be written: {name_reason(error)}", str(folder or "TMPDIR")
+        raise OutputError(what, where=where, fix=tell_fix(error, "give another folder")) from error
 
 
 def _save(role: str, model: PreTrainedModel, folder: Path) -> None:
@@ -192,6 +207,8 @@ def _save(role: str, model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder)
         config = json.loads(file.read_text(encoding="utf-8"))
     except Exception as error:  # transformers raises many kinds, and writes no config beside an adapter
+        if explain_full(error):
+            raise
         fix = "give a model that save_pretrained writes whole"
         raise CheckpointError(f"{role} cannot be written: {exception_text(error)}", fix=fix) from error
     finally:

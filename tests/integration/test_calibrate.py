@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -19,10 +20,11 @@ from jobs import Watcher
 from outcome import distance
 from peft import LoraConfig
 from published import change_config
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from featcal_cli.runtime.errors import FeatCalError, RecipeError
+from featcal_cli.runtime.errors import FeatCalError, OutputError, RecipeError
 from featcal_cli.workflows import verbs
 from featcal_cli.workflows.verbs import calibrate, calibrate_modules
 
@@ -106,12 +108,18 @@ def test_loaded_modules_are_calibrated_as_their_files_are(
             for x in (torch.tensor(1), torch.zeros(0, 5))
         ),
         ({"base": recipe["base"]}, "base must be a PreTrainedModel of transformers, not str"),
+        ({"folder": "nowhere"}, "models and examples cannot be written: No such file or directory"),
         ({"batch_size": numpy.int64(-3)}, "batch_size must be a whole number, and at least 1, not -3"),
     ]
     for change, message in wrong:
         given = {"merged": merged, "base": base, "experts": experts, "inputs": inputs, **options, **change}
         with pytest.raises(FeatCalError, match=message):
             calibrate_modules(**given)
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    for place in ("safetensors.torch.save_file", "transformers.PreTrainedModel.save_pretrained"):
+        with pytest.raises(OutputError, match="fix: free disk space"), monkeypatch.context() as patch:
+            patch.setattr(place, Mock(side_effect=full))
+            calibrate_modules(merged, base, experts, inputs, **options)
     with pytest.raises(RecipeError, match="batch_size"), monkeypatch.context() as patch:
         patch.setattr(verbs, "_save", None)  # known before models are written
         calibrate_modules(merged, base, experts, inputs, batch_size=0)
