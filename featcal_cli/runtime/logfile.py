@@ -36,8 +36,9 @@ class Log(Listener):
         if self._file is not None:
             try:
                 self._file.write(f"{line}\n".encode("utf-8", "backslashreplace"))
-            except OSError:  # a full disk: the run itself will say so where it matters
+            except OSError as error:  # a full disk, which is no reason to stop the run
                 self._file = None
+                self._shown.note(f"the log ends here: {name_reason(error)}")
 
     def end(self, code: int, error: FeatCalError | None = None) -> None:
         """Write the last line, and before it the error if it is an expected one."""

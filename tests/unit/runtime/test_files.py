@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from command_line import featcal_inside
@@ -93,12 +94,14 @@ def test_lines_of_a_log_are_json_and_the_last_tells_the_end(
     )
 
 
-def test_a_log_on_a_full_disk_does_not_stop_the_run() -> None:
+def test_a_log_on_a_full_disk_does_not_stop_the_run_and_is_told_once() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    with recorded(Listener(), full) as log:
-        log.note("unheard")
+    shown = Mock()
+    with recorded(shown, full) as log:
+        log.note("heard")
+    assert [call.args[0] for call in shown.note.mock_calls] == ["the log ends here: No space left on device", "heard"]
 
 
 def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
