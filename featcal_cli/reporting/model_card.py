@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -77,6 +78,9 @@ def write_card(
         "merged_name": merged and (merged.name if on_hub else Path(merged.name).name),
         "merged_commit": merged.commit if merged and on_hub else None,
         "loaders": [kind if kind.isidentifier() else "AutoModel" for kind in (model_class, processor_class) if kind],
+        # the embeddings of sentence-transformers are more than what the model of transformers gives
+        "pools": any(Path(file).match("*_Pooling/config.json") for file in report.files),
+        "runs_code": runs_code,
         "options": 'dtype="auto", trust_remote_code=True' if runs_code else 'dtype="auto"',
         "variables": VARIABLES,
         "means": average_tasks(report.scores) if report.scores else {},
@@ -275,7 +279,7 @@ def _describe_modules(report: Report) -> dict[str, Any]:
         left.append(Markup(f"{for_markdown(name)} in {blocks}: {_show_message(reason, report)}"))
     return {
         "modules": modules,
-        "changes": sorted(module.relative_change for module in modules),
+        "changes": [pick(module.relative_change for module in modules) for pick in (median, max)] if modules else [],
         "kinds": ", ".join(f"{count} {kind}" for kind, count in kinds),
         "guard": guard[:1].upper() + guard[1:],
         "refined": refined[:1].upper() + refined[1:],

@@ -174,10 +174,12 @@ def test_metadata_names_all_that_the_weights_were_computed_from_but_not_the_mode
         "pipeline_tag": "image-feature-extraction",
         "tags": ["featcal", "merge", "mergekit"],
     }
-    for name, files, library in (("setfit", [], "setfit"), ("peft", ["modules.json"], "sentence-transformers")):
+    pooled = ["modules.json", "1_Pooling/config.json"]
+    for name, files, library in (("setfit", [], "setfit"), ("peft", pooled, "sentence-transformers")):
         readme = README.replace("tags:", f"library_name: {name}\ntags:")
         of_library = write_card(replace(make_report(), files=files), name="mended", merged_readme=readme)
         assert metadata(of_library)["library_name"] == library
+        assert ('model = SentenceTransformer("mended")' in of_library) is (files == pooled)
     own = write_card(make_report(), name="merged", target="org/merged")
     assert metadata(own)["base_model"] == ["org/base", "org/expert-a", "org/expert-b"]
     for accepted in (card, own):
@@ -266,6 +268,12 @@ def test_growing_drift_is_said_at_the_top() -> None:
     assert "| letter | 0.500 | 0.700 | +40 % | 1.200 |" in card
     assert "on held-out rows, but on calibration examples for letter" in card
     assert "grew" not in write_card(report, name="mended")
+
+
+def test_the_median_of_two_changes_is_between_them() -> None:
+    modules = [ModuleReport(name, "linear", 100, change) for name, change in (("q_proj", 0.09), ("k_proj", 0.01))]
+    card = write_card(make_report(blocks=[BlockReport("layers.0", 1.0, modules, [])]), name="mended")
+    assert "Their weights moved by 5 % (median) and by 9 % at most." in card
 
 
 KINDS = [
