@@ -74,6 +74,7 @@ def compute(session: Session, inputs: Inputs) -> tuple[Report, Models]:
         hardware.give_back(models.merged.module.parameters())
         hardware.trim_heap()  # of calibrating; what is written is read block by block
         adapter, adapter_files = _extract_adapter(session, journal, plan, outcome)
+        session.note(*describe_files(divide_files(models.merged.snapshot.folder)))
         report = replace(summarise(session, plan, outcome, stamps), adapter=adapter, perplexity=perplexity)
         if journal:
             report = _write(session, journal, outcome, report, plan, adapter_files, check_inputs)
@@ -291,6 +292,5 @@ def _write(
     report = replace(report, files=files, loading=describe_loading(merged))
     described = describe_output(report, session.workspace.target.name, None, card)
     contents |= {name: text.encode() for name, text in described.items()}
-    written = write_output(session.workspace, merged, read_named, contents, check_inputs, session.stage)
-    session.note(*describe_files(written))
+    write_output(session.workspace, merged, read_named, contents, check_inputs, session.stage)
     return report

@@ -124,15 +124,15 @@ def write_output(
     contents: Mapping[str, bytes],
     check_inputs: Callable[[], None],
     stage: Callable[[str], None],
-) -> Files:
+) -> None:
     """Write the output: copy the merged checkpoint, overwrite the calibrated tensors (`groups`, by name on disk), add
-    `contents` by file name, verify it, and move it to its place. Returns merged's files. check_inputs: raises if these
-    have changed. Raises OutputError."""
+    `contents` by file name, verify it, and move it to its place. check_inputs: raises if merged's files have changed.
+    Raises OutputError."""
     check_inputs()
     built = workspace.built
     with workspace.writing():
         shutil.rmtree(built, ignore_errors=True)  # of a run that was killed
-        files = copy_checkpoint(merged.snapshot, built)
+        copy_checkpoint(merged.snapshot, built)
         entries = read_entries(merged.snapshot.folder)
         for group in groups():
             write_tensors(built, entries, group)
@@ -143,7 +143,6 @@ def write_output(
         check_built(built, merged, groups(), contents)
     check_inputs()
     workspace.publish()
-    return files
 
 
 OF_ONE_MODEL = (

@@ -232,12 +232,12 @@ def test_components_stay_and_second_copies_go(saved: Saved, tmp_path: Path) -> N
         (merged / path).parent.mkdir(exist_ok=True)
         save_file(tensors, merged / path)
     watcher = Watcher()
-    calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher)
+    report = calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher).report
     assert not paths_in(tmp_path / "out") & {*GONE, *copies}
     for path in (*KEPT, *made):
         assert (tmp_path / "out" / path).read_bytes() == (merged / path).read_bytes(), path
-    told = watcher.notes.splitlines()
-    assert [text for text in told if "0_Transformer/model.safetensors" in text and "copied unchanged" in text]
+    for told in (watcher.notes.splitlines(), report.notes):
+        assert [text for text in told if "0_Transformer/model.safetensors" in text and "copied unchanged" in text]
 
 
 def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(saved: Saved, hub: HubServer) -> None:
