@@ -118,9 +118,9 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     added = {model for model, is_added in listed if is_added}
     models = {model: "" for model, _ in listed if model in added}
     away = list_some(dict.fromkeys(model for model, _ in listed if model not in {*added, *bases}))
-    notes = [f"{where}: subtracted by a negative weight, and so no expert: {away}"] if away else []
-    # linear averages all that it lists, the base_model too if that is among them
-    averaged = method == "linear" and bases[:1] and bases[0] in models
+    notes = [f"{where}: without a positive weight, and so no expert: {away}"] if away else []
+    # these average all that they list, the base_model too if that is among them
+    averaged = method in ("linear", "karcher") and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
         if bases:
             is_expert = f"base_model {quoted(bases[0])} is one of the experts and not their base"
@@ -139,7 +139,7 @@ def _is_mixture(config: Mapping[Any, Any]) -> bool:
 
 
 def _models(part: dict[Any, Any], where: str) -> Iterator[tuple[str, bool]]:
-    """Yield the models of a merge, or of one of its modules, each with whether it was added and not subtracted. Raises
+    """Yield the models of a merge, or of one of its modules, each with whether any of it was added. Raises
     LineageError if layers were moved."""
     if part.get("models") is not None:
         for entry in _listed(part["models"], "models"):
@@ -164,7 +164,7 @@ def _models(part: dict[Any, Any], where: str) -> Iterator[tuple[str, bool]]:
 def _is_added(entry: Mapping[Any, Any]) -> bool:
     parameters = entry.get("parameters")
     weights = [*_numbers(parameters.get("weight"))] if isinstance(parameters, dict) else []
-    return not weights or max(weights) >= 0
+    return not weights or max(weights) > 0
 
 
 def _numbers(value: Any) -> Iterator[float]:
