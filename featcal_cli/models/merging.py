@@ -22,17 +22,26 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     """Merge experts, one block at a time, and yield the merged parameters by their names in the first expert's class.
 
     Parameters that a model lacks, or that differ in shape between models (heads), are not yielded: the first expert's
-    are kept. Only one of several tied parameters is yielded. `ties` reads all models three times before the first
-    block, `dare_ties` once; neither keeps them in memory.
+    are kept. Only one of several tied parameters is yielded. Buffers, such as the statistics of batch norms, are the
+    experts' mean by every method: a sum of steps could make a variance negative. `ties` reads all models three times
+    before the first block, `dare_ties` once; neither keeps them in memory.
     """
-    parameters = _find_shared(base, experts)
+    parameters, buffers = _find_shared(base, experts), dict(experts[0].module.named_buffers())
 
     def read_all() -> Iterator[tuple[str, Sources]]:
         for name, sources in parameters.items():
-            yield name, sources
-            hardware.give_back(sources)
+            if name not in buffers:
+                yield name, sources
+                hardware.give_back(sources)
 
-    combine = METHODS[merge.method].make_rule(merge, read_all)
+    rule = METHODS[merge.method].make_rule(merge, read_all)
+
+    def combine(name: str, sources: Sources) -> Tensor:
+        if name not in buffers:
+            return rule(name, sources)
+        # float64, so that the mean of equal values is that value
+        return torch.stack([x.double() for x in sources[1:]]).mean(0)
+
     for _, names in groupby(parameters, _block_of):
         held = list(names)
         yield {name: _store(name, combine(name, parameters[name]), parameters[name]) for name in held}
@@ -54,8 +63,8 @@ def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:
 
 
 def _find_shared(base: Model, experts: Sequence[Model]) -> dict[str, Sources]:
-    """Find the parameters that base and all experts have in one shape, by their names in the first expert. Only one of
-    several tied parameters is included."""
+    """Find the parameters and buffers that base and all experts have in one shape, by their names in the first expert.
+    Only one of several tied parameters is included."""
     once, every = (dict(experts[0].module.named_parameters(remove_duplicate=flag)) for flag in (True, False))
     tied, models = every.keys() - once.keys(), (base, *experts)
     # a model that is only a part of the first expert, as a vision tower, has other names

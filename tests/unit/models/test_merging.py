@@ -109,6 +109,16 @@ def test_dare_ties_keeps_a_share_of_the_steps_and_divides_by_it(tmp_path: Path) 
     assert not all(torch.equal(merged[name], other[name]) for name in names)
 
 
+def test_statistics_of_batch_norms_are_averaged_so_that_no_variance_is_negative(tmp_path: Path) -> None:
+    base, experts = load(tmp_path, "mobilevit")
+    name = next(name for name, _ in base.module.named_buffers() if name.endswith("running_var"))
+    for number, expert in enumerate(experts):
+        expert.module.get_buffer(name).mul_(0.1 * (1 + number))
+    for keys in ({"method": "task_arithmetic"}, {"method": "ties", "density": 0.5}):
+        merged = merge(base, experts, scale=1.0, **keys)
+        torch.testing.assert_close(merged[name], 0.2 * base.module.get_buffer(name))
+
+
 def test_with_all_steps_of_one_sign_ties_is_task_arithmetic(tmp_path: Path) -> None:
     base, experts = load(tmp_path, "vit")
     for expert in experts:
