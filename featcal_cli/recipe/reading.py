@@ -90,8 +90,15 @@ def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
     if isinstance(recipe, Draft):
         return recipe
     if isinstance(recipe, Mapping):
-        return _build_draft(recipe, {}, None)
+        return _build_draft(_write_paths(recipe), {}, None)
     return read_draft(find_recipe(str(recipe)), {})
+
+
+def _write_paths(value: Any) -> Any:
+    """Return the keys of a program's recipe with every Path in them as a text."""
+    if isinstance(value, Mapping):
+        return {key: _write_paths(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 def names_merged(file: Path) -> bool:

@@ -20,7 +20,7 @@ from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, find_inputs
-from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, in_usual_modes
+from featcal_cli.workflows.session import RecipeSource, RunOptions, Session, in_usual_modes, read_count
 
 if TYPE_CHECKING:  # these import torch, which is not waited for before it is needed
     from featcal_cli.evaluation.protocols import LabelledTask
@@ -57,6 +57,7 @@ def evaluate(
     """
     options = RunOptions(device, batch_size, allow_pickle, trust_remote_code, allow_code=allow_code)
     session = Session(recipe, options, listener)
+    limit = read_count("limit", limit, "leave it out, and all examples are measured")
     named = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
     others = dict(zip(name_roles(named), named, strict=True))
     inputs = find_inputs(session, others)

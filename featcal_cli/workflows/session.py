@@ -62,6 +62,16 @@ class RunOptions:
     """Only plan the run, from a few examples, and collect all errors that would stop it."""
 
 
+def read_count(name: str, value: object, fix: str) -> int | None:
+    """Return a number that a program gives, which may be one of numpy's; None stays None. Raises RecipeError if it is
+    no whole number, or below 1."""
+    count = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if value is None or (count is not None and count >= 1):
+        return count
+    what = f"{name} must be a whole number, and at least 1, not {(value if count is None else count)!r}"
+    raise RecipeError(what, where=f"--{name.replace('_', '-')}", fix=fix)
+
+
 class Session:
     """One request of a user on this machine; its listener is informed of the progress."""
 
@@ -73,13 +83,11 @@ class Session:
         """All processes of this run; only the first one reports to the user and writes the output."""
         self.listener = listener if listener and self.ranks.is_first else Listener()
         self.stage = self.listener.stage
-        # a program may give a torch.device, and a number of numpy's
-        size = int(options.batch_size) if isinstance(options.batch_size, Integral) else options.batch_size
-        self.options = replace(options, device=str(options.device), batch_size=size)
+        size = read_count("batch_size", options.batch_size, "leave it out, and it is chosen by length and memory")
+        rank = read_count("as_adapter", options.as_adapter, "give 16, for example, or leave it out")
+        # a program may give a torch.device
+        self.options = replace(options, device=str(options.device), batch_size=size, as_adapter=rank)
         check_device(self.options.device)
-        if size is not None and not (isinstance(size, int) and size >= 1):
-            what = f"batch_size must be a whole number, and at least 1, not {size!r}"
-            raise RecipeError(what, where="--batch-size", fix="leave it out, and it is chosen by length and memory")
         self.stops: list[FeatCalError] = []
         """Errors that would stop the run, as `look` collects them in a dry run."""
         self.notes: list[str] = []

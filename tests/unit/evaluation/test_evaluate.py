@@ -573,6 +573,10 @@ def test_a_limit_draws_the_same_rows_from_all_of_them(bert: Path, tmp_path: Path
     found = evaluate(draft, limit=20)
     assert {score.examples for score in found.tasks["it"].scores.values()} == {20}
     assert evaluate(draft, limit=200).tasks["it"].scores["expert"].examples == 50
+    wrong: list[Any] = [0, -1, "3", 2.5]
+    for limit in wrong:
+        with pytest.raises(RecipeError, match="limit must be a whole number"):
+            evaluate(draft, limit=limit)
     # by chance of a file of tensors too, which may be sorted by label
     labels = torch.arange(4).repeat_interleave(50) % 3
     save_file({"input_ids": torch.full((200, 3), 5), "label": labels}, tmp_path / "x.safetensors")

@@ -142,3 +142,10 @@ def test_a_merge_in_one_word_holds_what_its_method_reads(
 def test_no_job_depends_on_the_papers_figures() -> None:
     draft = read_draft(find_recipe("clip-vit-b32-8"), {})
     assert draft.paper and "paper" not in draft.model_dump()
+
+
+def test_a_program_may_give_paths_in_its_recipe() -> None:
+    tasks = {"x": {"expert": Path("e"), "data": {"path": Path("x.jsonl")}}}
+    texts = {"x": {"expert": "e", "data": {"path": "x.jsonl"}}}
+    draft = as_draft({"merged": Path("m"), "base": Path("b"), "tasks": tasks})
+    assert draft == as_draft({"merged": "m", "base": "b", "tasks": texts})
