@@ -152,8 +152,6 @@ def calibrate_modules(
     if not isinstance(calibration or {}, Mapping):
         what = f"calibration must be a dict of a recipe's keys, not {calibration!r}"
         raise RecipeError(what, where="calibrate_modules", fix='for example {"method": "paper"}')
-    if folder is not None and not Path(folder).is_dir():
-        raise RecipeError(f"{folder} is no folder", where="calibrate_modules", fix="make it first, or leave it out")
     if not experts or experts.keys() != inputs.keys():
         what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
         raise RecipeError(what, where="calibrate_modules", fix="give both for the same tasks, and for one at least")
