@@ -22,13 +22,7 @@ from featcal_cli.engine import gradient_sums, output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
 from featcal_cli.engine.output_gradients import measure_output_gradients
-from featcal_cli.engine.outputs import (
-    choose_rows,
-    draw_noise,
-    find_owners,
-    gives_logits,
-    read_output,
-)
+from featcal_cli.engine.outputs import choose_rows, draw_noise, find_owners, gives_logits, read_output
 from featcal_cli.models.architecture import module_at
 from featcal_cli.models.loading import share_model
 from featcal_cli.models.module_kinds import CONVOLUTIONS, LINEAR_KINDS

@@ -90,10 +90,7 @@ def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, name: str) -> None
 @pytest.mark.survive
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [
-        *(("modules as JSON", PLAIN), ("calibrate", PLAIN | NOWHERE)),
-        *product(["recipes", "calibrate"], [NARROW]),
-    ],
+    [*(("modules as JSON", PLAIN), ("calibrate", PLAIN | NOWHERE)), *product(["recipes", "calibrate"], [NARROW])],
 )
 def test_an_encoding_without_letters(job: Path, tmp_path: Path, name: str, environment: dict[str, str]) -> None:
     done = run(COMMANDS[name], job, tmp_path, **environment)
