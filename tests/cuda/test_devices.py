@@ -43,13 +43,11 @@ becomes at worst where λ is 1e-4 of their mean diagonal, as it is in featcal's 
 
 
 def weights(recipe: dict[str, Any], output: Path, device: str) -> dict[str, Tensor]:
-    """What a calibration there writes."""
     calibrate(recipe, output=output, device=device, batch_size=5)
     return load_file(output / "model.safetensors")
 
 
 def difference(values: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """The largest of any tensor, relative."""
     pairs = [(values[name].double(), others[name].double()) for name in others]
     return max(float((x - y).norm() / y.norm().clamp_min(1e-12)) for x, y in pairs)
 

@@ -36,8 +36,6 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True)
 class Kind:
-    """A job, and how it is given."""
-
     family: str
     tasks: int
     settings: Mapping[str, Any]
@@ -83,7 +81,6 @@ def torchrun(*program: object, size: int = 2, largest: int | None = None) -> sub
 
 
 def recipe_of(saved: Saved, kind: Kind) -> dict[str, Any]:
-    """The family's job with its first tasks."""
     recipe: dict[str, Any] = saved.recipe(**kind.settings)
     recipe["tasks"] = {task: recipe["tasks"][task] for task in TASKS[: kind.tasks]}
     return recipe | ({"merged": {"method": "average"}} if kind.merge else {})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import jsonschema
 import pytest
 import yaml
-from command_line import featcal_inside, succeed
+from command_line import Capsys, featcal_inside, succeed
 from hub_server import HubServer
 from published import write_card
 from recipe_world import World, save_model
@@ -134,7 +134,7 @@ def world(hub: HubServer, files: Path, tmp_path: Path, monkeypatch: pytest.Monke
     return tmp_path
 
 
-def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def prepare(hub: HubServer, files: Path, text: str, capsys: Capsys) -> None:
     """Put what a block takes for granted here: a recipe, a merge and its calibrated form, an earlier push."""
     tasks: dict[str, Any] = {
         task: {"expert": f"user/clip-{task}", "data": {"dataset": data}, "evaluate": {"prompts": ["a photo of {}"]}}
@@ -155,7 +155,7 @@ def prepare(hub: HubServer, files: Path, text: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_what_a_page_says_to_type_works(
-    page: Path, world: Path, files: Path, hub: HubServer, capsys: pytest.CaptureFixture[str],
+    page: Path, world: Path, files: Path, hub: HubServer, capsys: Capsys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for block in new_blocks(page):
@@ -170,7 +170,7 @@ def test_what_a_page_says_to_type_works(
             run_line(command, capsys, f"{page.name}, after line {block.line}: {shlex.join(command)}")
 
 
-def run_line(words: list[str], capsys: pytest.CaptureFixture[str], told: str) -> None:
+def run_line(words: list[str], capsys: Capsys, told: str) -> None:
     """One command; what another program would read of its output, a file gets."""
     if words[0] != "featcal":
         assert words[0] == "mkdir", f"{told}: is this run, or is it in ELSEWHERE?"

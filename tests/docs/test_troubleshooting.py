@@ -13,7 +13,7 @@ import bad_options
 import pytest
 import torch
 from bad_input import Arguments, Arrange, Stage, good_arguments, of_images, options
-from command_line import featcal_inside
+from command_line import Capsys, featcal_inside
 from families import save_tokenizer
 from hub_faults import go_down
 from safetensors.torch import save_file
@@ -29,15 +29,12 @@ BLANK = re.compile("‹(.*?)›")
 
 @dataclass(frozen=True)
 class Quote:
-    """A message in the page."""
-
     text: str
     code: int
     """The exit code that the page's heading tells."""
 
 
 def read_quotes() -> list[Quote]:
-    """All messages in the page's order."""
     found, code = [], 2
     for part in PART.finditer(PAGE):
         if part["title"]:
@@ -178,7 +175,7 @@ WAYS: dict[str, Arrange] = {
 
 
 @pytest.mark.parametrize("quote", read_quotes(), ids=lambda quote: quote.text[:40])
-def test_messages_in_the_page_are_those_printed(stage: Stage, capsys: pytest.CaptureFixture[str], quote: Quote) -> None:
+def test_messages_in_the_page_are_those_printed(stage: Stage, capsys: Capsys, quote: Quote) -> None:
     (arrange,) = [way for words, way in WAYS.items() if words in quote.text]
     chosen = {"command": "calibrate", **good_arguments(stage.folder), **(arrange(stage) or {})}
     run = featcal_inside(capsys, str(chosen.pop("command")), chosen)

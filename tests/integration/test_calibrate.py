@@ -76,7 +76,7 @@ def test_the_order_of_tasks_and_how_models_are_stored_change_nothing(
     assert max(distances) <= apart and (change is not round_experts or max(distances) > 0)
 
 
-def test_loaded_modules_are_calibrated_as_their_files_are(
+def test_modules_are_calibrated_as_their_files_are(
     bert: Saved, plain: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe: dict[str, Any] = bert.recipe()
@@ -201,7 +201,7 @@ def test_texts_do_not_depend_on_batches_padding_and_order(tmp_path: Path) -> Non
     assert distance(first, merged) > 0 and distance(first, second) <= PRECISE * distance(second, merged)
 
 
-def test_texts_that_are_longer_than_those_whose_gradients_are_measured_are_calibrated_too(
+def test_texts_beyond_those_whose_gradients_are_measured_are_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the longest text comes late and nothing is padded."""

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import LOCAL, featcal_inside
+from command_line import LOCAL, Capsys, featcal_inside
 
 DRY = {**LOCAL, "--dry-run": "", "-o": "out"}
 
 
 @pytest.mark.usefixtures("hub")
-def test_all_stops_are_said(vit_job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stops_are_said(vit_job: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (vit_job / "out").mkdir()
     (vit_job / "out" / "mine.txt").write_text("mine")
@@ -43,7 +43,7 @@ def test_all_stops_are_said(vit_job: Path, capsys: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_base_that_is_gone_is_told_with_who_names_it(vit_job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_is_gone_is_told_with_who_names_it(vit_job: Path, capsys: Capsys) -> None:
     """As of an adapter that was trained on a folder which has the name of no repo."""
     (vit_job / "red" / "README.md").write_text("---\nbase_model: nobody/base\n---\n")
     run = featcal_inside(capsys, "calibrate", {**DRY, "--base": None})
@@ -53,7 +53,7 @@ def test_a_base_that_is_gone_is_told_with_who_names_it(vit_job: Path, capsys: py
 
 
 @pytest.mark.usefixtures("vit_job")
-def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_is_looked_at_with_all_rows(capsys: Capsys) -> None:
     """20 rows: of so few that are read at once some are always left over."""
     strict = {**LOCAL, "-n": 20, "--strict": "", "-o": "out", "--method": "paper"}
     for dry in ({}, {"--dry-run": ""}):
@@ -64,7 +64,7 @@ def test_strict_is_looked_at_with_all_rows(capsys: pytest.CaptureFixture[str]) -
     assert enough.code == 0 and "Leave out --dry-run to start" in enough.stderr
 
 
-def test_lm_eval_is_missed(vit_job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_is_missed(vit_job: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr("featcal_cli.evaluation.lm_eval_tasks.find_spec", lambda _: None)
     recipe = vit_job / "job.yaml"
@@ -74,8 +74,8 @@ def test_lm_eval_is_missed(vit_job: Path, capsys: pytest.CaptureFixture[str], mo
     assert "blocks" in run.stdout
 
 
-def test_blocks_of_another_job_are_seen_unless_they_are_dropped(
-    vit_job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_blocks_of_another_job_are_seen_unless_dropped(
+    vit_job: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unfinished run of a merge without numbers, beside one with some."""
     import featcal_cli.workflows.calibrate as module

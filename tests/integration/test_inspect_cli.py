@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Run, featcal, featcal_inside
+from command_line import Capsys, Run, featcal, featcal_inside
 from inspections import make_inspection, set_last
 from PIL import Image
 from transformers import AutoModelForImageClassification
@@ -37,7 +37,6 @@ from featcal_cli.runtime.errors import GateError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate
 
-Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "recipes" / "demo"
 TASKS = ("digit", "turned", "parity")
@@ -80,7 +79,7 @@ def compared(demo: Demo) -> Any:
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def inspect(capsys: Capture, model: Path, recipe: Path, **options: object) -> Run:
+def inspect(capsys: Capsys, model: Path, recipe: Path, **options: object) -> Run:
     """Run the command inside this process; options by their names without dashes."""
     named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     return featcal_inside(capsys, "inspect-drift", {"model": model, "-r": recipe, **named})
@@ -112,7 +111,7 @@ def test_every_key_of_the_json_is_there_and_documented(compared: Any) -> None:
     assert compared["tasks"]["digit"]["examples"] == EXAMPLES
 
 
-def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, compared: Any, capsys: Capture) -> None:
+def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, compared: Any, capsys: Capsys) -> None:
     """And the second one, which is the better, is within every limit."""
     run = inspect(capsys, demo.merged, demo.recipe, compare=demo.calibrated, max_drift=0)
     assert run.code == 0, run.stderr
@@ -128,7 +127,7 @@ def test_piped_tables_show_both_models_in_80_columns_without_colour(demo: Demo, 
 
 
 @pytest.mark.matrix
-def test_only_files_asked_for(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_only_files_asked_for(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.chdir(tmp_path)
     models = {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")}
     files = {"plot": "map.svg", "html": "p.html", "markdown": "p.md"}
@@ -149,7 +148,7 @@ def test_only_files_asked_for(demo: Demo, tmp_path: Path, monkeypatch: pytest.Mo
     assert {file: file.stat().st_mtime_ns for file in demo.merged.parent.rglob("*")} == models
 
 
-def test_too_much_drift_ends_with_3_and_names_the_task(demo: Demo, compared: Any, capsys: Capture) -> None:
+def test_too_much_drift_ends_with_3_and_names_the_task(demo: Demo, compared: Any, capsys: Capsys) -> None:
     last = {name: read_drifts(task, "model")[-1] for name, task in compared["tasks"].items()}
     worst = max(last, key=lambda task: last[task])
     run = inspect(capsys, demo.merged, demo.recipe, max_drift=last[worst] - 0.001)
@@ -160,7 +159,7 @@ def test_too_much_drift_ends_with_3_and_names_the_task(demo: Demo, compared: Any
     assert f"task {worst}: after vit.layers.2" in shown
 
 
-def test_a_comparison_fails_only_when_the_second_model_is_the_worse(demo: Demo, compared: Any, capsys: Capture) -> None:
+def test_a_comparison_fails_only_when_the_second_model_is_the_worse(demo: Demo, compared: Any, capsys: Capsys) -> None:
     run = inspect(capsys, demo.calibrated, demo.recipe, compare=demo.merged, max_drift=0.02, json="")
     assert run.code == 3 and json.loads(run.stdout).keys() == compared.keys()
     shown = " ".join(run.stderr.split())
@@ -212,8 +211,8 @@ ROLES = (EXPERT, MERGED, CALIBRATED)
 
 
 @pytest.mark.matrix
-def test_the_demo_mends_the_merged_model_and_shows_it_on_one_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_demo_mends_the_model_and_fits_on_one_screen(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = featcal("demo", "--json", folder=tmp_path)
     assert run.returncode == 0, run.stderr

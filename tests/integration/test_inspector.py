@@ -193,7 +193,6 @@ def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path:
 
 
 def bert_of(blocks: int) -> Family:
-    """So deep."""
     names = " ".join(f"encoder.layer.{number}" for number in range(blocks))
     return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
 

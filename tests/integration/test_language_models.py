@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from answers import perplexity_slowly
-from command_line import Run, featcal_inside
+from command_line import Capsys, Run, featcal_inside
 from families import BY_NAME, Family, Saved, changed_tensors, few_of, save_family, text
 from family import GROUPED_SIZES, T5_SIZES, TEXT_SIZES, text_to_text
 from jobs import Watcher
@@ -217,7 +217,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save_family(tmp_path_factory.mktemp("llama"), BY_NAME["llama"], examples=100, spread=0.2)
 
 
-def refine(llama: Saved, output: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def refine(llama: Saved, output: Path, capsys: Capsys) -> Run:
     # a merge that is worse than its base, so that there is much to win
     line = {"--merge": "task_arithmetic:1.0", "-n": 64, "-o": output, "--refine": "", "--json": ""}
     return featcal_inside(capsys, "calibrate", {**llama.arguments(), **line})
@@ -231,7 +231,7 @@ class Stopper(Listener):
             raise KeyboardInterrupt
 
 
-def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys: Capsys) -> None:
     run = refine(llama, tmp_path / "out", capsys)
     assert run.code == 0, run.stderr
     report = json.loads(run.stdout)
@@ -264,9 +264,7 @@ def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys:
     [({}, 24), ({"refine": False}, None), ({"head": False}, None), ({"method": "paper"}, None)],
     ids=["by default", "left out", "without the head", "the paper's method"],
 )
-def test_language_models_are_refined_for_a_short_while(
-    tmp_path: Path, settings: dict[str, Any], steps: int | None
-) -> None:
+def test_language_models_are_refined_for_a_while(tmp_path: Path, settings: dict[str, Any], steps: int | None) -> None:
     saved = save(tmp_path, *CASES["llama"][:2])
     recipe = saved.recipe(**{"ridge": None, "rho": None, "alpha": None, "examples": 24, **settings})
     refining = dry_run(recipe, output=tmp_path / "out").refining
@@ -278,9 +276,7 @@ def test_language_models_are_refined_for_a_short_while(
         assert divergence(saved, tmp_path / "out") < divergence(saved, tmp_path / "merged")
 
 
-def test_blocks_take_fewer_texts_than_refining(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_take_fewer_texts_than_refining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     """Blocks that are refined later are calibrated on the first of the texts; all of them are learnt from."""
     monkeypatch.setattr("featcal_cli.workflows.workload.FEWEST_TEXTS", 8)
     monkeypatch.setattr("featcal_cli.workflows.workload.TOKENS_PER_WIDTH", 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import complete_draft, succeed
+from command_line import Capsys, complete_draft, succeed
 from families import BY_NAME, FAMILIES, Family, changed_tensors, few_of, save_family
 from family_checks import check_family, check_nothing_to_learn, check_oracle, read_rows
 from jobs import prepare
@@ -79,7 +79,7 @@ DATA = Path(__file__).parents[1] / "data" / "clip-tiny"
 @pytest.mark.parametrize(
     ("result", "tolerance"), [("official-a", 1e-4), pytest.param("official-b", 5e-3, marks=pytest.mark.matrix)]
 )
-def test_official_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str], result: str, tolerance: float) -> None:
+def test_official_tensors(tmp_path: Path, capsys: Capsys, result: str, tolerance: float) -> None:
     official = load_file(DATA / f"{result}.safetensors")
     with safe_open(DATA / f"{result}.safetensors", framework="pt") as file:
         told = file.metadata()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from answers import answer_distance, answer_rows, rows_of, run_plainly
-from command_line import Run, featcal_inside
+from command_line import Capsys, Run, featcal_inside
 from families import BY_NAME, TASKS, Saved, save_family
 from jobs import Watcher
 from safetensors.torch import load_file, save_file
@@ -174,7 +174,7 @@ def test_where_no_step_helps_the_weights_are_mergeds_to_the_byte(tmp_path: Path)
 
 
 @pytest.mark.parametrize("given", [{}, {"method": "paper"}])
-def test_fitted_rows_are_no_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any]) -> None:
+def test_fitted_rows_are_no_gate(tmp_path: Path, capsys: Capsys, given: dict[str, Any]) -> None:
     """Nine rows for featcal's method; for the paper's as many as are fitted."""
     saved = save_family(tmp_path, BY_NAME["bert"], examples=12 if given else 9)
     run = run_inside(capsys, saved, tmp_path / "out", given)
@@ -191,10 +191,7 @@ def test_fitted_rows_are_no_gate(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--strict has nothing to judge by" in refused.stderr.replace("\n", " ")
 
 
-def run_inside(
-    capsys: pytest.CaptureFixture[str], saved: Saved, output: Path, given: Mapping[str, Any], *options: str
-) -> Run:
-    """`featcal calibrate`, with the settings that are given."""
+def run_inside(capsys: Capsys, saved: Saved, output: Path, given: Mapping[str, Any], *options: str) -> Run:
     more = {f"--{name}": value for name, value in given.items()} | dict.fromkeys(options, "")
     job = {"merged": saved.folder / "merged", **saved.arguments(), "-n": 12, "-o": output}
     return featcal_inside(capsys, "calibrate", {**job, **more})

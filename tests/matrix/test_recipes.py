@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from command_line import complete_draft, featcal_inside, succeed
+from command_line import Capsys, complete_draft, featcal_inside, succeed
 from hub_server import HubServer
 from recipe_world import ROWS, World
 from safetensors.torch import load_file
@@ -102,7 +102,7 @@ test_recipes.py holds."""
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_calibrates_and_is_evaluated_but_where_lm_eval_does_it(
-    name: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, world: World, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     recipe = read(name)
     world.publish(recipe)
@@ -120,7 +120,7 @@ def test_a_recipe_calibrates_and_is_evaluated_but_where_lm_eval_does_it(
     assert "model-index" in (tmp_path / f"{name}-featcal" / "README.md").read_text()
 
 
-def test_what_lm_eval_measures_is_refused(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_lm_eval_measures_is_refused(world: World, tmp_path: Path, capsys: Capsys) -> None:
     name = LANGUAGE[0]
     world.publish(read(name))
     asked = {"-r": name, "-n": EXAMPLES, "--evaluate": "", "-o": tmp_path / "out", "--device": "cpu"}
@@ -155,7 +155,7 @@ def make(table: str, *words: str) -> dict[str, Any]:
     return {line["name"]: line for line in written["lines"]}
 
 
-def test_tables_of_the_paper(cells: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_the_paper(cells: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     words = ("1", "--tasks", "mnist", "svhn", "--limit", "10")
     table = make(*words)
     figures = table["task_arithmetic + featcal, examples 4"]["figures"]

@@ -19,13 +19,11 @@ ESCAPE = "\x1b[31m"
 
 @case
 def tensors(stage: Stage, /, **inputs: torch.Tensor) -> Arguments:
-    """A file of model-ready inputs."""
     save_file({name: value.clone() for name, value in inputs.items()}, stage.folder / "inputs.safetensors")
     return {"--data": f"red={stage.folder / 'inputs.safetensors'}"}
 
 
 def file(name: str, content: str | bytes) -> Arrange:
-    """A data file."""
     return lambda stage: {"--data": f"red={stage.write(name, content)}"}
 
 
@@ -50,7 +48,6 @@ def no_tokenizer(stage: Stage) -> Arguments | None:
 
 @case
 def images(stage: Stage, content: bytes, name: str = "0.png") -> Arguments:
-    """A folder of one image."""
     return of_images(stage, stage.write(f"images/{name}", content).parent)
 
 

@@ -26,14 +26,12 @@ class Stage:
     patch: pytest.MonkeyPatch
 
     def write(self, path: str, content: str | bytes) -> Path:
-        """Put a file there."""
         file = self.folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content.encode() if isinstance(content, str) else content)
         return file
 
     def change(self, path: str, **values: object) -> None:
-        """Set keys of a JSON file."""
         file = self.folder / path
         file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
@@ -83,7 +81,6 @@ def _spell(name: str) -> str:
 
 
 def save_stage(folder: Path) -> None:
-    """The files of a good job."""
     save_family(folder, BY_NAME["bert"], examples=6)
     save_family(folder / "vit", BY_NAME["vit"], examples=6)
     save_tokenizer(folder / "base")
@@ -91,13 +88,11 @@ def save_stage(folder: Path) -> None:
 
 
 def good_arguments(folder: Path) -> Arguments:
-    """A job that goes well."""
     models = {"merged": folder / "merged", "--base": folder / "base", "--expert": f"red={folder / 'red'}"}
     return {**models, "--data": f"red={folder / 'red.safetensors'}", "-n": 4, "-o": folder / "out"}
 
 
 def of_images(stage: Stage, data: object) -> Arguments:
-    """The arguments of a job on images, with this data."""
     vit = stage.folder / "vit"
     return {"merged": vit / "merged", "--base": vit / "base", "--expert": f"red={vit / 'red'}", "--data": f"red={data}"}
 

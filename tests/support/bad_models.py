@@ -47,7 +47,6 @@ expert_of_another_width, expert_with_fewer_blocks = (
 
 @case
 def tensors(stage: Stage, change: Callable[[Tensors], object], model: str = "red") -> None:
-    """Other tensors in a model's file."""
     with changed_tensors(stage.folder / model) as found:
         change(found)
 
@@ -65,12 +64,10 @@ EARLY = QUERY.replace("1", "0")
 
 
 def stored(dtype: torch.dtype, model: str = "merged", name: str = QUERY) -> Arrange:
-    """One tensor in another dtype."""
     return tensors(lambda found: found.update({name: (50 * found[name]).to(dtype)}), model)
 
 
 def all_stored(dtype: torch.dtype, model: str = "merged") -> Arrange:
-    """All tensors in another dtype."""
     return tensors(lambda found: found.update({name: value.to(dtype) for name, value in found.items()}), model)
 
 
@@ -81,7 +78,6 @@ def turned(found: Tensors) -> None:
 
 
 def all_times(factor: float) -> Callable[[Tensors], object]:
-    """Every tensor so many times as large."""
     return lambda found: [value.mul_(factor) for value in found.values()]
 
 
@@ -119,7 +115,6 @@ def adapter_on_a_quantised_base(stage: Stage) -> Arguments | None:
 
 
 def config_text(text: str) -> Arrange:
-    """Another text in place of the merged model's config."""
     return options({"merged/config.json": text})
 
 
@@ -191,7 +186,6 @@ WRONG_TYPES: list[tuple[dict[str, object], str]] = [
 
 
 def unreadable_tokenizer(stage: Stage) -> Arguments:
-    """A tokenizer's limit that is no number."""
     stage.change("base/tokenizer_config.json", model_max_length="many")
     stage.write("red.jsonl", "\n".join(json.dumps({"text": f"a b c {number}"}) for number in range(12)))
     return {"--data": f"red={stage.folder / 'red.jsonl'}"}
@@ -319,13 +313,11 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 def weights(content: bytes) -> Arrange:
-    """The expert's file."""
     return options({"red/model.safetensors": content})
 
 
 @case
 def on_the_hub(stage: Stage, content: bytes) -> Arguments:
-    """The expert's file, on the Hub."""
     stage.write("red/model.safetensors", content)
     return {"--expert": f"red={stage.publish('lies/red', 'red')}"}
 

@@ -16,7 +16,6 @@ inspect = partial(options, command="inspect-drift", o=None)
 
 
 def recipe(content: str | bytes, **others: object) -> Arrange:
-    """A file given with -r, and other arguments."""
     return options({"r.yaml": content}, r="{}/r.yaml", **others)
 
 

@@ -17,6 +17,7 @@ from featcal_cli.cli.main import main
 from featcal_cli.recipe.schema import Draft, Recipe
 from featcal_cli.runtime.errors import RecipeError
 
+Capsys = pytest.CaptureFixture[str]
 LOCAL: dict[str, object] = {
     "merged": "merged", "--base": "base", "--expert": "red=red", "--data": "red=red.safetensors", "-n": 8,
 }  # fmt: skip
@@ -55,7 +56,7 @@ class Run:
     """The same as it was printed."""
 
 
-def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: Mapping[str, object]) -> Run:
+def featcal_inside(capsys: Capsys, command: str, arguments: Mapping[str, object]) -> Run:
     """Run a command inside this process, which spares the start: options by name, one with a list repeatedly; None is
     left out."""
     line = [command]
@@ -70,7 +71,7 @@ def featcal_inside(capsys: pytest.CaptureFixture[str], command: str, arguments: 
     return Run(int(stopped.value.code or 0), written.out, unfold(written.err), written.err)
 
 
-def succeed(capsys: pytest.CaptureFixture[str], command: str, arguments: Mapping[str, object]) -> Run:
+def succeed(capsys: Capsys, command: str, arguments: Mapping[str, object]) -> Run:
     """The same, of a command that ends well."""
     run = featcal_inside(capsys, command, arguments)
     assert run.code == 0, run.stderr

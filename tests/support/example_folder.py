@@ -76,7 +76,6 @@ class Folder:
         return Data(path=str(self.path / "a.safetensors"))
 
     def images(self, images: Mapping[str, Image.Image | bytes], place: str = "images", **options: Any) -> Data:
-        """A source of a folder of images."""
         for name, image in images.items():
             file = self.path / place / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,14 +95,12 @@ class Folder:
     def load(
         self, model: PreTrainedModel, data: Data, *, count: int = 8, batch_size: int = 4, seed: int = 0, **options: Any
     ) -> TaskExamples:
-        """The examples of the source, by the expert's preprocessor."""
         self.prepare(model)
         return draw_examples("task", data, Target(model, [self.expert]), count=count, seed=seed, **options).cut(
             batch_size
         )
 
     def refuse(self, model: PreTrainedModel, data: Data, message: str, **options: Any) -> DataError:
-        """The error that loading ends in."""
         with pytest.raises(DataError, match=message) as caught:
             self.load(model, data, **options)
         return caught.value
@@ -123,7 +120,6 @@ def lines(rows: Iterable[Row]) -> str:
 
 
 def rows_of(batches: Sequence[Batch], name: str = "input_ids") -> list[list[Any]]:
-    """Every row of one argument, as lists, over all batches."""
     return [row.flatten().tolist() for batch in batches for row in batch[name]]
 
 

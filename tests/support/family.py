@@ -79,7 +79,6 @@ class Family:
 
     @property
     def block_names(self) -> list[str]:
-        """Paths of the blocks, one by one."""
         return [name for pattern in self.blocks.split() for name in _unfold(pattern)]
 
 

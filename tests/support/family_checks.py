@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from families import SPREAD, Family, Saved, save_family
-from oracle import Matrix, calibrate_slowly, to_float64
+from oracle import Matrix, Numbers, calibrate_slowly, to_float64
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ from featcal_cli.models.inventory import take_inventory
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.workflows.verbs import Result, calibrate
 
-SETTINGS: dict[str, Any] = {"ridge": 0.05, "rho": 2.0, "alpha": 0.3}
+SETTINGS = Numbers(ridge=0.05, rho=2.0, alpha=0.3)
 FITTED, PADDING = 12, 3
 WITH_ALL_NORMS = {
     "llama", "modernbert", "cpmant", "gemma", "olmo2", "cohere", "mamba", "llama4", "t5", "qwen3", "aimv2-vision",
@@ -54,7 +54,6 @@ PADDABLE = {
 
 
 def check_family(folder: Path, family: Family) -> None:
-    """Everything, in an empty folder."""
     torch.manual_seed(0)
     saved = save_family(folder, family)
     merged = load_float64(saved, "merged")
@@ -80,7 +79,6 @@ def tasks_of(family: Family, model: nn.Module) -> int:
 
 
 def load_float64(saved: Saved, name: str) -> PreTrainedModel:
-    """The merged model, base or an expert, in float64."""
     model_class: Any = getattr(transformers, saved.family.model)
     return to_float64(model_class.from_pretrained(saved.folder / name))
 
@@ -88,11 +86,9 @@ def load_float64(saved: Saved, name: str) -> PreTrainedModel:
 def run_oracle(
     saved: Saved, models: Mapping[str, PreTrainedModel], tasks: Iterable[str], **settings: Any
 ) -> dict[str, Tensor]:
-    """What the oracle makes of these tasks."""
     batches = [{name: tensor[:FITTED] for name, tensor in saved.inputs[task].items()} for task in tasks]
     merged, experts = deepcopy(models["merged"]), [models[task] for task in tasks]
-    keywords: dict[str, Any] = {**SETTINGS, **settings}
-    return calibrate_slowly(merged, models["base"], experts, batches, saved.family, **keywords)
+    return calibrate_slowly(merged, models["base"], experts, batches, saved.family, SETTINGS, **settings)
 
 
 def check_oracle(
@@ -236,7 +232,6 @@ def check_row(name: str, result: Result) -> None:
 
 
 def read_rows() -> list[str]:
-    """The rows that the table has now."""
     text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
     return [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| architecture")]
 

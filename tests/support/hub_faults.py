@@ -114,7 +114,6 @@ class Faults:
         return None
 
     def clear(self) -> None:
-        """Plan none."""
         self._planned.clear()
 
 

@@ -45,17 +45,14 @@ class HubServer:
         self.routes = self._routes()
 
     def start(self) -> None:
-        """Serve from a thread until `stop`."""
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def stop(self) -> None:
-        """Stop serving and delete what was stored."""
         self._http.shutdown()
         self._http.server_close()
         shutil.rmtree(self._store, ignore_errors=True)
 
     def reset(self) -> None:
-        """Forget repos, users, requests, uploads and faults."""
         for kept in (self.repos, self.tokens, self.roles, self.orgs, self.requests, self.faults):
             kept.clear()
         self.uploads = Uploads(self)
@@ -78,7 +75,6 @@ class HubServer:
             self.orgs.setdefault(user, set()).add(org)
 
     def delete_repo(self, repo_id: str, kind: str = "model") -> None:
-        """Let a repo disappear."""
         del self.repos[kind, repo_id]
 
     def fail(self, kind: str, fault: str | Fault, *, path: str = "", times: int | None = 1, after: int = 0) -> None:
@@ -115,11 +111,9 @@ class HubServer:
         return {path.relative_to(folder).as_posix(): self.keep(path.read_bytes()) for path in files}
 
     def stored(self, sha256: str) -> Path:
-        """The path at which the content with this hash lies."""
         return self._store / sha256
 
     def keep(self, content: bytes) -> Blob:
-        """Store a file's content."""
         sha256 = hashlib.sha256(content).hexdigest()
         (self._store / sha256).write_bytes(content)
         return Blob(self._store / sha256, len(content), git_oid(content), sha256)

@@ -128,7 +128,6 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
 
     def part(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of the body."""
         if isinstance(self.body, bytes):
             return self.body[start:stop]
         with self.body.path.open("rb") as stream:
@@ -140,7 +139,6 @@ class Answer:
 
 
 def to_json(content: Any, status: int = 200, **headers: str) -> Answer:
-    """An answer with `content` as JSON."""
     return Answer(status, json.dumps(content).encode(), {"Content-Type": "application/json", **headers})
 
 

@@ -45,7 +45,6 @@ CARD = needs(
 
 
 def check_card(content: str) -> list[str]:
-    """Errors of a README.md."""
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", content, re.DOTALL)
     try:
         data = yaml.safe_load(match[1] if match else "{}") or {}

@@ -41,7 +41,6 @@ def make_inspection(
 
 
 def change(drift: ModelDrift, number: int, **values: float) -> ModelDrift:
-    """With other figures after one block."""
     blocks = list(drift.blocks)
     blocks[number] = replace(blocks[number], drift=replace(blocks[number].drift, **values))
     return replace(drift, blocks=blocks)

@@ -71,7 +71,6 @@ class Watcher(Listener):
 
 
 def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepared:
-    """The family's job."""
     session = Session(saved.recipe(**calibration), RunOptions("cpu", batch_size))
     plan = make_plan(session, find_inputs(session))
     setup = set_up(session, plan)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,6 +28,14 @@ EXPERT_TURNS = (r"\.(gate_up_proj|w1|v1|wi|fc1)\b", r"\.(down_proj|w2|wo|fc2)\b"
 """Matrices of a mixture's experts: after the rest of a block, the second ones on what the first ones give."""
 LEAST_ROUTED = 32
 """Tokens from which an expert of a mixture is calibrated."""
+
+
+class Numbers(NamedTuple):
+    """λ, ρ and α."""
+
+    ridge: float
+    rho: float
+    alpha: float
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,8 @@ def calibrate_slowly(
     experts: Sequence[PreTrainedModel],
     examples: Sequence[Mapping[str, Tensor]],
     family: Family,
+    numbers: Numbers,
     *,
-    ridge: float,
-    rho: float,
-    alpha: float,
     all_norms: bool = False,
     turns: Sequence[str] = ("",),
 ) -> dict[str, Tensor]:
@@ -71,27 +77,32 @@ def calibrate_slowly(
     for block, turn in itertools.product(family.block_names, (*turns, *EXPERT_TURNS)):
         if turn in EXPERT_TURNS:
             if _find_experts(student, block):
-                given = student, base, experts, block, turn, examples, family
-                _load(student, _calibrate_experts(*given, ridge, rho, alpha), found)
+                given = student, base, experts, block, turn, examples, family, numbers
+                _load(student, _calibrate_experts(*given), found)
             continue
         features = [record_all(student, block, batch, family) for batch in examples]
         new: dict[str, Tensor] = {}
         for path in modules_to_calibrate(student, block, family, all_norms=all_norms):
             if path not in features[0] or not re.search(turn, path.removeprefix(block)):
                 continue  # nothing in the examples calls it, or it has another turn
-            shares = [
-                _share(path, family, family.cls == block, module_at(expert, path), cal[path], exp[path], batch)
-                for expert, cal, exp, batch in zip(experts, features, targets, examples, strict=True)
-            ]
+            shares = []
+            for expert, cal, exp, batch in zip(experts, features, targets, examples, strict=True):
+                calls = enumerate(cal[path])
+                weights = [token_weights(path, n, x, family, batch, first=family.cls == block) for n, x in calls]
+                weight = torch.cat([of[of > 0] for of in weights])
+                x_cal, x_exp = (
+                    torch.cat([x[of > 0] for x, of in zip(xs[path], weights, strict=True)]) for xs in (cal, exp)
+                )
+                shares.append(Share(module_at(expert, path), x_cal, x_exp, (weight / weight.sum()).unsqueeze(1)))
             module, anchor = module_at(student, path), module_at(base, path)
             if isinstance(module, Matrix):
-                module.put(_linear(path, module, anchor, shares, ridge, rho, alpha), new)
+                module.put(_linear(path, module, anchor, shares, numbers), new)
             elif isinstance(module, CONVOLUTIONS):
-                new |= _convolution(path, module, anchor, shares, ridge, rho, alpha)
+                new |= _convolution(path, module, anchor, shares, numbers)
             elif isinstance(module, (nn.Linear, Conv1D)):
-                new |= _linear(path, module, anchor, shares, ridge, rho, alpha)
+                new |= _linear(path, module, anchor, shares, numbers)
             else:
-                new |= _norm(path, module, anchor, shares, ridge, rho)
+                new |= _norm(path, module, anchor, shares, numbers)
         _load(student, new, found)
     return found
 
@@ -103,7 +114,6 @@ def _load(student: PreTrainedModel, new: Mapping[str, Tensor], found: dict[str, 
 
 
 def to_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, in evaluation mode."""
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped matrix products know no float64
     for module in model.modules():
@@ -113,7 +123,6 @@ def to_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def modules_to_calibrate(model: PreTrainedModel, block: str, family: Family, *, all_norms: bool) -> list[str]:
-    """Paths of the block's Linear, Conv1D and norm modules with parameters of their own."""
     owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     return [
         path
@@ -221,9 +230,7 @@ def _calibrate_experts(
     turn: str,
     examples: Sequence[Mapping[str, Tensor]],
     family: Family,
-    ridge: float,
-    rho: float,
-    alpha: float,
+    numbers: Numbers,
 ) -> dict[str, Tensor]:
     """The parameters that hold a mixture's experts, with new matrices of those whose turn it is, from the tokens that
     the student routes to each."""
@@ -242,7 +249,7 @@ def _calibrate_experts(
                 shares.append(Share(Matrix(expert, path), x_cal[kept], exp.inputs[path][0][kept], total))
         if sum(len(share.x_cal) for share in shares) >= LEAST_ROUTED:
             module = Matrix(student, path)
-            module.put(_linear(path, module, Matrix(base, path), shares, ridge, rho, alpha), new)
+            module.put(_linear(path, module, Matrix(base, path), shares, numbers), new)
     return new
 
 
@@ -277,7 +284,6 @@ class Matrix:
         return nn.Parameter(self.weight, requires_grad=False)
 
     def put(self, result: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """Put what was solved into new parameters."""
         weight = result[f"{self.path}.weight"]
         values = {self.name: weight.T if self.is_transposed else weight}
         if self.bias is not None:
@@ -491,22 +497,6 @@ def _spread(mask: Tensor, x: Tensor) -> Tensor:
     raise AssertionError(f"rows {tuple(rows)} do not fit the mask {tuple(mask.shape)}")
 
 
-def _share(
-    path: str,
-    family: Family,
-    first: bool,
-    expert: nn.Module,
-    x_cal: Sequence[Tensor],
-    x_exp: Sequence[Tensor],
-    batch: Mapping[str, Tensor],
-) -> Share:
-    weights = [token_weights(path, call, x, family, batch, first=first) for call, x in enumerate(x_cal)]
-    counts = [weight > 0 for weight in weights]
-    weight = torch.cat([weight[count] for weight, count in zip(weights, counts, strict=True)])
-    cal, exp = (torch.cat([x[count] for x, count in zip(xs, counts, strict=True)]) for xs in (x_cal, x_exp))
-    return Share(expert, cal, exp, (weight / weight.sum()).unsqueeze(1))
-
-
 def _weight(module: nn.Module) -> Tensor:
     weight = module.get_parameter("weight").data
     return weight.T if isinstance(module, Conv1D) else weight
@@ -517,9 +507,8 @@ def _bias(module: nn.Module) -> Tensor | None:
     return bias.data if isinstance(bias, nn.Parameter) else None
 
 
-def _linear(
-    path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float, alpha: float
-) -> dict[str, Tensor]:
+def _linear(path: str, module: Any, anchor: Any, shares: Sequence[Share], numbers: Numbers) -> dict[str, Tensor]:
+    ridge, rho, alpha = numbers
     system = (ridge + EPSILON) * torch.eye(_weight(module).shape[1], dtype=torch.float64)
     right = ridge * (rho * _weight(module) + (1 - rho) * _weight(anchor))
     omegas, means = [], []
@@ -541,9 +530,7 @@ def _linear(
     return result
 
 
-def _convolution(
-    path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float, alpha: float
-) -> dict[str, Tensor]:
+def _convolution(path: str, module: Any, anchor: Any, shares: Sequence[Share], numbers: Numbers) -> dict[str, Tensor]:
     """Group by group, as Linears of its patches."""
     results = []
     for group in range(module.groups):
@@ -556,13 +543,12 @@ def _convolution(
             Share(expert, share.x_cal[:, columns], share.x_exp[:, columns], share.weights)
             for expert, share in zip(experts, shares, strict=True)
         ]
-        results.append(_linear(path, student, base, of_group, ridge, rho, alpha))
+        results.append(_linear(path, student, base, of_group, numbers))
     whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
     return whole | {f"{path}.weight": whole[f"{path}.weight"].view(module.weight.shape)}
 
 
 def _part_of(module: Any, group: int) -> nn.Linear:
-    """A group's weights as a Linear."""
     weight = module.weight.data.chunk(module.groups)[group].flatten(1)
     part = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, dtype=torch.float64)
     part.weight.data = weight
@@ -571,8 +557,9 @@ def _part_of(module: Any, group: int) -> nn.Linear:
     return part
 
 
-def _norm(path: str, module: Any, anchor: Any, shares: Sequence[Share], ridge: float, rho: float) -> dict[str, Tensor]:
+def _norm(path: str, module: Any, anchor: Any, shares: Sequence[Share], numbers: Numbers) -> dict[str, Tensor]:
     """Also right where the scale is 1 + weight: with it, both sides of the equations grow by the same."""
+    ridge, rho, _ = numbers
     bias, anchor_bias = _bias(module), _bias(anchor)
     anchor_scale = rho * module.weight.data + (1 - rho) * anchor.weight.data
     a11, r_scale = torch.full_like(anchor_scale, ridge), ridge * anchor_scale

@@ -38,7 +38,6 @@ def result(folder: Path) -> dict[str, object]:
 
 
 def weights(output: Path) -> bytes:
-    """The file of an output's weights."""
     return (output / "model.safetensors").read_bytes()
 
 

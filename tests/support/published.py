@@ -86,11 +86,9 @@ def publish(hub: HubServer, folder: Path, org: str) -> Published:
 
 
 def write_card(folder: Path, text: str = "", **metadata: object) -> None:
-    """A README.md."""
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n{text}")
 
 
 def change_config(folder: Path, **values: object) -> None:
-    """Set keys of a config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))

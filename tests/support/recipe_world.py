@@ -55,7 +55,6 @@ class World:
     folder: Path
 
     def publish(self, recipe: Draft) -> None:
-        """Everything that a recipe names."""
         tasks = recipe.tasks.values()
         base = str(recipe.base)
         kind = "clip" if "clip" in base else "t5" if "t5" in base else "llama"
@@ -211,7 +210,6 @@ def write_glue(config: str, number: int, random: Random) -> dict[str, Any]:
 
 
 def write_text(random: Random) -> str:
-    """A few words."""
     return " ".join("".join(random.choices("abcdefgh", k=3)) for _ in range(4))
 
 

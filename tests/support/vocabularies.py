@@ -85,13 +85,11 @@ def reorder(module: Any, old: Sequence[str], new: Sequence[str]) -> None:
 
 
 def add_tokens(tokenizer: Any, *names: str) -> Any:
-    """The tokenizer with further special tokens at the end."""
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
     return tokenizer
 
 
 def write_rows(file: Path, seed: int, rows: int = 40) -> str:
-    """A file of texts; returns its path."""
     random = Random(seed)
     texts = (" ".join(random.choices(WORDS, k=random.randint(4, 12))) for _ in range(rows))
     file.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))

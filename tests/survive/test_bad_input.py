@@ -9,7 +9,7 @@ import bad_models
 import bad_options
 import pytest
 from bad_input import Arrange, Stage, files_under, good_arguments
-from command_line import featcal_inside
+from command_line import Capsys, featcal_inside
 
 CASES = [
     pytest.param(arrange, words, id=f"{kind.__name__}-{number}")
@@ -20,7 +20,7 @@ CASES = [
 
 @pytest.mark.parametrize(("arrange", "words"), CASES)
 def test_bad_input_is_one_clear_message(
-    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str], arrange: Arrange, words: list[str]
+    stage: Stage, tmp_path: Path, capsys: Capsys, arrange: Arrange, words: list[str]
 ) -> None:
     chosen = {"command": "calibrate", **good_arguments(stage.folder), **(arrange(stage) or {})}
     before = files_under(tmp_path)

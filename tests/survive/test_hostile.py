@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from bad_input import Stage, files_under, good_arguments
-from command_line import Run, featcal_inside, succeed
+from command_line import Capsys, Run, featcal_inside, succeed
 from hub_faults import Fault
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -32,7 +32,7 @@ arrow: Any = pyarrow  # has no types
 LONG = 100_000_000
 
 
-def calibrate(stage: Stage, capsys: pytest.CaptureFixture[str], output: str = "out", **changed: object) -> Run:
+def calibrate(stage: Stage, capsys: Capsys, output: str = "out", **changed: object) -> Run:
     """The good job, with other arguments: `expert` is --expert."""
     named = {name if name == "merged" else f"--{name.replace('_', '-')}": value for name, value in changed.items()}
     return succeed(capsys, "calibrate", good_arguments(stage.folder) | {"-o": stage.folder / output} | named)
@@ -54,7 +54,7 @@ def draw(stage: Stage, data: Data, *, images: bool = False, count: int = 4) -> D
 
 
 @pytest.mark.parametrize("kind", ["model tree", "file head", "file", "large file"])
-def test_a_changing_model_is_read_at_one_commit(stage: Stage, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_a_changing_model_is_read_at_one_commit(stage: Stage, capsys: Capsys, kind: str) -> None:
     name = f"changing/{kind.replace(' ', '-')}"
     stage.change("red/config.json", marked=name)  # or its files may be in the cache already
     tensors = {key: value + 1e-3 for key, value in load_file(stage.folder / "red" / "model.safetensors").items()}
@@ -70,7 +70,7 @@ def test_a_changing_model_is_read_at_one_commit(stage: Stage, capsys: pytest.Cap
     check_same(stage, "again")
 
 
-def test_a_changing_dataset_is_read_at_one_commit(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changing_dataset_is_read_at_one_commit(stage: Stage, capsys: Capsys) -> None:
     rows = "".join(json.dumps({"text": f"w{number % 50 + 2} w3 w4"}) + "\n" for number in range(60))
     stage.write("first/a.jsonl", rows)
     stage.write("second/a.jsonl", rows.replace("w3", "w9"))
@@ -87,7 +87,7 @@ def test_a_changing_dataset_is_read_at_one_commit(stage: Stage, capsys: pytest.C
 # --- links ---
 
 
-def test_links_to_weights_and_of_the_hubs_cache_are_followed(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_to_weights_and_of_the_hubs_cache_are_followed(stage: Stage, capsys: Capsys) -> None:
     calibrate(stage, capsys)
     (stage.folder / "merged" / "model.safetensors").rename(stage.folder / "weights.safetensors")
     (stage.folder / "merged" / "model.safetensors").symlink_to(stage.folder / "weights.safetensors")
@@ -119,9 +119,7 @@ def test_a_link_out_of_a_folder_that_looks_like_the_cache_is_refused(stage: Stag
         check_links(snapshot, skip=())
 
 
-def test_an_expert_that_is_only_read_may_hold_links_and_nothing_is_written_outside_of_the_output(
-    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_expert_may_hold_links_and_nothing_is_written_outside(stage: Stage, tmp_path: Path, capsys: Capsys) -> None:
     (stage.folder / "red" / "notes.txt").symlink_to(stage.write("secret.txt", "for nobody"))
     before = files_under(tmp_path)
     calibrate(stage, capsys)
@@ -133,7 +131,7 @@ def test_an_expert_that_is_only_read_may_hold_links_and_nothing_is_written_outsi
 # --- no code ---
 
 
-def test_code_beside_a_model_is_not_run(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_beside_a_model_is_not_run(stage: Stage, tmp_path: Path, capsys: Capsys) -> None:
     for model in ("merged", "base", "red"):
         for name in ("modeling_evil.py", "tokenization_evil.py", "setup.py", "__init__.py", "conftest.py"):
             stage.write(f"{model}/{name}", f"import pathlib\npathlib.Path({str(tmp_path / 'pwned')!r}).touch()\n")
@@ -234,7 +232,7 @@ def test_a_card_takes_seconds_at_most_whatever_it_repeats(pattern: str) -> None:
 # --- names ---
 
 
-def test_names_are_shown_on_the_terminal_and_not_obeyed(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_shown_on_the_terminal_and_not_obeyed(stage: Stage, capsys: Capsys) -> None:
     obeyed = "\x1b\x07\x9b\u202e\ud800"
     escape = "\x1b]0;pwned\x07\x9b31m\u202e"
     rows = [{"text": "w2 w3", f"{escape}\ud800[red]": 1}] * 20

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_line import Run, check_refusal, featcal_inside
+from command_line import Capsys, Run, check_refusal, featcal_inside
 from hub_faults import Fault
 from hub_server import HubServer
 from huggingface_hub import constants
@@ -138,7 +138,7 @@ Work = Callable[..., Run]
 
 
 @pytest.fixture
-def work(inputs: Path, capsys: pytest.CaptureFixture[str]) -> Work:
+def work(inputs: Path, capsys: Capsys) -> Work:
     """The command, given the name of a recipe, and other options if need be."""
 
     def run(name: str, **options: object) -> Run:
@@ -226,7 +226,7 @@ def test_no_disk_is_an_output(disk: SmallDisk, tmp_path: Path, monkeypatch: pyte
 # Other things on the disk than the output
 
 
-def test_no_page_is_written_by_halves(disk: SmallDisk, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_page_is_written_by_halves(disk: SmallDisk, inputs: Path, capsys: Capsys) -> None:
     disk.fill(leave=PAGE)
     files = {"--html": "drift.html", "--plot": "drift.png"}
     for option, name in files.items():
@@ -239,7 +239,7 @@ def test_no_page_is_written_by_halves(disk: SmallDisk, inputs: Path, capsys: pyt
 
 
 @pytest.fixture
-def from_hub(hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Work:
+def from_hub(hub: HubServer, merge: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> Work:
     """The command for a job whose models and rows are on the Hub, given options."""
     publish(hub, merge, "disk")
     monkeypatch.setenv("HF_TOKEN", hub.add_token("disk"))

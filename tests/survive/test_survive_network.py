@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command_line import Run, check_refusal, featcal_inside
+from command_line import Capsys, Run, check_refusal, featcal_inside
 from hub_faults import FAULTS, KINDS, Fault
 from hub_server import HubServer
 from huggingface_hub import constants
@@ -91,7 +91,7 @@ Work = Callable[..., Run]
 
 
 @pytest.fixture
-def work(hub: HubServer, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Work:
+def work(hub: HubServer, capsys: Capsys, request: pytest.FixtureRequest) -> Work:
     """The command; given a place and a fault, requests there fail all the time, and afterwards none do."""
 
     def run(place: Place | None = None, fault: str = "") -> Run:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command_line import featcal_inside
+from command_line import Capsys, featcal_inside
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
 from published import publish
@@ -42,8 +42,8 @@ ENDLESS = {
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("org", ENDLESS)
-def test_a_failure_is_told_before_the_first_pause_and_pauses_end(
-    hub: HubServer, merge: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, org: str
+def test_a_failure_is_told_at_once(
+    hub: HubServer, merge: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, org: str
 ) -> None:
     """Pauses are noted, and not waited for; a Hub that does not answer keeps each request waiting for its limit.
     Threads wait at once, and what one has said the others need not."""

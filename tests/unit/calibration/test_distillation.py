@@ -172,9 +172,7 @@ def test_a_run_that_goes_on_ends_in_the_same_bits(
 
 
 @pytest.mark.parametrize(("answered_by", "merged", "best"), [(0.0, 1.0, 0), (0.3, 0.0, 40)])
-def test_updates_that_do_not_help_on_held_out_examples_are_dropped(
-    tmp_path: Path, answered_by: float, merged: float, best: int
-) -> None:
+def test_updates_that_do_not_help_are_dropped(tmp_path: Path, answered_by: float, merged: float, best: int) -> None:
     """And those that stay farther away than merged is."""
     answering = make_expert(0.3, seed=1), make_expert(answered_by, seed=1)
     record, updates = learn(tmp_path / "room", {"red": answering}, merged=merged)

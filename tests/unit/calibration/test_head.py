@@ -43,7 +43,6 @@ def problem(*, bias: bool = False) -> tuple[Divergence, Tensor, list[tuple[Tenso
 
 
 def reference(weight: Tensor, rows: list[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
-    """The mean divergence, by its definition."""
     total = weight.new_zeros(())
     for x, q in rows:
         z = x @ weight.T if bias is None else x @ weight.T + bias.double()

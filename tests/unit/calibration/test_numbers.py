@@ -110,9 +110,7 @@ def test_what_took_more_ridge_is_told() -> None:
         ("paper", "float32", r"features of .* are not finite at .*layers\.0\.mlp\.down_proj"),
     ],
 )
-def test_where_features_overflow_a_run_in_bfloat16_is_told_to_take_float32(
-    tmp_path: Path, method: str, dtype: str, what: str
-) -> None:
+def test_where_bfloat16_overflows_float32_is_recommended(tmp_path: Path, method: str, dtype: str, what: str) -> None:
     """No weight is too large itself; the product of a feed-forward's two is."""
     saved = save_family(tmp_path, BY_NAME["llama"], dtype=torch.bfloat16).only(2)
     file = tmp_path / "green" / "model.safetensors"

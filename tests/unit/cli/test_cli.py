@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 import yaml
-from command_line import LOCAL, featcal_inside, succeed
+from command_line import LOCAL, Capsys, featcal_inside, succeed
 from hub_server import HubServer
 from outcome import weights
 from pydantic import Field
@@ -31,8 +31,6 @@ from featcal_cli.recipe.reading import collect_overrides, print_shipped, read_dr
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
 from featcal_cli.reporting.report import Report, TaskDrift
 from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError, SeveralErrors
-
-Capsys = pytest.CaptureFixture[str]
 
 
 def test_what_libraries_warn_their_developers_of_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +209,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
         "calibrat x": ("featcal", "did you mean 'calibrate'?"),
     }.items(),
 )  # fmt: skip
-def test_a_wrong_option_is_told_with_its_verb_and_what_helps(
-    typed: str, expected: tuple[str, str], capsys: Capsys
-) -> None:
+def test_a_wrong_option_is_told_with_verb_and_help(typed: str, expected: tuple[str, str], capsys: Capsys) -> None:
     verb, *words = typed.split()
     run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(words)})
     what, place, fix = run.stderr.strip().split("\n")

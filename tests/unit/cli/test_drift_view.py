@@ -18,7 +18,6 @@ from featcal_cli.reporting.report import Inspection
 
 
 def show(inspection: Inspection, width: int = 80, *, terminal: bool = False) -> str:
-    """What a console of that width prints."""
     out = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
     show_inspection(inspection, out)
     assert isinstance(out.file, io.StringIO)

@@ -13,7 +13,7 @@ import pytest
 import soundfile
 import torch
 import transformers
-from command_line import succeed
+from command_line import Capsys, succeed
 from example_folder import WORDS, Folder, words_of
 from families import BY_NAME, build_lively
 from scipy.signal import resample_poly
@@ -65,7 +65,6 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
 
 
 def prepare(at: Folder, kind: str) -> PreTrainedModel:
-    """A model, with what reads sound in the expert's folder."""
     if kind == "whisper":
         library.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(at.expert)
     else:
@@ -76,7 +75,6 @@ def prepare(at: Folder, kind: str) -> PreTrainedModel:
 
 
 def extract(at: Folder, wave: Any) -> Any:
-    """What the expert's own extractor makes of a recording."""
     extractor = library.AutoFeatureExtractor.from_pretrained(at.expert)
     return torch.tensor(extractor(wave, sampling_rate=RATE)["input_values"][0])
 
@@ -207,7 +205,7 @@ def test_an_extractor_that_lacks_a_package_or_asks_for_gigabytes_is_not_used(
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whisper", "wav2vec2"])
 def test_a_merge_that_hears_is_calibrated(
-    at: Folder, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    at: Folder, kind: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(at, kind)
     at.expert.rename(at.path / "merged")

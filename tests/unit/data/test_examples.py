@@ -49,7 +49,6 @@ def build(name: str, **settings: Any) -> PreTrainedModel:
 
 @cache
 def tiny(name: str) -> Any:
-    """One of the models that most tests read for."""
     match name:
         case "vit":
             return build("ViTForImageClassification", **{**TINY, "vocab_size": None}, image_size=8, patch_size=4)
@@ -75,7 +74,6 @@ def tiny(name: str) -> Any:
 
 
 def encode_image(value: int) -> bytes:
-    """A PNG of one colour."""
     stream = io.BytesIO()
     Image.new("L", (6, 6), value).save(stream, "PNG")
     return stream.getvalue()
@@ -215,9 +213,7 @@ def test_tensors_are_taken_in_file_order_and_need_no_preprocessor(at: Folder) ->
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_tensors_that_no_model_can_take_are_refused(
-    at: Folder, model: str, tensors: dict[str, Tensor], message: str
-) -> None:
+def test_tensors_of_no_use_are_refused(at: Folder, model: str, tensors: dict[str, Tensor], message: str) -> None:
     at.refuse(tiny(model), at.tensors(**tensors), message)
 
 
@@ -350,9 +346,7 @@ def test_a_processor_that_needs_another_package_names_it(at: Folder) -> None:
         ({"chosen": TURNS, "rejected": TURNS[:1]}, {}, "w1 w2"),
     ],
 )
-def test_an_encoder_reads_columns_of_text_or_those_named(
-    at: Folder, row: Row, settings: dict[str, Any], expected: str
-) -> None:
+def test_an_encoder_reads_texts_or_what_is_named(at: Folder, row: Row, settings: dict[str, Any], expected: str) -> None:
     [batch] = at.load(tiny("bert"), at.rows(row, **settings)).fitted
     assert words_of([batch]) == [f"[CLS] {expected} [SEP]"]
     assert tiny("bert")(**batch).logits.shape == (1, 2)
@@ -384,9 +378,7 @@ REFUSED: list[tuple[str, list[Row], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "rows", "settings", "message"), REFUSED)
-def test_what_no_model_can_read_is_refused(
-    at: Folder, model: str, rows: list[Row], settings: dict[str, Any], message: str
-) -> None:
+def test_bad_rows_are_refused(at: Folder, model: str, rows: list[Row], settings: dict[str, Any], message: str) -> None:
     if model != "vit":
         at.tokenizer(chat=model == "llama")
     at.refuse(tiny(model), at.rows(*rows, **settings), message, count=20)
@@ -497,9 +489,7 @@ AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments
         ),
     ],
 )
-def test_the_arguments_of_a_call_are_what_the_chat_template_wants(
-    at: Folder, arguments: Any, reads: str, text: str
-) -> None:
+def test_arguments_of_calls_are_what_the_template_wants(at: Folder, arguments: Any, reads: str, text: str) -> None:
     """A mapping without the nulls of a table, which texts in JSON become unless the template wants these."""
     at.tokenizer(chat=True)
     (at.expert / "chat_template.jinja").write_text(CALLS % reads)
@@ -549,7 +539,7 @@ def test_a_text_that_only_begins_as_messages_or_images_do_stays_text(at: Folder,
     assert at.load(tiny("llama"), at.rows({"text": text})).fitted
 
 
-def test_a_tokenizer_that_needs_a_package_says_which(
+def test_a_tokenizer_names_what_it_needs(
     at: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever transformers says: it asks for tiktoken then, and warns of each folder."""
@@ -653,9 +643,7 @@ _ENGLISH_FIRST = {"columns": {"prompt": "translation.en", "response": "translati
         ({"a": "w1", "b": "w2", "c": "w3", "text": "w9"}, {"columns": {"prompt": "b", "response": "c"}}, "w2", "w3"),
     ],
 )
-def test_question_context_and_answer_are_read_in_order(
-    at: Folder, row: Row, settings: dict[str, Any], source: str, target: str
-) -> None:
+def test_pairs_are_read_in_order(at: Folder, row: Row, settings: dict[str, Any], source: str, target: str) -> None:
     data = at.rows(row, **settings)
     batches = at.load(tiny("t5"), data).fitted
     assert words_of(batches) == [f"[CLS] {source} [SEP]"]
@@ -766,9 +754,7 @@ def test_texts_are_not_padded_for_models_that_would_read_the_padding(at: Folder,
         ("llama", 900, 1500, 1500), ("llama", 900, 9000, 2048),
     ],
 )  # fmt: skip
-def test_texts_are_cut_at_the_shortest_limit(
-    at: Folder, model: str, limit: int, asked: int | None, length: int
-) -> None:
+def test_the_shortest_limit_cuts_texts(at: Folder, model: str, limit: int, asked: int | None, length: int) -> None:
     """What the user asks for counts more than what the tokenizer says, but nothing is read beyond the positions."""
     at.tokenizer(model_max_length=limit)
     target = Target(tiny(model), [at.expert], max_length=asked)
@@ -785,9 +771,7 @@ def test_texts_are_cut_where_sentence_transformers_cuts_them(at: Folder, most: i
 
 
 @pytest.mark.parametrize(("columns", "read"), [({}, "w1"), ({"text": "a", "text_pair": "b"}, "w1 [SEP] w2")])
-def test_an_encoder_of_sentence_transformers_that_pools_reads_one_text_at_a_time(
-    at: Folder, columns: dict[str, str], read: str
-) -> None:
+def test_a_pooling_encoder_reads_one_text_at_a_time(at: Folder, columns: dict[str, str], read: str) -> None:
     at.tokenizer()
     (at.expert / "1_Pooling").mkdir()
     row = {"a": "w1", "b": "w2"} if columns else {"sentence1": "w1", "sentence2": "w2"}
@@ -852,9 +836,7 @@ def test_labels_are_numbers_or_names_that_the_model_knows(at: Folder, column: st
         ([{"text": "w1", "label": 0}], "test", "it has no split test"),
     ],
 )
-def test_labels_of_no_class_and_unreadable_rows_are_refused(
-    at: Folder, rows: list[Row], split: str, message: str
-) -> None:
+def test_labels_of_no_class_and_bad_rows_are_refused(at: Folder, rows: list[Row], split: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         at.labelled(tiny("bert"), at.rows(*rows), split)
 

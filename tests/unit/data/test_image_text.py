@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from command_line import succeed
+from command_line import Capsys, succeed
 from example_folder import Folder
 from PIL import Image
 from torch import Tensor
@@ -204,7 +204,7 @@ def test_rows_of_several_images_cannot_be_used(at: Folder, columns: Any, message
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["clip", "llava"])
 def test_a_merge_that_sees_and_reads_is_calibrated(
-    at: Folder, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    at: Folder, kind: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both of a task's towers, or the tower and the language model; with another task of text alone for the latter."""
     prepare(at.path / "merged", kind)

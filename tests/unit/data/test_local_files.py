@@ -83,9 +83,7 @@ def test_files_of_a_split_are_known_by_names(
         (["de", "en"], None, "several splits, and none is called train", "--split TASK=de "),
     ],
 )  # fmt: skip
-def test_a_split_that_is_not_known_is_asked_for(
-    at: Folder, names: list[str], split: str | None, what: str, fix: str
-) -> None:
+def test_an_unknown_split_is_asked_for(at: Folder, names: list[str], split: str | None, what: str, fix: str) -> None:
     for name in names:
         at.file(f"rows/data/{name}-00000-of-00001.jsonl", ROWS)
     with pytest.raises(DataError, match=what) as caught:

@@ -333,9 +333,7 @@ def test_a_hub_that_does_not_answer_for_the_copy_is_no_missing_copy(hub: HubServ
          r"no file[^$]*card names[^$]*https://a.org/a.csv"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_told_is_asked_for(
-    publish: Publish, files: Files, settings: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_told_is_asked_for(publish: Publish, files: Files, settings: dict[str, Any], message: str) -> None:
     data = publish({**PARTS, **files}).model_copy(update=settings)
     with pytest.raises(DataError, match=message) as caught, naming_task("red", data):
         list(draw_rows(data, 1, 0))
@@ -385,9 +383,7 @@ def three_formats(publish: Publish) -> list[Data]:
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("fault", ["500", "reset midway", "truncated"])
-def test_a_connection_lost_midway_is_never_the_end_of_the_rows(
-    hub: HubServer, three_formats: list[Data], fault: str
-) -> None:
+def test_a_lost_connection_is_never_the_end_of_the_rows(hub: HubServer, three_formats: list[Data], fault: str) -> None:
     # of parquet the footer still comes, of the others the first half
     places = (("large file", 1), ("file", 0), ("file", 0))
     for data, (kind, after) in zip(three_formats, places, strict=True):

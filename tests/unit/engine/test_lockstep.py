@@ -37,7 +37,7 @@ def test_drift_of_a_calibration_is_what_a_look_at_its_output_finds(tmp_path: Pat
 @pytest.mark.parametrize(
     ("rows", "expected"), [(16, [8 * 3 + 4 * 4, 8 * 2 + 4 * 4]), (8, [8 * 3 + 4 * 2, 8 * 2 + 4 * 3])]
 )
-def test_a_row_runs_no_oftener_than_fit_and_figures_need(
+def test_no_row_runs_oftener_than_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, expected: list[int]
 ) -> None:
     """A row that is fitted runs through a block in the expert and twice in the student, which need not finish the last

@@ -21,7 +21,7 @@ import torch
 import transformers
 import yaml
 from answers import perplexity_slowly
-from command_line import featcal_inside
+from command_line import Capsys, featcal_inside
 from hub_server import HubServer
 from PIL import Image
 from recipe_world import TINY, VOCABULARY, build, draw, save_tokenizer, shake, write_table, write_text
@@ -45,7 +45,6 @@ from featcal_cli.runtime.progress import tell_change
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 
 parquet: Any = pyarrow.parquet  # has no types
-Capsys = pytest.CaptureFixture[str]
 library: Any = transformers
 ROWS = 40
 PROMPTS = ["a photo of a {}.", 'the "{}"!', "{} {x}"]
@@ -53,7 +52,6 @@ CLASSES = ["cat", "dog_house", "a"]
 
 
 def save(model: Any, folder: Path, seed: int = 0) -> Any:
-    """The model with its weights moved, saved."""
     shake(model, seed)
     model.save_pretrained(folder)
     return model.eval()
@@ -487,9 +485,7 @@ def test_lm_evals_figure_is_that_of_likelihoods_by_hand(hub: HubServer, tmp_path
         ({}, "acc", "lm-eval has no acc of sciq[^$]*name one of: sciq_a, sciq_b", 0.0),
     ],
 )
-def test_a_figure_of_lm_evals_has_its_error(
-    results: dict[str, Any], metric: str, value: float | str, error: float
-) -> None:
+def test_lm_evals_figures_have_errors(results: dict[str, Any], metric: str, value: float | str, error: float) -> None:
     parts = {"sciq": results} if results else {"sciq_a": {"acc,none": 0.5}, "sciq_b": {"acc,none": 0.5}}
     answer = {"results": parts, "n-samples": {"sciq": {"effective": 9}}}
     if isinstance(value, str):
@@ -510,7 +506,7 @@ def test_a_figure_of_lm_evals_has_its_error(
         (ConnectionError("Couldn't reach 'a/scq' on the Hub"), "check the connection"),
     ],
 )
-def test_what_lm_eval_refuses_is_told_with_what_helps(
+def test_what_lm_eval_refuses_is_told_with_help(
     llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, fix: str
 ) -> None:
     def fail(**_: Any) -> None:
@@ -641,7 +637,7 @@ def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_an_evaluation_that_fails_after_calibration_goes_on_the_next_time(
+def test_an_evaluation_that_failed_goes_on(
     bert: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, whole, broken = list[int](), LabelledRows.batches, [DataError("row 1 is broken")]

@@ -44,27 +44,23 @@ BASES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
 
 
 def save_base(folder: Path, name: str = "bert", dtype: torch.dtype = torch.float32) -> Path:
-    """A base on disk."""
     torch.manual_seed(0)
     BASES[name][0]().to(dtype).save_pretrained(folder)
     return folder
 
 
 def lora(name: str, **options: Any) -> Any:
-    """The settings of an adapter for one of the bases."""
     settings = {"r": 8, "target_modules": BASES[name][1], "task_type": BASES[name][2], **options}
     return peft.LoraConfig(**settings)
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """BERT, tiny."""
     return save_base(tmp_path / "base")
 
 
 @pytest.fixture
 def adapter(tmp_path: Path, base: Path) -> Path:
-    """A LoRA adapter on it."""
     return save_adapter(tmp_path / "adapter", base, tf.BertModel.from_pretrained(base), lora("bert"))
 
 
@@ -75,7 +71,6 @@ def by_peft(model: PreTrainedModel, adapter: Path) -> dict[str, Tensor]:
 
 
 def loaded(snapshot: Snapshot, model_class: type[PreTrainedModel]) -> dict[str, Tensor]:
-    """All weights of a snapshot as a class has them."""
     return dict(model_class.from_pretrained(snapshot.folder, dtype="auto").state_dict())
 
 
@@ -96,7 +91,6 @@ def copies() -> set[Path]:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    """Change keys of an adapter's config."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -118,9 +112,7 @@ FOLDED: list[tuple[str, torch.dtype, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "config", "kind"), FOLDED)
-def test_the_folded_copy_is_what_peft_makes(
-    tmp_path: Path, name: str, dtype: torch.dtype, config: Any, kind: str
-) -> None:
+def test_the_fold_is_what_peft_makes(tmp_path: Path, name: str, dtype: torch.dtype, config: Any, kind: str) -> None:
     base = save_base(tmp_path / "base", name, dtype)
     build = type(BASES[name][0]())
     before = (base / "model.safetensors").read_bytes()
@@ -271,9 +263,7 @@ def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(ba
 # The copy in the cache
 
 
-def test_the_copy_is_made_once_without_the_hub_and_anew_of_a_changed_adapter_or_base(
-    hub: HubServer, base: Path, adapter: Path, monkeypatch: Patch
-) -> None:
+def test_a_copy_is_made_once_for_each_version(hub: HubServer, base: Path, adapter: Path, monkeypatch: Patch) -> None:
     first = resolve(str(adapter))
     assert not hub.requests
     stamp = first.weights()[0].stat().st_mtime_ns
@@ -323,9 +313,7 @@ def test_an_adapter_on_the_hub_is_pinned_with_its_base(hub: HubServer, base: Pat
     assert resolve(f"user/pinned@{commits[1]}").folder != snapshot.folder
 
 
-def test_a_second_call_downloads_nothing_even_offline(
-    hub: HubServer, base: Path, adapter: Path, monkeypatch: Patch
-) -> None:
+def test_a_second_call_downloads_nothing(hub: HubServer, base: Path, adapter: Path, monkeypatch: Patch) -> None:
     shutil.copytree(adapter, adapter / "checkpoint-1")  # what training left
     (adapter / "optimizer.pt").write_bytes(b"x")
     put(hub, "user/twice-folded", base, adapter, revision="v1")
@@ -388,9 +376,7 @@ def test_a_full_model_with_an_adapter_beside_it_is_a_full_model(base: Path, adap
 # Refusals
 
 
-def test_adapters_in_folders_of_a_repo_are_given_by_their_own_folder(
-    hub: HubServer, tmp_path: Path, adapter: Path
-) -> None:
+def test_adapters_in_folders_are_given_by_their_own_folder(hub: HubServer, tmp_path: Path, adapter: Path) -> None:
     for name in ("one", "two"):
         shutil.copytree(adapter, tmp_path / "several" / name)
     message = refusal(tmp_path / "several")

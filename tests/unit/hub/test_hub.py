@@ -44,7 +44,6 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder with safetensors weights."""
     made = bare(tmp_path / "model")
     save_file(tensors(), made / "model.safetensors")
     return made
@@ -52,7 +51,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pickled(tmp_path: Path) -> Path:
-    """A model folder with pickled weights only."""
     made = bare(tmp_path / "pickled")
     torch.save(tensors(), made / "pytorch_model.bin")
     return made
@@ -80,12 +78,10 @@ def sharded(made: Path, single: str, save: Callable[[Any, Path], object]) -> Pat
 
 
 def refusal(name: str, **options: bool) -> str:
-    """The message of the error that resolving ends in."""
     return refusal_of(lambda: resolve(name, **options))
 
 
 def loaded(snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    """All tensors of a snapshot."""
     return {name: value for file in snapshot.weights() for name, value in load_file(file).items()}
 
 
@@ -263,9 +259,7 @@ def test_half_a_snapshot_is_refused(hub: HubServer, folder: Path, monkeypatch: P
 
 
 @pytest.mark.parametrize("lost", ["config.json", SHARDS[0], "model.safetensors.index.json", "tokenizer.json"])
-def test_a_snapshot_without_a_list_of_its_files_is_enough_where_it_has_what_transformers_loads(
-    hub: HubServer, folder: Path, monkeypatch: Patch, lost: str
-) -> None:
+def test_an_unlisted_snapshot_may_be_enough(hub: HubServer, folder: Path, monkeypatch: Patch, lost: str) -> None:
     from huggingface_hub import hf_hub_download
 
     name = f"user/unlisted-{lost[:9]}"
@@ -349,9 +343,7 @@ def test_nothing_is_told_of_a_download_that_is_over(hub: HubServer, folder: Path
 
 
 @pytest.mark.parametrize("said", ["", "../../../etc", None])
-def test_what_a_cache_says_of_no_repo_is_no_snapshot(
-    hub: HubServer, folder: Path, monkeypatch: Patch, said: str | None
-) -> None:
+def test_a_cache_of_no_repo_is_no_snapshot(hub: HubServer, folder: Path, monkeypatch: Patch, said: str | None) -> None:
     name = f"user/ref-{'none' if said is None else len(said)}"
     commit = hub.add_repo(name, folder)
     ref = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "refs" / "main"
@@ -388,9 +380,7 @@ ODD_ANSWERS: dict[str, tuple[str, str | Fault, str]] = {
 
 
 @pytest.mark.parametrize("case", ODD_ANSWERS)
-def test_odd_answers_are_one_message_that_names_file_and_host_and_no_address(
-    hub: HubServer, folder: Path, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
+def test_odd_answers_are_a_message(hub: HubServer, folder: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
     """What the Hub says of a refusal is passed on short and inert."""
     kind, fault, told = ODD_ANSWERS[case]
     name = case.replace(" ", "-")
@@ -460,9 +450,7 @@ def test_pickled_weights_are_refused_without_the_flag_and_others_with_it(hub: Hu
 
 
 @pytest.mark.parametrize(("layout", "place"), [("single", "hub"), ("sharded", "hub"), ("legacy", "folder")])
-def test_pickles_are_converted_with_the_flag(
-    hub: HubServer, pickled: Path, monkeypatch: Patch, layout: str, place: str
-) -> None:
+def test_the_flag_converts_pickles(hub: HubServer, pickled: Path, monkeypatch: Patch, layout: str, place: str) -> None:
     if layout == "sharded":
         sharded(pickled, "pytorch_model.bin", torch.save)
     if layout == "legacy":

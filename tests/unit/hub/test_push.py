@@ -59,12 +59,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def aim(repo_id: str, **options: Any) -> Target:
-    """The checked target."""
     return check_target(repo_id, **{"private": False, "create_pr": False, "overwrite_repo": False, **options})
 
 
 def send(folder: Path, repo_id: str, **options: Any) -> Pushed:
-    """Push to the checked target."""
     return push(folder, aim(repo_id, **options), message="m")
 
 
@@ -90,7 +88,6 @@ def stored(hub: HubServer, repo_id: str, revision: str = "main") -> dict[str, by
 
 
 def model(folder: Path, **files: str) -> Path:
-    """Another model's folder."""
     folder.mkdir()
     for name, text in {"config.json": "{}", "model.safetensors": "old", **files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -112,9 +109,7 @@ def test_one_commit_holds_everything_that_is_not_hidden(hub: HubServer, folder: 
     assert resolve(f"alice/out@{pushed.commit}").commit == pushed.commit
 
 
-def test_a_private_repo_is_seen_by_its_owner_only_and_a_public_one_is_not_promised_to_be(
-    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_private_repo_is_its_owners(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     pushed = send(folder, "alice/hidden", private=True)
     assert resolve("alice/hidden").commit == pushed.commit
     hub.add_repo("alice/public", model(tmp_path / "old"))
@@ -197,9 +192,7 @@ def test_metadata_that_the_hub_refuses_is_named(hub: HubServer, folder: Path) ->
 # Who may push where
 
 
-def test_a_token_that_only_reads_or_was_revoked_writes_nothing(
-    hub: HubServer, folder: Path, monkeypatch: Patch
-) -> None:
+def test_a_token_that_only_reads_or_is_revoked_writes_nothing(hub: HubServer, folder: Path, monkeypatch: Patch) -> None:
     """Missing and unknown ones: tests/unit/lineage/test_one_argument.py."""
     monkeypatch.setenv("HF_TOKEN", hub.add_token("alice", role="read"))
     assert "may only read" in refusal(lambda: aim("alice/out", create_pr=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import Run, featcal, featcal_inside
+from command_line import Capsys, Run, featcal, featcal_inside
 from egress import watch_egress
 from families import TASKS, VOCABULARY, save_tokenizer
 from hub_server import HubServer
@@ -37,7 +37,7 @@ class User:
     hub: HubServer
     merge: Path
     here: Path
-    capsys: pytest.CaptureFixture[str]
+    capsys: Capsys
     patch: pytest.MonkeyPatch
 
     def publish(self, org: str) -> Published:
@@ -58,9 +58,7 @@ class User:
 
 
 @pytest.fixture
-def user(
-    hub: HubServer, merge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> User:
+def user(hub: HubServer, merge: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> User:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return User(hub, merge, tmp_path / "here", capsys, monkeypatch)
@@ -169,7 +167,6 @@ def test_a_mismatch_costs_no_download(user: User) -> None:
 
 
 def tmp_bert(folder: Path, *, width: int) -> Path:
-    """A BERT of another size."""
     config = BertConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_attention_heads=2,
                         num_hidden_layers=2, max_position_embeddings=64)  # fmt: skip
     BertModel(config).save_pretrained(folder)

@@ -102,9 +102,7 @@ POOLED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("config", POOLED)
-def test_an_encoder_of_sentence_transformers_is_judged_by_the_embedding_that_this_makes(
-    tmp_path: Path, config: str
-) -> None:
+def test_sentence_transformers_are_judged_by_their_embeddings(tmp_path: Path, config: str) -> None:
     """Neither by a pooler that nothing else runs, nor by predictions of tokens."""
     named = (tf.BertModel(tf.BertConfig(**TEXT_SIZES)), tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED_SIZES)))
     for model, body in zip(named, (tf.BertModel, tf.LlamaModel), strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from command_line import featcal_inside, succeed
+from command_line import Capsys, featcal_inside, succeed
 from families import BY_NAME, Family, build_lively, few_of, images, save_family, text
 from families_text import MIXTURES
 from family import GROUPED_SIZES
@@ -189,7 +189,7 @@ def list_modules(block: Block) -> tuple[object, ...]:
     return block.name, block.calls, block.gating_modules, block.skipped, modules
 
 
-def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: Capsys) -> None:
     save_family(tmp_path, BY_NAME["bert"])
     hub.add_repo("inventory/bert", tmp_path / "merged")
     run = succeed(capsys, "modules", {"model": "inventory/bert", "--json": ""})
@@ -206,7 +206,7 @@ def test_no_weights_are_downloaded(tmp_path: Path, hub: HubServer, capsys: pytes
     ],
 )
 def test_the_table_fits_the_terminal_and_bad_input_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: dict[str, object], code: int, word: str
+    tmp_path: Path, capsys: Capsys, arguments: dict[str, object], code: int, word: str
 ) -> None:
     save_config(tmp_path, BY_NAME["bert"])
     run = featcal_inside(capsys, "modules", {"model": tmp_path, **arguments})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import complete_draft, featcal_inside
+from command_line import Capsys, complete_draft, featcal_inside
 
 from featcal_cli.recipe.reading import (
     as_draft,
@@ -69,9 +69,7 @@ calibration:
 """
 
 
-def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: Path, capsys: Capsys) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(WRONG)
     run = featcal_inside(capsys, "calibrate", {"-r": file, "--rho": "1e9"})
@@ -96,7 +94,7 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(
     assert f"in: {file}" in run.stderr.replace("\n    ", "")
 
 
-def test_all_tasks_that_are_mistyped_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_tasks_that_are_mistyped_are_named_at_once(capsys: Capsys) -> None:
     experts = "--merge ties:0.5:0.4 --base a/a --expert mnist=a/b --expert svhn=a/c --expert dtd=a/d"
     typed = "--data mnst=x/y --data svhn=x/y --columns svnh=text:t --split ddt=test --skip-expert mnis"
     line = [*experts.split(), *typed.split(), "-o", "my out", "--dry-run"]
@@ -130,9 +128,7 @@ def test_a_printed_recipe_is_the_shipped_one_from_any_folder(name: str, tmp_path
          "dare_ties:1:0.2:7"),
     ],
 )  # fmt: skip
-def test_a_merge_in_one_word_holds_what_its_method_reads(
-    typed: str, keys: dict[str, Any], name: str, option: str
-) -> None:
+def test_merges_in_one_word_hold_what_they_read(typed: str, keys: dict[str, Any], name: str, option: str) -> None:
     draft = as_draft({key: value for key, value in collect_overrides(merge=typed).items() if value})
     assert draft.model_dump()["merged"] == keys and draft.name == name
     assert as_draft({"merged": keys}).merged == draft.merged

@@ -204,7 +204,7 @@ MIT = "---\nlicense: mit\n---\n"
         ("---\nlicense: other\nlicense_name: x-1\n---\n",) * 3 + ({},),
     ],
 )
-def test_a_licence_is_carried_over_where_all_agree(
+def test_a_licence_on_which_all_agree_stays(
     merged: str, base: str | None, expert: str, carried: dict[str, str]
 ) -> None:
     cards = {"merged": merged, "base": base, "expert digit": expert, "expert letter": expert, "data digit": None}

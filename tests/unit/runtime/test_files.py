@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from command_line import featcal_inside
+from command_line import Capsys, featcal_inside
 from families import BY_NAME, save_family
 from safetensors.torch import load_file
 from torch import Tensor
@@ -68,9 +68,7 @@ def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeyp
         assert redact(text) == text
 
 
-def test_lines_of_a_log_are_json_and_the_last_tells_the_end(
-    bert_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_log_are_json_and_the_last_tells_the_end(bert_job: Path, tmp_path: Path, capsys: Capsys) -> None:
     options = {"-r": bert_job / "job.yaml", "-o": tmp_path / "out", "--log-file": tmp_path / "log.jsonl"}
     assert featcal_inside(capsys, "calibrate", options).code == 0
     lines = read(tmp_path / "log.jsonl")
@@ -110,8 +108,8 @@ def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
     assert "careful with hf_***" in (tmp_path / "log").read_text()
 
 
-def test_a_bug_is_exit_code_1_and_one_message_and_its_traceback_is_in_the_log(
-    bert_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_bug_is_code_1_and_one_message(
+    bert_job: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def break_down(_: object) -> bytes:
         raise LookupError(f"no figures with {TOKEN}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Run, featcal_inside
+from command_line import Capsys, Run, featcal_inside
 from hub_server import HubServer
 
 from featcal_cli.workflows import doctor
@@ -18,7 +18,7 @@ Examine = Callable[[str], tuple[Run, Findings]]
 
 
 @pytest.fixture
-def examine(hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
+def examine(hub: HubServer, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> Examine:
     """The command and its findings by name, with a token that is mona's if it has a role, and else as it is given."""
 
     def run(token: str) -> tuple[Run, Findings]:
@@ -55,7 +55,7 @@ def test_tokens(examine: Examine, role: str, text: str) -> None:
     assert run.code == 0 and findings["token"]["text"] == text
 
 
-def test_a_refused_token_is_a_problem_shown_in_80_columns(examine: Examine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_token_is_a_problem_shown_in_80_columns(examine: Examine, capsys: Capsys) -> None:
     run, findings = examine("hf_" + "x" * 34)
     assert run.code == 1
     assert findings["endpoint"]["state"] == "ok"
@@ -76,9 +76,7 @@ def test_offline_asks_nobody(hub: HubServer, examine: Examine, monkeypatch: pyte
     assert not hub.requests
 
 
-def test_a_hub_that_nobody_reaches_or_whose_place_another_page_has(
-    hub: HubServer, examine: Examine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_nobody_reaches(hub: HubServer, examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.fail("GET", "500", times=None)
     run, findings = examine("")
     assert (run.code, findings["endpoint"]["state"]) == (1, "problem")

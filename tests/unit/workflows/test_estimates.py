@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from command_line import Capsys
 from families import BY_NAME, Saved, save_family
 from jobs import CPU
 from recipe_world import TINY
@@ -38,13 +39,11 @@ GIB = 2**30
 def sizes_of(
     model: tf.PreTrainedModel, longest: dict[str, Batch], device: torch.device, memory: int = 24 * GIB
 ) -> dict[str, int]:
-    """As before a run."""
     architecture = run_without_values(model, "auto", longest) or list_registered(model, longest, "auto")
     return choose_batch_sizes(model, architecture, longest, device, memory)
 
 
 def plan(recipe: dict[str, object], batch_size: int | None = None) -> Plan:
-    """A job up to where it could start."""
     session = Session(recipe, RunOptions("cpu", batch_size))
     return make_plan(session, find_inputs(session))
 
@@ -234,9 +233,7 @@ def test_stages_are_reported_by_the_names_that_are_expected(llama: Saved, monkey
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_dry_run_tells_it(
-    llama: Saved, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
+def test_a_dry_run_tells_it(llama: Saved, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     plan = planned(llama, monkeypatch, 1e6)
     monkeypatch.setattr(OUT, "width", 80)
     object.__setattr__(plan, "time", TimeEstimate(20.0, {"calibrating": 130.0}, known))

@@ -265,9 +265,7 @@ def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(sa
         ("", "is the folder that an adapter is written to", {"as_adapter": 2}),  # a file of that name
     ],
 )  # fmt: skip
-def test_names_of_ours_that_are_taken_are_refused_before_anything_is_computed(
-    saved: Saved, tmp_path: Path, path: str, what: str, options: dict[str, Any]
-) -> None:
+def test_taken_names_are_refused(saved: Saved, tmp_path: Path, path: str, what: str, options: dict[str, Any]) -> None:
     (tmp_path / "merged" / "README.md").unlink(missing_ok=True)
     write(tmp_path / "merged", f"{path}/inside.txt" if path else "adapter")
     with pytest.raises(FeatCalError, match=what):
@@ -275,7 +273,7 @@ def test_names_of_ours_that_are_taken_are_refused_before_anything_is_computed(
 
 
 @pytest.mark.parametrize("name", ["2_Dense", "2_Dense/config.json"])  # a folder, and a file
-def test_what_cannot_be_read_is_refused_before_it_is_missing(
+def test_what_cannot_be_read_is_refused_at_once(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     write(tmp_path / "merged", "2_Dense/config.json")

@@ -37,7 +37,6 @@ MODELS = ("base", "merged", *TASKS)
 
 
 def build_states(size: int) -> dict[str, dict[str, Tensor]]:
-    """A base, experts and their merge, by name."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(vocab_size=size, **SIZES)).state_dict()
     experts = {task: {name: x + 0.02 * torch.randn_like(x) for name, x in base.items()} for task in TASKS}
@@ -162,9 +161,7 @@ def test_head_and_refining_do_not_depend_on_the_order_of_tokens(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("padded", [TASKS, ("merged",), ("base",)], ids=["experts", "merged", "base"])
-def test_rows_of_padding_behind_the_tokens_do_not_keep_a_head_from_being_calibrated(
-    tmp_path: Path, padded: Sequence[str]
-) -> None:
+def test_rows_of_padding_keep_no_head_from_being_calibrated(tmp_path: Path, padded: Sequence[str]) -> None:
     """A merge that is cut to its tokenizer may have experts whose embeddings are padded to a multiple of 64."""
     found = []
     for name, wider in (("plain", ()), ("other", padded)):
