@@ -30,17 +30,14 @@ FIRST = (
 """The page's heading: the first sentence of the verdict."""
 
 
-def place(relative: float) -> PlaceDrift:
-    return PlaceDrift(10 * relative, relative, 1 - relative / 2, 0.4 * relative, 0.8 * relative)
-
-
 def model_drift(last: float, blocks: list[str]) -> ModelDrift:
     """Drift that grows evenly to `last`, and jumps by half of it in the third block."""
     rising = [last * share for share in (0.1, 0.2, 0.8, 1.0)][-len(blocks) :]
     output = OutputDrift("logits", last / 2, last / 4, 1 - last / 2)
     stem = PlaceDrift(0.1, 0.01, 0.999)
     shares = [0.5, -0.25, 0.5, 0.125][-len(blocks) :]
-    drifts = [BlockDrift(*block) for block in zip(blocks, map(place, rising), shares, strict=True)]
+    places = [PlaceDrift(10 * e, e, 1 - e / 2, 0.4 * e, 0.8 * e) for e in rising]
+    drifts = [BlockDrift(*block) for block in zip(blocks, places, shares, strict=True)]
     return ModelDrift(stem, drifts, output, 1 - sum(shares))
 
 
@@ -86,9 +83,7 @@ def test_figures_that_are_no_numbers_and_secrets_stay_out() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("no Chromium on this machine (on Debian: apt-get install chromium)")
@@ -162,9 +157,8 @@ def test_every_map_has_a_cell_for_every_task_and_block(opened: Open, compare: bo
         shown = f"{LAST[role][0]:.2f}" if role != "change" else "−0.10"
         assert cell(page, 0, 3, role).inner_text() == shown
     assert cell(page, len(TASKS), 3).inner_text() == f"{sum(LAST['model']) / len(TASKS):.2f}"
-    assert cell(page, 1, 3).get_attribute("aria-label") == (
-        f"{TASKS[1]}, encoder.layers.3: 0.90, farther than the base model (0.60)"
-    )
+    label = f"{TASKS[1]}, encoder.layers.3: 0.90, farther than the base model (0.60)"
+    assert cell(page, 1, 3).get_attribute("aria-label") == label
     assert cell(page, 4, 0).get_attribute("aria-label") == "مهمة10, encoder.layers.0: not reached"
 
 
@@ -303,7 +297,5 @@ def test_it_fits_its_window_and_everything_in_it_has_a_name(opened: Open, width:
         ("img", "A on mean: drift, local and inherited, after each block"),
     ]:  # fmt: skip
         assert page.get_by_role(role, name=name, exact=True).first.is_visible(), (role, name)  # type: ignore[arg-type]
-    nameless = re.findall(
-        r"- (?:button|checkbox|grid|gridcell|img|region|table)(?=$|:| \[)", page.locator("body").aria_snapshot()
-    )
-    assert nameless == []
+    tree = page.locator("body").aria_snapshot()
+    assert not re.findall(r"- (?:button|checkbox|grid|gridcell|img|region|table)(?=$|:| \[)", tree)

@@ -59,13 +59,6 @@ def device_bytes_in_use() -> int:
     return torch.cuda.memory_allocated()
 
 
-def set_rooms(monkeypatch: pytest.MonkeyPatch, rooms: tuple[int, int] | None) -> None:
-    """Let features take no more than that; nothing is too small to be moved then."""
-    if rooms is not None:
-        monkeypatch.setattr(setup, "rooms_for_features", lambda _: rooms)
-        monkeypatch.setattr(offload, "SMALLEST_MOVED", 1)
-
-
 def ways_of(name: str) -> list[tuple[str, str]]:
     """Where features lie, and in which precision the models run: all ways for some, and the hardest for the others."""
     if name not in EVERYWHERE:
@@ -83,7 +76,9 @@ def test_weights_are_the_cpus(tmp_path: Path, name: str, device: ModuleType, mon
     expected = {dtype: weights(recipe, tmp_path / dtype, "cpu") for dtype, recipe in plans.items()}
     for place, dtype in ways:
         with monkeypatch.context() as patch:
-            set_rooms(patch, PLACES[place])
+            if (rooms := PLACES[place]) is not None:  # nothing is too small to be moved then
+                patch.setattr(setup, "rooms_for_features", lambda _, rooms=rooms: rooms)
+                patch.setattr(offload, "SMALLEST_MOVED", 1)
             device.reset()
             found = weights(plans[dtype], tmp_path / f"{place} {dtype}", "cuda")
         assert difference(found, expected[dtype]) <= PRECISE, (place, dtype)
@@ -157,8 +152,7 @@ def test_a_block_and_task_keeps_the_device_busy(
     monkeypatch.setattr(algorithm, "load_block", count_at_load)
     calibrate(recipe, output=tmp_path / "out", device="cuda", batch_size=batch_size)
     first, second = visits
-    costs = {
-        what: (second[what] - first.get(what, 0)) / len(recipe["tasks"]) for what in ("synchronisations", "kernels")
-    }
+    tasks, kinds = len(recipe["tasks"]), ("synchronisations", "kernels")
+    costs = {kind: (second[kind] - first.get(kind, 0)) / tasks for kind in kinds}
     assert 0 < costs["synchronisations"] <= 3
     assert costs["kernels"] <= (700 if batch_size is None else 1500)

@@ -85,13 +85,11 @@ def test_weights_used_last_stay_as_far_as_there_is_room(device: ModuleType, monk
 
 NEAR = 0.3
 """How far an estimate may be from what is measured."""
+DEEP = {"num_hidden_layers": 3, "num_attention_heads": 4}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}),
-    "bert": ("BertForSequenceClassification", {"num_hidden_layers": 3, "num_attention_heads": 4}),
-    "vit": (
-        "ViTForImageClassification",
-        {"num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 64, "patch_size": 8},
-    ),
+    "llama": ("LlamaForCausalLM", {**DEEP, "num_key_value_heads": 2}),
+    "bert": ("BertForSequenceClassification", DEEP),
+    "vit": ("ViTForImageClassification", {**DEEP, "image_size": 64, "patch_size": 8}),
     "t5": ("T5ForConditionalGeneration", {"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
 }
 WIDE, NARROW, HEADED = (256, 12, 16), (64, 64, 48), (256, 12, 8, 20_000)

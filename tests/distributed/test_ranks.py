@@ -115,9 +115,8 @@ def folder(families: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory)
     """Where processes, as many as the name of a folder in it says, have done these jobs, and an inspection."""
     folder = tmp_path_factory.mktemp("ranks")
     for size, names in SIZES.items():
-        jobs: dict[str, Any] = {
-            "inspection": {"recipe": recipe_of(families["bert"], KINDS["featcal"]), "inspect": True}
-        }
+        inspected = recipe_of(families["bert"], KINDS["featcal"])
+        jobs: dict[str, Any] = {"inspection": {"recipe": inspected, "inspect": True}}
         for name in names:
             kind = KINDS[name]
             jobs[name] = {"recipe": recipe_of(families[kind.family], kind), "options": kind.options}
@@ -171,9 +170,7 @@ def test_processes_do_what_one_does(done: dict[str, Done], families: dict[str, S
     first = done[name].reports(size)[0]
     assert without_seconds(first.notes) == without_seconds(alone.notes)
     is_refined = name in ("featcal, causal", "featcal, encoder-decoder", "featcal, mixtures")
-    assert alone.is_refined == is_refined and all(
-        report.is_refined == is_refined for report in done[name].reports(size)
-    )
+    assert {report.is_refined for report in (alone, *done[name].reports(size))} == {is_refined}
 
 
 def without_seconds(notes: Sequence[str]) -> list[str]:
@@ -234,10 +231,8 @@ def test_gpus_starts_processes_and_hands_on(done: dict[str, Done], families: dic
     wrong.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
     command = (sys.executable, "-m", "featcal_cli", "--gpus", "2", "calibrate", "--device", "cpu", "-o", "out", "-r")
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
-    results = [
-        subprocess.run([*command, path], cwd=tmp_path, capture_output=True, text=True, env=offline, timeout=300)
-        for path in (wrong, recipe)
-    ]
+    how: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "env": offline, "timeout": 300}
+    results = [subprocess.run([*command, path], **how) for path in (wrong, recipe)]
     assert [result.returncode for result in results] == [2, 0], results
     assert results[0].stderr.count("error:") == 1 and "Traceback" not in results[0].stderr
     whole = done["two tasks"].folder / "2" / "two tasks-0" / "model.safetensors"

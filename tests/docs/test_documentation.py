@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import jsonschema
 import pytest
 import yaml
-from command_line import Capsys, featcal_inside, succeed
+from command_line import Capsys, run_line, succeed
 from hub_server import HubServer
 from published import write_card
 from recipe_world import World, save_model
@@ -62,10 +62,8 @@ class Block(NamedTuple):
 
 def pages() -> list[Path]:
     """Everything that a reader reads, but where commands are there to fail."""
-    return [
-        ROOT / "README.md",
-        *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "troubleshooting"),
-    ]
+    named = sorted((ROOT / "docs").glob("*.md"))
+    return [ROOT / "README.md", *(page for page in named if page.stem != "troubleshooting")]
 
 
 def find_blocks(page: Path) -> Iterator[Block]:
@@ -136,10 +134,8 @@ def world(hub: HubServer, files: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def prepare(hub: HubServer, files: Path, text: str, capsys: Capsys) -> None:
     """Put what a block takes for granted here: a recipe, a merge and its calibrated form, an earlier push."""
-    tasks: dict[str, Any] = {
-        task: {"expert": f"user/clip-{task}", "data": {"dataset": data}, "evaluate": {"prompts": ["a photo of {}"]}}
-        for task, data in TASKS.items()
-    }
+    rest: dict[str, Any] = {"evaluate": {"prompts": ["a photo of {}"]}}
+    tasks = {task: {"expert": f"user/clip-{task}", "data": {"dataset": TASKS[task]}, **rest} for task in TASKS}
     tasks["svhn"]["data"]["config"] = "cropped_digits"
     recipe = {"merged": "user/merged", "base": BASE, "tasks": tasks, "calibration": {"examples": 4}}
     Path("mine.yaml").write_text(yaml.safe_dump(recipe))
@@ -167,18 +163,17 @@ def test_what_a_page_says_to_type_works(
         monkeypatch.chdir(folder)
         prepare(hub, files, "\n".join(block.commands), capsys)
         for command in commands:
-            run_line(command, capsys, f"{page.name}, after line {block.line}: {shlex.join(command)}")
+            try_line(command, capsys, f"{page.name}, after line {block.line}: {shlex.join(command)}")
 
 
-def run_line(words: list[str], capsys: Capsys, told: str) -> None:
+def try_line(words: list[str], capsys: Capsys, told: str) -> None:
     """One command; what another program would read of its output, a file gets."""
     if words[0] != "featcal":
         assert words[0] == "mkdir", f"{told}: is this run, or is it in ELSEWHERE?"
         subprocess.run(words, check=True)
         return
     command, _, after = " ".join(map(shlex.quote, words)).partition(" '|' ")[0].partition(" '>' ")
-    _, verb, *rest = shlex.split(command)
-    run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(rest)})
+    run = run_line(capsys, shlex.split(command)[1:])
     assert run.code == 0, f"{told}\n{run.stderr}"
     if after:
         Path(after).write_text(run.stdout, encoding="utf-8")
@@ -214,12 +209,6 @@ def test_what_is_generated_is_up_to_date(file: str, write: str) -> None:
     assert (ROOT / file).read_text(encoding="utf-8") == made, "run: python docs/generate.py"
 
 
-def anchors(page: Path) -> set[str]:
-    """What links to a page may end with, as GitHub makes it of headings."""
-    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
 @pytest.mark.parametrize(
     "page", [file for place in (".", "docs", "benchmarks") for file in sorted((ROOT / place).glob("*.md"))],
     ids=lambda page: page.stem,
@@ -231,7 +220,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         name, _, anchor = target.partition("#")
         file = page.parent / name if name else page
         assert file.exists(), target
-        assert not anchor or anchor in anchors(file), target
+        heads = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        # as GitHub makes them of headings
+        assert not anchor or anchor in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}, (
+            target
+        )
 
 
 def test_what_contributing_names_is_there() -> None:
@@ -246,9 +239,6 @@ def test_what_contributing_names_is_there() -> None:
 def test_the_schema_knows_the_shipped_recipes(file: Path) -> None:
     schema = ROOT / "recipes" / "recipe.schema.json"
     jsonschema.validate(yaml.safe_load(file.read_text()), json.loads(schema.read_text()))
-
-
-# Tables and the program of docs/data.md
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")

@@ -58,9 +58,6 @@ def fits(quoted: str, printed: str) -> bool:
     return re.fullmatch(pattern, printed) is not None
 
 
-# --- what makes featcal say it ---
-
-
 ALONE: Arguments = {"--base": None, "--expert": None, "--data": None}
 """The merged model, and nothing said about what it was made from."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf, nan
 from pathlib import Path
@@ -43,15 +42,6 @@ TASKS = ("digit", "turned", "parity")
 EXAMPLES = 32
 
 
-def write_recipe(file: Path, tasks: Sequence[str] = TASKS) -> Path:
-    """The demo's base and experts, and images that nobody fitted."""
-    data = {task: {"path": str(DEMO / "data" / task), "split": "validation"} for task in tasks}
-    found = {task: {"expert": str(DEMO / "experts" / task), "data": data[task]} for task in tasks}
-    recipe = {"base": str(DEMO / "base"), "tasks": found, "calibration": {"examples": EXAMPLES}}
-    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return file
-
-
 @dataclass(frozen=True)
 class Demo:
     """The demo's merged model, and what became of it."""
@@ -59,7 +49,7 @@ class Demo:
     merged: Path
     calibrated: Path
     recipe: Path
-    """Of the inspection."""
+    """Of the inspection: the demo's base and experts, and images that nobody fitted."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     quick = collect_overrides(method="paper", examples=EXAMPLES)  # of five tasks
     done = calibrate(read_draft(ROOT / "recipes" / "demo.yaml", quick), output=folder / "calibrated")
     done.merged.module.save_pretrained(folder / "merged")
-    return Demo(folder / "merged", folder / "calibrated", write_recipe(folder / "recipe.yaml"))
+    data = {task: {"path": str(DEMO / "data" / task), "split": "validation"} for task in TASKS}
+    tasks = {task: {"expert": str(DEMO / "experts" / task), "data": data[task]} for task in TASKS}
+    recipe = {"base": str(DEMO / "base"), "tasks": tasks, "calibration": {"examples": EXAMPLES}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return Demo(folder / "merged", folder / "calibrated", folder / "recipe.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +212,8 @@ def test_the_demo_mends_the_model_and_fits_on_one_screen(
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     shown = json.loads(run.stdout)
-    rows = {
-        task: {role: found["value"] for role, found in scored["scores"].items()}
-        for task, scored in shown["accuracy"].items()
-    }
+    scored = {task: of["scores"].items() for task, of in shown["accuracy"].items()}
+    rows = {task: {role: found["value"] for role, found in scores} for task, scores in scored.items()}
     assert len(rows) >= 5
     assert all(row["expert"] >= 0.9 for row in rows.values())
     expert, merged, calibrated = (sum(row[role] for row in rows.values()) / len(rows) for role in ROLES)

@@ -29,7 +29,7 @@ from featcal_cli.calibration.journal import Journal, describe_differences
 from featcal_cli.cli.results import show_plan
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.job import Job
-from featcal_cli.evaluation.results import average_tasks
+from featcal_cli.evaluation.results import TaskScores, average_tasks
 from featcal_cli.reporting.verdict import write_verdict
 from featcal_cli.runtime.errors import RecipeError, ShortageError
 from featcal_cli.runtime.progress import Listener, Progress
@@ -85,9 +85,8 @@ def divergence(saved: Saved, folder: Path) -> float:
     for task, inputs in saved.inputs.items():
         mask = inputs.get("decoder_attention_mask", inputs["attention_mask"]).bool()
         with torch.inference_mode():
-            expert, own = (
-                each(**inputs).logits.double().log_softmax(-1) for each in (load(saved.folder / task), model)
-            )
+            models = load(saved.folder / task), model
+            expert, own = (each(**inputs).logits.double().log_softmax(-1) for each in models)
         if mask.shape != own.shape[:2]:
             mask = torch.ones(own.shape[:2], dtype=torch.bool)
         total += float((expert.exp() * (expert - own)).sum(-1)[mask].mean()) / len(saved.inputs)
@@ -106,11 +105,13 @@ def check_perplexity(saved: Saved, texts: Texts, told: Mapping[str, Mapping[str,
             assert value == pytest.approx(slow, rel=1e-4), role
 
 
+def values_of(scored: Mapping[str, TaskScores]) -> dict[str, dict[str, float]]:
+    return {task: {role: score.value for role, score in of.scores.items()} for task, of in scored.items()}
+
+
 def check_report(saved: Saved, texts: Texts, report: Any, out: str) -> None:
-    told = {
-        task: {role: score["value"] for role, score in scored["scores"].items()}
-        for task, scored in report["perplexity"].items()
-    }
+    scores = {task: scored["scores"].items() for task, scored in report["perplexity"].items()}
+    told = {task: {role: score["value"] for role, score in of_task} for task, of_task in scores.items()}
     check_perplexity(saved, texts, told, merged="merged", calibrated=out, base="base")
     assert {scored["metric"] for scored in report["perplexity"].values()} == {"perplexity"}
     assert "## Perplexity" in (saved.folder / out / "README.md").read_text("utf-8")
@@ -178,11 +179,7 @@ def test_perplexities_of_what_was_refined_are_transformers(tmp_path: Path, measu
 def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
     saved = save_family(tmp_path, BY_NAME["llama"], examples=40).only(2)
     inspection = inspect_drift(saved.recipe(examples=8))
-    told = {
-        task: {role: score.value for role, score in scored.scores.items()}
-        for task, scored in inspection.perplexity.items()
-    }
-    check_perplexity(saved, measured, told, model="merged", base="base")
+    check_perplexity(saved, measured, values_of(inspection.perplexity), model="merged", base="base")
     sentences = [text for _, text in write_verdict(inspection, {"model": "it"}, str)]
     means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
     roles = f"{means['model']} of it and {means['base']} of the base model; {means['expert']} of the experts"
@@ -196,11 +193,7 @@ def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None
     found = evaluate(saved.recipe(examples=8, method="featcal", refine=True), [str(tmp_path / "other")], limit=12)
     assert found.limit == 12 and list(found.names) == ["expert", "merged", "other", "base"]
     assert {sum(len(batch["input_ids"]) for batch in batches) for batches in measured.values()} == {12}
-    told = {task: {role: score.value for role, score in scored.scores.items()} for task, scored in found.tasks.items()}
-    check_perplexity(saved, measured, told, merged="merged", other="merged", base="base")
-
-
-# --refine
+    check_perplexity(saved, measured, values_of(found.tasks), merged="merged", other="merged", base="base")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -370,9 +363,7 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     file = vit.folder / "red" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "problem_type": "regression"}))
-    with pytest.raises(
-        RecipeError, match=r"expert red gives no probabilities of one choice \(problem_type: regression"
-    ):
+    with pytest.raises(RecipeError, match=r"red gives no probabilities of one choice \(problem_type: regression"):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8)
     assert dry_run(few.recipe(ridge=None), output=tmp_path / "out").refining is None

@@ -80,9 +80,8 @@ def random_job(folder: Path, seed: int) -> tuple[Saved, dict[str, Any]]:
     """A random family, and a recipe that leaves something to featcal."""
     random = Random(seed)
     count = random.choice([10, 12, 15, 20, 30])
-    saved = save_family(
-        folder, BY_NAME[NAMES[seed % len(NAMES)]], examples=count, spread=random.choice([0.1, 0.3, 1.0, 3.0])
-    )
+    family, spread = BY_NAME[NAMES[seed % len(NAMES)]], random.choice([0.1, 0.3, 1.0, 3.0])
+    saved = save_family(folder, family, examples=count, spread=spread)
     spoil(random, saved)
     for task in random.sample(TASKS, random.randrange(len(TASKS))):
         del saved.inputs[task]
@@ -107,27 +106,18 @@ def check_promise(folder: Path, seed: int) -> float:
     fitted = report.settings["examples"]
     most = {task: min(count, fitted[task] + min(64, max(8, examples // 4))) for task in saved.inputs}
     middle = {task: fitted[task] + (most[task] - fitted[task]) // 2 for task in saved.inputs}
-    halves = (
-        {task: slice(middle[task], most[task]) for task in saved.inputs},
-        {task: slice(fitted[task], middle[task]) for task in saved.inputs},
-        {task: slice(fitted[task], most[task]) for task in saved.inputs},
-    )
-    of_answers = bool(report.output_distances)
+    ends = ((middle, most), (fitted, middle), (fitted, most))
+    halves = [{task: slice(start[task], stop[task]) for task in saved.inputs} for start, stop in ends]
+    of_answers, places = bool(report.output_distances), (saved.folder / "merged", folder / "out")
     assert of_answers == (report.settings["metric"] == "output")
     for rows in halves:
-        before, after = (
-            mean_distance(saved, place, rows, of_answers=of_answers)
-            for place in (saved.folder / "merged", folder / "out")
-        )
+        before, after = (mean_distance(saved, place, rows, of_answers=of_answers) for place in places)
         assert after <= before * (1 + 1e-6), (seed, rows)
     for of_answers, reported in (
         (False, (report.drift_rows[-1].before, report.drift_rows[-1].after)),
         (True, mean(report.output_distances)),
     ):
-        measured = tuple(
-            mean_distance(saved, place, halves[0], of_answers=of_answers)
-            for place in (saved.folder / "merged", folder / "out")
-        )
+        measured = tuple(mean_distance(saved, place, halves[0], of_answers=of_answers) for place in places)
         assert not reported or reported == pytest.approx(measured, rel=1e-4)
     return float(report.settings["step"])
 
@@ -151,14 +141,11 @@ def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption(tmp_path:
     whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
     assert resumed == whole
     merged, ours = (load_file(place / "model.safetensors") for place in (saved.folder / "merged", tmp_path / "whole"))
-    changes = {
-        f"{block.name}.{module.name}.weight": module.relative_change
-        for block in report.blocks
-        for module in block.modules
-    }
+    modules = {f"{block.name}.{x.name}.weight": x for block in report.blocks for x in block.modules}
     assert all(
-        float((ours[name] - merged[name]).norm() / merged[name].norm()) == pytest.approx(change, rel=1e-3, abs=1e-6)
-        for name, change in changes.items()
+        float((ours[name] - merged[name]).norm() / merged[name].norm())
+        == pytest.approx(x.relative_change, rel=1e-3, abs=1e-6)
+        for name, x in modules.items()
         if name in ours and ours[name].ndim > 1
     )
 

@@ -149,9 +149,8 @@ def test_the_update_of_a_stem_is_measured_by_outputs_and_checked(tmp_path: Path)
     saved = save_family(tmp_path, BY_NAME["vit"])
     for metric in ("features", "output"):
         calibrate(saved.recipe(metric=metric, stems=True), output=tmp_path / metric)
-    by_features, by_outputs, merged = (
-        load_file(tmp_path / name / "model.safetensors")[PATCHES] for name in ("features", "output", "merged")
-    )
+    files = (tmp_path / name / "model.safetensors" for name in ("features", "output", "merged"))
+    by_features, by_outputs, merged = (load_file(file)[PATCHES] for file in files)
     assert (by_outputs - by_features).norm() > 0.01 * (by_features - merged).norm()
     recipe = saved.recipe(ridge=None, rho=None, alpha=None, stems=True)
     report = calibrate(recipe, output=tmp_path / "guarded").report

@@ -179,10 +179,8 @@ def test_tables_of_the_paper(cells: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_what_is_fitted_is_corrupted_and_what_is_scored_is_not(cells: Path) -> None:
     table = make("6")
-    weights = [
-        load_file(next(cells.glob(f"*{kind}*")) / "model.safetensors")
-        for kind in ("fog", "noise", "blur", "-examples-4-seed")
-    ]
+    folders = (next(cells.glob(f"*{kind}*")) for kind in ("fog", "noise", "blur", "-examples-4-seed"))
+    weights = [load_file(folder / "model.safetensors") for folder in folders]
     name = next(name for name in weights[0] if name.endswith("layers.0.self_attn.q_proj.weight"))
     assert not any(one[name].equal(other[name]) for one, other in combinations(weights, 2))
     assert table["task_arithmetic + featcal, examples 4, corrupt fog:3"]["figures"]["mean"]["paper"] == 75.6

@@ -4,6 +4,7 @@ which a job cannot run."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -179,10 +180,8 @@ def pickles_that_lack_a_shard(stage: Stage) -> Arguments:
 
 
 def adapter_that_names_a_folder_here(stage: Stage) -> Arguments:
-    stage.write(
-        "adapter/adapter_config.json",
-        f'{{"peft_type": "LORA", "base_model_name_or_path": "{stage.folder / "base"}", "r": 2}}',
-    )
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(stage.folder / "base"), "r": 2}
+    stage.write("adapter/adapter_config.json", json.dumps(config))
     stage.write("adapter/adapter_model.safetensors", (stage.folder / "red" / "model.safetensors").read_bytes())
     return {"--expert": f"red={stage.publish('strangers/adapter', 'adapter')}"}
 
@@ -214,7 +213,7 @@ CASES += [
     (closed("private"), ["strangers/private", "private"]),
     (
         lambda stage: {"--expert": f"red={stage.publish('strangers/rows', 'red', 'dataset')}"},
-        ["there is no model strangers/rows"],
+        ["no model strangers/rows"],
     ),
     (listing("strangers/above", "../../../escaped.json"), ["outside of itself", "../../../escaped.json"]),
     (listing("strangers/root", "/tmp/escaped.json"), ["outside of itself", "/tmp/escaped.json"]),

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,11 @@ def featcal_inside(capsys: Capsys, command: str, arguments: Mapping[str, object]
         main()
     written = capsys.readouterr()
     return Run(int(stopped.value.code or 0), written.out, unfold(written.err), written.err)
+
+
+def run_line(capsys: Capsys, line: Sequence[str]) -> Run:
+    """Run a command inside this process as it is typed, without `featcal`."""
+    return featcal_inside(capsys, line[0], {str(number): word for number, word in enumerate(line[1:])})
 
 
 def succeed(capsys: Capsys, command: str, arguments: Mapping[str, object]) -> Run:

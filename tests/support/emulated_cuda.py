@@ -42,15 +42,12 @@ def build() -> ModuleType:
     os.environ.setdefault("MAX_JOBS", "1")
     built = folder / f"{NAME}.so"
     with (folder / "taken").open("w") as taken:
-        fcntl.flock(
-            taken, fcntl.LOCK_EX
-        )  # the system lets it go when whoever builds is ended, and torch's own lock stays
+        # the system lets it go when whoever builds is ended, and torch's own lock stays
+        fcntl.flock(taken, fcntl.LOCK_EX)
         if not built.is_file():
             with tempfile.TemporaryDirectory(dir=folder) as build_folder:
-                source = shutil.copy(SOURCE, build_folder)
-                module: ModuleType = cpp_extension.load(
-                    NAME, [source], build_directory=build_folder, extra_cflags=FLAGS
-                )
+                source, load = shutil.copy(SOURCE, build_folder), cpp_extension.load
+                module: ModuleType = load(NAME, [source], build_directory=build_folder, extra_cflags=FLAGS)
                 (Path(build_folder) / built.name).replace(built)
                 return module
     spec = importlib.util.spec_from_file_location(NAME, built)

@@ -48,10 +48,9 @@ class Folder:
         settings = {"pad_token": "[PAD]", "eos_token": "</s>", "unk_token": "[UNK]", **settings}
         saved = self.shelf / str(zlib.crc32(repr((chat, words, settings)).encode()))
         if not saved.exists():
-            ends = TemplateProcessing(
-                single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-            )
-            fast = word_tokenizer(words, "[UNK]", {"post_processor": ends}, **settings)
+            pair, ends = "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 2), ("[SEP]", 3)]
+            around = TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=ends)
+            fast = word_tokenizer(words, "[UNK]", {"post_processor": around}, **settings)
             if chat:
                 fast.chat_template = CHAT_TEMPLATE
             fast.save_pretrained(saved)
@@ -96,9 +95,8 @@ class Folder:
         self, model: PreTrainedModel, data: Data, *, count: int = 8, batch_size: int = 4, seed: int = 0, **options: Any
     ) -> TaskExamples:
         self.prepare(model)
-        return draw_examples("task", data, Target(model, [self.expert]), count=count, seed=seed, **options).cut(
-            batch_size
-        )
+        target = Target(model, [self.expert])
+        return draw_examples("task", data, target, count=count, seed=seed, **options).cut(batch_size)
 
     def refuse(self, model: PreTrainedModel, data: Data, message: str, **options: Any) -> DataError:
         with pytest.raises(DataError, match=message) as caught:

@@ -119,9 +119,8 @@ def _make_family(folder: Path, family: Family, examples: int, spread: float, dty
         model.save_pretrained(folder / task)
         for total, now, then in zip(mean, model.parameters(), start, strict=True):
             total += (now.detach() - then) / len(TASKS)
-        given = {
-            name: value.clone(memory_format=torch.contiguous_format) for name, value in family.inputs(examples).items()
-        }
+        layout = torch.contiguous_format
+        given = {name: value.clone(memory_format=layout) for name, value in family.inputs(examples).items()}
         save_file(given, folder / f"{task}.safetensors")
         inputs[task] = behind_the_text(given)
     _load(model, [then + total for then, total in zip(start, mean, strict=True)])
@@ -136,11 +135,9 @@ def behind_the_text(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return inputs
     starts = mask.argmax(1).tolist()
     rolled = {name: inputs[name] for name in inputs if inputs[name].shape[:2] == mask.shape}
-    moved = {
-        name: torch.stack([row.roll(-start, 0) for row, start in zip(value, starts, strict=True)])
-        for name, value in rolled.items()
-    }
-    return {**inputs, **moved}
+    for name, value in rolled.items():
+        rolled[name] = torch.stack([row.roll(-start, 0) for row, start in zip(value, starts, strict=True)])
+    return {**inputs, **rolled}
 
 
 def build_lively(family: Family) -> PreTrainedModel:

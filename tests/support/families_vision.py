@@ -93,11 +93,8 @@ _VIT_AND_BERT = {"vision_config": {"model_type": "vit", **VISION_SIZES}, "text_c
 _BRIDGE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "text_config": {**TEXT_SIZES, "hidden_size": 64}, "vision_config": {"hidden_size": 64,
     "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}}  # fmt: skip
-_BRIDGE_BLOCKS = " ".join(
-    f"text_model.encoder.layer.{n} vision_model.visual.transformer.resblocks.{n} cross_modal_text_layers.{n} "
-    f"cross_modal_image_layers.{n}"
-    for n in range(2)
-)
+_BRIDGE_PARTS = "text_model.encoder.layer.N vision_model.visual.transformer.resblocks.N cross_modal_text_layers.N"
+_BRIDGE_BLOCKS = " ".join(f"{_BRIDGE_PARTS} cross_modal_image_layers.N".replace("N", str(n)) for n in range(2))
 _TOWERS, _IMAGES = "{vision,text}_model.encoder.layers.{}", "vision_model.encoder.layers.{}"
 _LAST_IMAGES, _IN_TEXT = "vision_model.encoder.layers.1", padding_in("text_")
 

@@ -141,11 +141,8 @@ def images_in_text(image_tokens: int) -> Callable[[int], Batch]:
     def build(count: int) -> Batch:
         words = text(count)
         places = torch.full((count, image_tokens), IMAGE_TOKEN)
-        return {
-            **images(count),
-            "input_ids": torch.cat([places, words["input_ids"]], 1),
-            "attention_mask": torch.cat([torch.ones_like(places), words["attention_mask"]], 1),
-        }
+        ids, mask = torch.cat([places, words["input_ids"]], 1), torch.ones_like(places)
+        return {**images(count), "input_ids": ids, "attention_mask": torch.cat([mask, words["attention_mask"]], 1)}
 
     return build
 
@@ -165,14 +162,8 @@ def spectrograms(count: int, frames: int = 20, bins: int = 16) -> Batch:
 def _prefixes(count: int, size: int, shortest: int) -> Tensor:
     lengths = torch.randint(shortest, size + 1, (count,))
     lengths[0] = size
-    return _mask_of(lengths, size)
-
-
-def _mask_of(lengths: Tensor, size: int) -> Tensor:
     return (torch.arange(size) < lengths[:, None]).long()
 
-
-# Rules for the rows.
 
 CROSS = re.compile(
     r"(encoder_attn|EncDecAttention|cross_attn|crossattention|cross_attention|encoder_decoder_attention)\b.*"

@@ -3,7 +3,6 @@ padded; bfloat16 comes close. And the table of architectures in the docs, whose 
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import Counter
@@ -17,6 +16,7 @@ import torch
 import transformers
 from families import SPREAD, Family, Saved, save_family
 from oracle import Matrix, Numbers, calibrate_slowly, to_float64
+from outcome import distance
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -117,9 +117,8 @@ def check_oracle(
     assert {Matrix(student, path).name for path in parts} == of_experts
     listed = {path.partition("[")[0] for path in listed - parts}
     names = {name for name in expected if ".experts." not in name}
-    functional = {
-        name for name in names if re.search(family.functional, name) or re.search(family.functional, f"{name}[")
-    }
+    pattern = re.compile(family.functional)
+    functional = {name for name in names if pattern.search(name) or pattern.search(f"{name}[")}
     whole = {name.rpartition(".")[0] for name in names - functional}
     assert listed == whole | {name for name in functional if not name.endswith("_bias")}
     assert report.settings["token_weights"] == ("cls" if family.cls else "uniform")
@@ -181,10 +180,8 @@ def check_half_precision(saved: Saved, models: Mapping[str, PreTrainedModel], fu
     half_model: Any = type(result.merged.module).from_pretrained(output)
     half, merged = (dict(model.named_parameters()) for model in (half_model, models["merged"]))
     assert all(torch.isfinite(parameter).all() for parameter in half.values())
-    apart, moved = (
-        math.sqrt(sum(float((values[name].double() - full[name]).square().sum()) for name in full))
-        for values in (half, merged)
-    )
+    both = ({name: values[name].detach() for name in full} for values in (half, merged))
+    apart, moved = (distance(values, full) for values in both)
     assert apart < 0.5 * moved
 
 

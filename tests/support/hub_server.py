@@ -83,18 +83,11 @@ class HubServer:
         self.faults.plan(kind, fault, path=path, times=times, after=after)
 
     def add_repo(
-        self,
-        repo_id: str,
-        folder: Path,
-        *,
-        kind: str = "model",
-        gated: bool = False,
-        private: bool = False,
-        granted: Iterable[str] = (),
-        revision: str = "main",
-    ) -> str:
+        self, repo_id: str, folder: Path, *, kind: str = "model", revision: str = "main", granted: Iterable[str] = (),
+        gated: bool = False, private: bool = False,
+    ) -> str:  # fmt: skip
         """Commit the files of `folder` to a branch of a new or existing repo; return the commit."""
-        fresh = Repo(repo_id, kind, gated, private, {repo_id.split("/")[0], *granted})
+        fresh = Repo(repo_id, kind, {repo_id.split("/")[0], *granted}, gated, private)
         repo = self.repos.setdefault((kind, repo_id), fresh)
         return repo.commit(revision, self._read(folder))
 

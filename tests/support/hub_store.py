@@ -84,9 +84,9 @@ class Repo:
 
     id: str
     kind: str
-    gated: bool
-    private: bool
     readers: set[str]
+    gated: bool = False
+    private: bool = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     pulls: list[Pull] = field(default_factory=list)

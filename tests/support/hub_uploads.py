@@ -111,7 +111,7 @@ class Uploads:
         if owner not in self.hub.names(user):
             return refuse(403, f"You don't have the rights to create a model under the namespace {owner!r}")
         repo_id = f"{owner}/{asked['name']}"
-        repo = Repo(repo_id, "model", False, asked.get("visibility") == "private", {owner})
+        repo = Repo(repo_id, "model", {owner}, private=asked.get("visibility") == "private")
         url = f"{self.hub.url}/{repo.id}"
         if ("model", repo_id) in self.hub.repos:
             message = "You already created this model repo"

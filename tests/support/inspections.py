@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -23,19 +23,15 @@ def make_model(level: float, blocks: Sequence[str]) -> ModelDrift:
 
 
 def make_inspection(
-    tasks: Sequence[str],
-    blocks: int | Sequence[str] = 4,
-    *,
-    compare: bool = False,
-    levels: dict[str, float] | None = None,
+    tasks: Sequence[str], blocks: int | Sequence[str] = 4, *, compare: bool = False, levels: Mapping[str, float] = {}
 ) -> Inspection:
     """The first task's drifts are `levels`; every further task drifts a hundredth more."""
     names = [f"encoder.layers.{number}" for number in range(blocks)] if isinstance(blocks, int) else blocks
-    chosen = {role: level for role, level in (LEVELS | (levels or {})).items() if compare or role != "other"}
-    inspected = {
-        task: TaskInspection(8, {role: make_model(level * (1 + number / 100), names) for role, level in chosen.items()})
-        for number, task in enumerate(tasks)
-    }
+    chosen = {role: level for role, level in {**LEVELS, **levels}.items() if compare or role != "other"}
+    inspected = {}
+    for number, task in enumerate(tasks):
+        drifts = {role: make_model(level * (1 + number / 100), names) for role, level in chosen.items()}
+        inspected[task] = TaskInspection(8, drifts)
     models = {role: f"user/{role}" for role in chosen}
     return Inspection("0.1.0", models, inspected, [], {}, {}, {})
 

@@ -90,9 +90,8 @@ def calibrate_slowly(
                 calls = enumerate(cal[path])
                 weights = [token_weights(path, n, x, family, batch, first=family.cls == block) for n, x in calls]
                 weight = torch.cat([of[of > 0] for of in weights])
-                x_cal, x_exp = (
-                    torch.cat([x[of > 0] for x, of in zip(xs[path], weights, strict=True)]) for xs in (cal, exp)
-                )
+                both = (zip(xs[path], weights, strict=True) for xs in (cal, exp))
+                x_cal, x_exp = (torch.cat([x[of > 0] for x, of in pairs]) for pairs in both)
                 shares.append(Share(module_at(expert, path), x_cal, x_exp, (weight / weight.sum()).unsqueeze(1)))
             module, anchor = module_at(student, path), module_at(base, path)
             if isinstance(module, Matrix):
@@ -275,9 +274,8 @@ class Matrix:
             self.is_transposed = f"{name}_bias" in names or name.endswith("mlp.w2") or takes_all(holder)
         else:
             from_left = piece.ndim == 3 and not path.endswith(".o")
-            self.is_transposed = (
-                from_left or re.search(r"rel_logits_proj\.proj$|_gate_weight\[", path) is not None
-            )  # x W
+            # x W
+            self.is_transposed = from_left or bool(re.search(r"rel_logits_proj\.proj$|_gate_weight\[", path))
         self.weight = flat.T if self.is_transposed else flat
 
     def get_parameter(self, _: str) -> Any:
@@ -367,9 +365,8 @@ def record(model: PreTrainedModel, block: str, batch: Mapping[str, Tensor]) -> d
 @contextmanager
 def _functions(model: PreTrainedModel, block: str, kept: dict[str, list[Tensor]]) -> Iterator[None]:
     """Inside, what functions multiply with the block's parameters, as a whole, is kept."""
-    names = {
-        x.data_ptr(): name for name, x in model.named_parameters() if name.startswith(f"{block}." if block else "")
-    }
+    start = f"{block}." if block else ""
+    names = {x.data_ptr(): name for name, x in model.named_parameters() if name.startswith(start)}
     linear, einsum, attend = nn.functional.linear, torch.einsum, nn.functional.multi_head_attention_forward
     multiply, convolve, multiply_batch = Tensor.__matmul__, nn.functional.conv1d, torch.baddbmm
     queries: list[torch.Size] = []
@@ -534,15 +531,12 @@ def _convolution(path: str, module: Any, anchor: Any, shares: Sequence[Share], n
     """Group by group, as Linears of its patches."""
     results = []
     for group in range(module.groups):
-        student, base, *experts = (
-            _part_of(each, group) for each in (module, anchor, *(share.expert for share in shares))
-        )
+        modules = (module, anchor, *(share.expert for share in shares))
+        student, base, *experts = (_part_of(each, group) for each in modules)
         width = student.in_features
         columns = slice(group * width, (group + 1) * width)
-        of_group = [
-            Share(expert, share.x_cal[:, columns], share.x_exp[:, columns], share.weights)
-            for expert, share in zip(experts, shares, strict=True)
-        ]
+        rows = ((x.x_cal[:, columns], x.x_exp[:, columns], x.weights) for x in shares)
+        of_group = [Share(expert, *row) for expert, row in zip(experts, rows, strict=True)]
         results.append(_linear(path, student, base, of_group, numbers))
     whole = {name: torch.cat([result[name] for result in results]) for name in results[0]}
     return whole | {f"{path}.weight": whole[f"{path}.weight"].view(module.weight.shape)}

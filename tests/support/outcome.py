@@ -24,9 +24,8 @@ OF_THE_RUN = re.compile("taken over|earlier run|computed again")
 
 def result(folder: Path) -> dict[str, object]:
     """Every file of an output; of the report and the card, what the result is."""
-    files: dict[str, object] = {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    files: dict[str, object] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     report = json.loads((folder / "featcal_report.json").read_text())
     report["notes"] = [note for note in report["notes"] if not OF_THE_RUN.search(note)]
     report["cost"] = {key: value for key, value in report["cost"].items() if key not in TIMES}

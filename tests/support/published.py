@@ -44,11 +44,8 @@ def write_merge(folder: Path) -> Path:
         texts = [" ".join(f"w{random.randrange(2, VOCABULARY)}" for _ in range(8)) for _ in range(ROWS)]
         data = folder / "data" / task / "data"
         data.mkdir(parents=True)
-        pyarrow.parquet.write_table(
-            pyarrow.table({"text": texts, "label": [number % 2 for number in range(ROWS)]}),
-            data / "train-00000-of-00001.parquet",
-            row_group_size=10,
-        )
+        table = pyarrow.table({"text": texts, "label": [number % 2 for number in range(ROWS)]})
+        pyarrow.parquet.write_table(table, data / "train-00000-of-00001.parquet", row_group_size=10)
     return folder
 
 
@@ -64,22 +61,13 @@ def publish(hub: HubServer, folder: Path, org: str) -> Published:
         commits[f"{org}/{task}-rows"] = hub.add_repo(f"{org}/{task}-rows", folder / "data" / task, kind="dataset")
         commits[f"{org}/bert-{task}"] = hub.add_repo(f"{org}/bert-{task}", place / task)
     write_card(place / "base", license="mit")
-    config = {
-        "merge_method": "task_arithmetic",
-        "base_model": base,
-        "models": [{"model": f"{org}/bert-{task}", "parameters": {"weight": 0.3}} for task in TASKS],
-        "dtype": "float32",
-    }
+    models = [{"model": f"{org}/bert-{task}", "parameters": {"weight": 0.3}} for task in TASKS]
+    config = {"merge_method": "task_arithmetic", "base_model": base, "models": models, "dtype": "float32"}
     text = yaml.safe_dump(config)
     (place / "merged" / "mergekit_config.yml").write_text(text)
-    write_card(
-        place / "merged",
-        f"# merged\n\nThis is a merge of pre-trained language models.\n\n```yaml\n{text}```\n",
-        base_model=[*(f"{org}/bert-{task}" for task in TASKS), base],
-        library_name="transformers",
-        tags=["mergekit", "merge"],
-        license="mit",
-    )
+    card = f"# merged\n\nThis is a merge of pre-trained language models.\n\n```yaml\n{text}```\n"
+    told = {"library_name": "transformers", "tags": ["mergekit", "merge"], "license": "mit"}
+    write_card(place / "merged", card, base_model=[*(f"{org}/bert-{task}" for task in TASKS), base], **told)
     for name in ("base", "merged"):
         commits[f"{org}/{name}"] = hub.add_repo(f"{org}/{name}", place / name)
     return Published(place, commits)

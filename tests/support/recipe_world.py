@@ -136,16 +136,12 @@ def build(kind: str) -> Any:
     torch.manual_seed(0)
     ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
     if kind == "clip":
-        config: Any = transformers.CLIPConfig(
-            text_config={**TINY, **ids, "max_position_embeddings": 77},
-            vision_config={**TINY, "image_size": 16, "patch_size": 8},
-            projection_dim=8,
-        )
+        text, vision = {**TINY, **ids, "max_position_embeddings": 77}, {**TINY, "image_size": 16, "patch_size": 8}
+        config: Any = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
         model: Any = transformers.CLIPModel(config)
     elif kind == "t5":
-        config = transformers.T5Config(
-            d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0, **ids
-        )
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        config = transformers.T5Config(**sizes, **ids, decoder_start_token_id=0)
         model = transformers.T5ForConditionalGeneration(config)
     else:
         config = transformers.LlamaConfig(**TINY, **ids, num_key_value_heads=1, tie_word_embeddings=True)

@@ -45,7 +45,7 @@ def make_tokenizer(kind: str, tokens: Sequence[str], *, begins: bool = False, me
         made = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     elif kind == "bytes":
-        joined = [("Ġ", "w"), *(_split(f"Ġ{word}") for word in WORDS if merges)]
+        joined = [("Ġ", "w"), *((f"Ġ{word[:-1]}", word[-1]) for word in WORDS if merges)]
         made = Tokenizer(models.BPE(ids, joined, unk_token="<unk>"))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
         made.decoder = decoders.ByteLevel()
@@ -59,11 +59,6 @@ def make_tokenizer(kind: str, tokens: Sequence[str], *, begins: bool = False, me
         made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=start)
     names = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **names)
-
-
-def _split(word: str) -> tuple[str, str]:
-    """The two parts that a word of WORDS is joined of: all but its last digit, and that."""
-    return (word[:-1], word[-1])
 
 
 def reorder(module: Any, old: Sequence[str], new: Sequence[str]) -> None:
@@ -89,8 +84,11 @@ def add_tokens(tokenizer: Any, *names: str) -> Any:
     return tokenizer
 
 
-def write_rows(file: Path, seed: int, rows: int = 40) -> str:
+def make_texts(seed: int) -> list[str]:
     random = Random(seed)
-    texts = (" ".join(random.choices(WORDS, k=random.randint(4, 12))) for _ in range(rows))
-    file.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    return [" ".join(random.choices(WORDS, k=random.randint(4, 12))) for _ in range(40)]
+
+
+def write_rows(file: Path, seed: int) -> str:
+    file.write_text("".join(f'{{"text": "{text}"}}\n' for text in make_texts(seed)))
     return str(file)

@@ -52,9 +52,8 @@ class TextRepo(Repo):
 def lost(name: str, what: str) -> HubError:
     """The error for a repo that is not there, or may not be read."""
     error = HubError(what, where=name, fix="check the name")
-    error.__cause__ = RepositoryNotFoundError(
-        "404", response=httpx.Response(404, request=httpx.Request("GET", "https://h"))
-    )
+    request = httpx.Request("GET", "https://h")
+    error.__cause__ = RepositoryNotFoundError("404", response=httpx.Response(404, request=request))
     return error
 
 
@@ -118,9 +117,8 @@ def lora(base: str, data: Any = None) -> dict[str, str]:
 
 def listed(method: str, *models: str, **keys: Any) -> dict[str, str]:
     entries = [{"model": name, "parameters": {"weight": 0.5, "density": 0.5}} for name in models]
-    return {
-        "mergekit_config.yml": yaml.safe_dump({"models": entries, "merge_method": method, **keys, "dtype": "bfloat16"})
-    }
+    merge = {"models": entries, "merge_method": method, **keys, "dtype": "bfloat16"}
+    return {"mergekit_config.yml": yaml.safe_dump(merge)}
 
 
 CHAT, CODE = model("ORG/Base-7B", data=["ORG/rows"]), model("ORG/Base-7B", data=["ORG/rows"])

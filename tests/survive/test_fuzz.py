@@ -24,9 +24,8 @@ from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.structured_text import load_documents
 from featcal_cli.workflows.inputs import dump_recipe
 
-FUZZ = settings(
-    derandomize=True, database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck)
-)
+NO_CHECKS = list(HealthCheck)
+FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=200, suppress_health_check=NO_CHECKS)
 """The same inputs in every run."""
 
 texts = some.text(some.characters(codec=None), max_size=30)

@@ -50,9 +50,6 @@ def draw(stage: Stage, data: Data, *, images: bool = False, count: int = 4) -> D
     return draw_examples("red", data, Target(model, [base]), count=count, seed=0)
 
 
-# --- one commit ---
-
-
 @pytest.mark.parametrize("kind", ["model tree", "file head", "file", "large file"])
 def test_a_changing_model_is_read_at_one_commit(stage: Stage, capsys: Capsys, kind: str) -> None:
     name = f"changing/{kind.replace(' ', '-')}"
@@ -82,9 +79,6 @@ def test_a_changing_dataset_is_read_at_one_commit(stage: Stage, capsys: Capsys) 
     assert stage.hub.faults.hits and stage.hub.repos["dataset", "changing/rows"].refs["main"] != first
     assert f"revision: {first}" in (stage.folder / "again" / "featcal.yaml").read_text()
     check_same(stage, "again")
-
-
-# --- links ---
 
 
 def test_links_to_weights_and_of_the_hubs_cache_are_followed(stage: Stage, capsys: Capsys) -> None:
@@ -128,9 +122,6 @@ def test_an_expert_may_hold_links_and_nothing_is_written_outside(stage: Stage, t
     assert "for nobody" not in "".join(path.read_text(errors="ignore") for path in (stage.folder / "out").iterdir())
 
 
-# --- no code ---
-
-
 def test_code_beside_a_model_is_not_run(stage: Stage, tmp_path: Path, capsys: Capsys) -> None:
     for model in ("merged", "base", "red"):
         for name in ("modeling_evil.py", "tokenization_evil.py", "setup.py", "__init__.py", "conftest.py"):
@@ -142,9 +133,6 @@ def test_code_beside_a_model_is_not_run(stage: Stage, tmp_path: Path, capsys: Ca
     calibrate(stage, capsys, data=f"red={rows}")
     assert featcal_inside(capsys, "modules", {"merged": stage.folder / "merged"}).code == 0
     assert not (tmp_path / "pwned").exists()
-
-
-# --- memory and time ---
 
 
 def test_large_images_are_decoded_one_at_a_time(stage: Stage) -> None:
@@ -227,9 +215,6 @@ def test_a_card_takes_seconds_at_most_whatever_it_repeats(pattern: str) -> None:
     started = time.process_time()
     read_card("---\n" + pattern * (2_000_000 // len(pattern)))
     assert time.process_time() - started < 4
-
-
-# --- names ---
 
 
 def test_names_are_shown_on_the_terminal_and_not_obeyed(stage: Stage, capsys: Capsys) -> None:

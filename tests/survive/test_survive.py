@@ -96,9 +96,6 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(
     assert len(hub.repos["model", "alice/mended"].log) == 1
 
 
-# One cache, two processes
-
-
 def test_two_runs_that_fill_one_cache_go_well(zygote: Zygote, hub: HubServer, bert_job: Path, tmp_path: Path) -> None:
     """None of the models is on this machine, and what a dead client leaves is nobody's."""
     for name in ("merged", "base", "red"):

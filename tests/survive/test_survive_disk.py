@@ -223,9 +223,6 @@ def test_no_disk_is_an_output(disk: SmallDisk, tmp_path: Path, monkeypatch: pyte
     assert not disk.files() and [path.name for path in tmp_path.iterdir()] == ["disk"]
 
 
-# Other things on the disk than the output
-
-
 def test_no_page_is_written_by_halves(disk: SmallDisk, inputs: Path, capsys: Capsys) -> None:
     disk.fill(leave=PAGE)
     files = {"--html": "drift.html", "--plot": "drift.png"}

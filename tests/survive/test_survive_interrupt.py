@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -87,13 +86,6 @@ def interrupt(
     return True
 
 
-def stall(hub: HubServer, kind: str, path: str = "", after: int = 0) -> Callable[[], bool]:
-    """Let requests of a kind go without an answer; what is returned tells whether there was one."""
-    before = hub.faults.hits
-    hub.fail(kind, STALL, path=path, after=after, times=None)
-    return lambda: hub.faults.hits > before
-
-
 @pytest.mark.parametrize(
     ("kind", "path", "after"),
     [
@@ -111,9 +103,10 @@ def test_a_hub_that_stalls_holds_nobody_up(
     token = stock(hub, merge)
     names = {"weights": "blue/model.safetensors", "rows": "data/red/data/train-00000-of-00001.parquet"}
     contents = {name: sha256((merge / file).read_bytes()).hexdigest() for name, file in names.items()}
-    stalled = stall(hub, kind, path.format(**contents), after)
+    before = hub.faults.hits
+    hub.fail(kind, STALL, path=path.format(**contents), after=after, times=None)
     run = push(zygote, tmp_path, token)
-    assert wait_until(stalled)
+    assert wait_until(lambda: hub.faults.hits > before)
     assert interrupt(run, times=3 if kind == "model info" else 1)  # impatience changes nothing
     assert (tmp_path / "out").exists() == (kind in ("upload", "commit"))
     hub.faults.clear()
@@ -190,9 +183,6 @@ def test_a_start_ends_soon(bert_job: Path, tmp_path: Path, loaded: str, message:
     lines = [line for line in stderr.read_text().splitlines() if line and not line.startswith("import time:")]
     # the names of models and data are found, and told, before torch is imported
     assert lines[-1] == message and all(line.startswith(("· given: ", "  ")) for line in lines[:-1])
-
-
-# Two runs
 
 
 def test_a_second_run_stops_at_once(zygote: Zygote, hub: HubServer, merge: Path, pushed: Path, tmp_path: Path) -> None:

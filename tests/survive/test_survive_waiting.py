@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command_line import Capsys, featcal_inside
+from command_line import Capsys, run_line
 from hub_faults import FAULTS, Fault
 from hub_server import HubServer
 from published import publish
@@ -57,7 +57,7 @@ def test_a_failure_is_told_at_once(
         said.append(capsys.readouterr().err)
 
     monkeypatch.setattr(time, "sleep", pause)
-    run = featcal_inside(capsys, command[0], {str(number): part for number, part in enumerate(command[1:])})
+    run = run_line(capsys, command)
     text, first = " ".join(f"{''.join(said)}{run.stderr}".split()), " ".join("".join(said[: len(pauses)]).split())
     assert run.code == 2 and "error: " in text and "Traceback" not in text, text
     assert told in first and "http:" not in text, text

@@ -127,10 +127,8 @@ def learn(
     """Distil experts, with those that held-out examples are answered by, into a new student."""
     student = make_student()
     folder.mkdir(exist_ok=True)
-    lessons = {
-        task: make_lesson(student, *answering, folder / f"{task}.safetensors", sizes)
-        for task, answering in experts.items()
-    }
+    files = {task: folder / f"{task}.safetensors" for task in experts}
+    lessons = {task: make_lesson(student, *both, files[task], sizes) for task, both in experts.items()}
     of_merged = {task: merged * lesson.measure() for task, lesson in lessons.items()}
     journal = Journal(folder / "work" / "journal", {})
     learned = add_updates(student, {"0.weight": distance}, seed=0)
@@ -163,9 +161,7 @@ def test_a_run_that_goes_on_ends_in_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         learn(tmp_path / "parts", {"red": (expert, expert)}, stop)
     steps: list[int] = []
-    again, parts = learn(
-        tmp_path / "parts", {"red": (expert, expert)}, lambda progress: steps.append(progress.finished)
-    )
+    again, parts = learn(tmp_path / "parts", {"red": (expert, expert)}, lambda told: steps.append(told.finished))
     assert steps == list(range(begins, 40))
     assert again.after == record.after and again.before == record.before
     assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)

@@ -52,9 +52,8 @@ def slow_objective(
     shares = []
     for expert, fit, check in zip(experts, fitted, checked, strict=True):
         runs = ((student, fit), (student, check), (expert, check))
-        x_fit, x_cal, x_exp = (
-            record(model, path, batch)[path][0][batch["attention_mask"].bool()] for model, batch in runs
-        )
+        kept = ((record(model, path, x)[path][0], x["attention_mask"].bool()) for model, x in runs)
+        x_fit, x_cal, x_exp = (x[mask] for x, mask in kept)
         omega = 1 / float((x_fit.T @ x_fit / len(x_fit)).norm())
         target = HELD_BACK.alpha * x_exp + (1 - HELD_BACK.alpha) * x_cal
         if not isinstance(module, nn.Linear):

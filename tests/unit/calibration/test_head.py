@@ -32,9 +32,8 @@ def problem(*, bias: bool = False) -> tuple[Divergence, Tensor, list[tuple[Tenso
         expert = Affine(merged + 0.3 * draw(CLASSES, WIDTH), None if offset is None else draw(CLASSES))
         x = draw(count, WIDTH)
         x_exp = x + 0.3 * draw(count, WIDTH)
-        parts = [
-            HeadInputs(*part) for part in zip(*(of.split(17) for of in (x, x_exp, torch.arange(count))), strict=True)
-        ]
+        columns = (of.split(17) for of in (x, x_exp, torch.arange(count)))
+        parts = [HeadInputs(*part) for part in zip(*columns, strict=True)]
         divergence.add_task(parts, expert, len(ROWS))
         z = x_exp.double() @ expert.weight.double().T
         rows.append((x.double(), (z if expert.bias is None else z + expert.bias.double()).softmax(-1)))

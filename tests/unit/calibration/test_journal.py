@@ -50,11 +50,6 @@ def go_on(bert: Saved, journal: Path) -> tuple[bytes, str]:
     return weights(journal.parent.parent / "out"), watcher.notes
 
 
-def zero_the_end(file: Path) -> None:
-    """What a disk holds of a file whose last page had not been written when the power went."""
-    file.write_bytes(file.read_bytes()[:-500] + bytes(500))
-
-
 def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
@@ -62,7 +57,8 @@ def flip_a_bit(file: Path) -> None:
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {
-    "zeros at the end": zero_the_end,
+    # where the last page had not been written when the power went
+    "zeros at the end": lambda file: file.write_bytes(file.read_bytes()[:-500] + bytes(500)),
     "one bit": flip_a_bit,
     "cut short": lambda file: os.truncate(file, 100),
     "empty": lambda file: os.truncate(file, 0),
@@ -181,9 +177,6 @@ def test_a_model_that_vanishes_is_one_message(saved: Saved, tmp_path: Path, stag
     with pytest.raises(FeatCalError) as refused:
         calibrate(saved.recipe(), output=tmp_path / "out", listener=Watcher(stage, steal))
     assert refused.value.fix and not (tmp_path / "out").exists()
-
-
-# What differs
 
 
 def test_what_differs_is_named_as_it_is_typed_and_blocks_of_another_job_stay(bert: Saved, journal: Path) -> None:

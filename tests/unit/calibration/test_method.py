@@ -39,6 +39,7 @@ def read_report(output: Path) -> Report:
 
 
 HALF: dict[str, Any] = {"ridge": 0.123, "alpha": 0.7}
+AS_OURS: dict[str, Any] = {"metric": "output", "order": "module"}
 ALL: dict[str, Any] = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
 
 
@@ -55,9 +56,9 @@ ALL: dict[str, Any] = {"ridge": 0.123, "rho": 1.5, "alpha": 0.7}
         ({"method": "paper"}, "causal", PAPER["Llama-3.2-3B"], "the paper's for causal models"),
         ({"method": "paper", **ALL}, "causal", Hyperparameters(0.123, 1.5, 0.7), "given"),
         (
-            {"method": "paper", "metric": "output", "order": "module"},
+            {"method": "paper", **AS_OURS},
             "encoder",
-            replace(PAPER["CLIP"], metric="output", order="module"),
+            replace(PAPER["CLIP"], **AS_OURS),
             "the paper's for encoder models",
         ),
     ],

@@ -307,13 +307,11 @@ def test_every_step_lowers_the_error(settings: Hyperparameters, monkeypatch: pyt
         system = MetricEquations({"m": merged}, settings)
         add_all(system, merged, tasks, settings.alpha)
         update = system.solve({"m": base}, bias=False)["m"].parameters.weight - merged.weight
-        errors.append(
-            [
-                float(curvature - 2 * descent + settings.ridge * (of - towards).square().sum())
-                for of in (update, best)
-                for curvature, descent in [system.objective("m", of, torch.zeros(D_OUT).double())]
-            ]
-        )
+        error = []
+        for of in (update, best):
+            curvature, descent = system.objective("m", of, torch.zeros(D_OUT).double())
+            error.append(float(curvature - 2 * descent + settings.ridge * (of - towards).square().sum()))
+        errors.append(error)
     ours, (least, *_) = zip(*errors, strict=True)
     none = settings.ridge * float(towards.square().sum())
     assert all(now <= before + 1e-12 for before, now in pairwise((none, *ours)))
@@ -369,9 +367,8 @@ def test_float32_is_precise_where_inputs_have_a_large_mean_and_gradients_few_dir
         ours, anchor = (of.each(partial(Tensor.to, dtype=dtype)) for of in (merged, base))
         system = MetricEquations({"m": ours}, FEATCAL["module"])
         add_all(system, merged, tasks, FEATCAL["module"].alpha, way)
-        updates.append(
-            system.solve({"m": anchor})["m"].parameters.each(Tensor.double).minus(merged.each(Tensor.double))
-        )
+        solved = system.solve({"m": anchor})["m"].parameters
+        updates.append(solved.each(Tensor.double).minus(merged.each(Tensor.double)))
     apart = [float((one - exact).norm() / exact.norm()) for one, exact in zip(*updates, strict=True)]
     assert apart[0] <= 4e-4 and apart[1] <= 1e-4
 
@@ -420,9 +417,7 @@ def test_some_of_many_patches_are_drawn_the_same_in_batches_of_any_size(monkeypa
 
     together = choose(range(3))
     assert together == [row for number in range(3) for row in choose(range(number, number + 1))]
-    counts = [
-        sum(20 * number <= row < 20 * number + length for row in together) for number, length in enumerate((20, 3, 12))
-    ]
+    counts = [sum(20 * n <= row < 20 * n + length for row in together) for n, length in enumerate((20, 3, 12))]
     assert counts == [5, 3, 5] and len(together) == 13
 
 
@@ -462,7 +457,6 @@ def test_groups_are_linears_of_their_own(bias: bool) -> None:
         if bias:
             torch.testing.assert_close(part(solution, group).bias, expected.bias, rtol=1e-5, atol=1e-6)
         change = part(solution, group).minus(part(merged, group))
-        sums += torch.stack(
-            equations.objective("m", change.weight, torch.zeros(d_out) if change.bias is None else change.bias)
-        )
+        shift = torch.zeros(d_out) if change.bias is None else change.bias
+        sums += torch.stack(equations.objective("m", change.weight, shift))
     torch.testing.assert_close(objective, sums, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 import yaml
-from command_line import LOCAL, Capsys, featcal_inside, succeed
+from command_line import LOCAL, Capsys, featcal_inside, run_line, succeed
 from hub_server import HubServer
 from outcome import weights
 from pydantic import Field
@@ -30,7 +30,7 @@ from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.recipe.reading import collect_overrides, print_shipped, read_draft
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
 from featcal_cli.reporting.report import Report, TaskDrift
-from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, RecipeError, SeveralErrors
+from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, SeveralErrors
 
 
 def test_what_libraries_warn_their_developers_of_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,17 +187,6 @@ def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: Hub
     assert found["green"].data == Data(dataset="found/data", split="test")
 
 
-def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_path: Path) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text("merged: a/m\ncalibration: {alpha: 2}")
-    with pytest.raises(RecipeError, match=r"calibration\.alpha must be") as written:
-        read_draft(file, {})
-    assert written.value.where == f"{file}, line 2"
-    with pytest.raises(RecipeError, match=r"--alpha must be") as typed:
-        read_draft(file, collect_overrides(alpha=3.0))
-    assert typed.value.where == "the command line" and typed.value.fix == "change --alpha"
-
-
 @pytest.mark.parametrize(
     ("typed", "expected"),
     {
@@ -210,8 +199,7 @@ def test_options_are_named_as_they_were_typed_and_keys_as_they_were_written(tmp_
     }.items(),
 )  # fmt: skip
 def test_a_wrong_option_is_told_with_verb_and_help(typed: str, expected: tuple[str, str], capsys: Capsys) -> None:
-    verb, *words = typed.split()
-    run = featcal_inside(capsys, verb, {str(number): word for number, word in enumerate(words)})
+    run = run_line(capsys, typed.split())
     what, place, fix = run.stderr.strip().split("\n")
     assert run.code == 2 and (place, fix) == (f"  in: {expected[0]}", f"  fix: {expected[1]}")
     assert "possible" not in what.lower() and "did you mean" not in what.lower()
@@ -220,10 +208,7 @@ def test_a_wrong_option_is_told_with_verb_and_help(typed: str, expected: tuple[s
 @pytest.mark.parametrize("words", [("-h",), ("help",), ("calibrate", "-h"), ("help", "calibrate")])
 def test_help_is_asked_for_in_any_usual_way(words: tuple[str, ...], capsys: Capsys) -> None:
     usual = [word for word in words if word not in ("-h", "help")]
-    asked, known = (
-        featcal_inside(capsys, line[0], {str(number): word for number, word in enumerate(line[1:])})
-        for line in (words, [*usual, "--help"])
-    )
+    asked, known = run_line(capsys, words), run_line(capsys, [*usual, "--help"])
     assert (asked.code, asked.stdout) == (0, known.stdout) and "Usage:" in known.stdout
     assert featcal_inside(capsys, "-V", {}).stdout == featcal_inside(capsys, "--version", {}).stdout
 

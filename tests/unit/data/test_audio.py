@@ -138,27 +138,21 @@ def test_long_recordings_are_cut_and_none_depends_on_others_of_its_batch(at: Fol
     assert torch.equal(together[0]["input_features"], torch.cat([batch["input_features"] for batch in alone]))
 
 
-SILENCE = numpy.zeros(0, dtype=numpy.float32)
+SILENCE, BROKEN = numpy.zeros(0, dtype=numpy.float32), numpy.array([0.0, numpy.nan], dtype=numpy.float32)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"audio": {"bytes": b"RIFF no sound", "path": "x.wav"}},
-            r"3 of 3 rows cannot be used; the first: the recording 'x\.wav' in column audio cannot be "
-            r"decoded \(Format not recognised\.\)",
-        ),
+        ({"audio": {"bytes": b"RIFF no sound", "path": "x.wav"}},
+         r"3 of 3 rows cannot be used; the first: the recording 'x\.wav' in column audio cannot be decoded"),
         ({"text": "a word", "length": 3}, "no column holds recordings; the columns are text, length"),
-        (
-            {"audio": {"bytes": encoded(numpy.array([0.0, numpy.nan], dtype=numpy.float32)), "path": ""}},
-            "some samples are NaN or infinite",
-        ),
+        ({"audio": {"bytes": encoded(BROKEN), "path": ""}}, "some samples are NaN or infinite"),
         ({"audio": {"bytes": encoded(SILENCE), "path": ""}}, r"cannot be decoded \(it is empty\)"),
         ({"audio": {"bytes": encoded(tone(0, 0.004)), "path": ""}}, "too short for the model"),
     ],
     ids=["broken", "none", "not-finite", "empty", "short"],
-)
+)  # fmt: skip
 def test_what_is_no_sound_is_refused(at: Folder, row: dict[str, Any], message: str) -> None:
     at.refuse(prepare(at, "wav2vec2"), at.file("a.parquet", [row] * 3), message)
 

@@ -474,6 +474,7 @@ def test_what_only_looks_like_a_conversation_stays_as_it_is(cell: dict[str, list
 
 CALLS = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
 AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments | length }}"
+AS_TEXT = "{% set a = c.function.arguments %}{{ a }} {{ 'w4' if a is string }}"
 
 
 @pytest.mark.parametrize(
@@ -482,11 +483,7 @@ AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments
         ('{"q": "w3"}', AS_MAPPING, "w3 [UNK]"),
         ({"q": "w3", "other": None}, AS_MAPPING, "w3 [UNK]"),
         ('{"q": "w3"}', "{{ 'w4' + c.function.arguments[:0] }}", "w4"),
-        (
-            '{"q": "w3"}',
-            "{% set a = c.function.arguments %}{{ a }} {{ 'w4' if a is string }}",
-            f"{4 * '[UNK] '}w3 [UNK] w4",
-        ),
+        ('{"q": "w3"}', AS_TEXT, f"{4 * '[UNK] '}w3 [UNK] w4"),
     ],
 )
 def test_arguments_of_calls_are_what_the_template_wants(at: Folder, arguments: Any, reads: str, text: str) -> None:
@@ -527,8 +524,6 @@ def test_a_column_of_system_messages_begins_the_conversations_that_have_none(at:
 
 
 NO_MESSAGES = ('[{"from": "w1", "to": "w2"}]', '[{"role": "w1"}, {"role": "w2"}]', "[w1 w2")
-
-
 NO_IMAGES = ("/9j/ w1 w2", "R0lGODlhAQABAAAAACw=", f"/9j/{'A' * 64}{' ' * 2**20}w1!")
 
 
@@ -617,9 +612,8 @@ def test_of_long_texts_fewer_are_taken_so_that_they_hold_512_tokens_an_example(a
 def test_a_sample_of_rows_that_are_much_alike_foresees_what_is_drawn(at: Folder) -> None:
     at.tokenizer()
     data = at.file("alike.jsonl", [{"text": f"w{number % 8}"} for number in range(90)])
-    found = [
-        draw_examples("red", data, Target(tiny("bert"), [at.expert]), count=40, seed=1, sampled=n) for n in (8, None)
-    ]
+    target = Target(tiny("bert"), [at.expert])
+    found = [draw_examples("red", data, target, count=40, seed=1, sampled=n) for n in (8, None)]
     assert [(each.expected, each.notes) for each in found] == [((40, 0), found[1].notes)] * 2
 
 

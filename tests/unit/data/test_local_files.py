@@ -257,11 +257,8 @@ def test_tables_that_no_row_can_hold_are_refused(at: Folder) -> None:
     arrow.parquet.write_table(arrow.table(long), at.path / "long.parquet")
     held = {"text": "w1", "spent": None, "late": None, "somewhere": None}
     assert list(read_rows(Data(path=str(at.path / "long.parquet")), None)) == [held]
-    for name, message in (
-        ("twice.parquet", "several columns are called 'text'"),
-        ("twice.arrow", "several columns are called 'text'"),
-    ):
-        with pytest.raises(DataError, match=message):
+    for name in ("twice.parquet", "twice.arrow"):
+        with pytest.raises(DataError, match="several columns are called 'text'"):
             list(read_rows(Data(path=str(at.path / name)), None))
 
 

@@ -54,11 +54,6 @@ def test_heads_and_leftovers_are_not_read_and_decide_nothing(tmp_path: Path) -> 
     assert weights(plain.output) == weights(spoilt.output)
 
 
-def run_blocks(prepared: Prepared, folder: Path) -> None:
-    job = prepared.to_calibrate()
-    calibrate_blocks(job, Hyperparameters(0.05, 2.0, 0.3), Journal(folder, {}), bias=True, watch=lambda _: None)
-
-
 @LINUX
 def test_pages_that_are_given_back_leave_memory_and_keep_their_values(tmp_path: Path) -> None:
     save_file({"x": torch.arange(4_000_000.0), "y": torch.ones(10)}, tmp_path / "file.safetensors")
@@ -104,13 +99,11 @@ def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: p
     """Also where a copy in another precision was what ran."""
     monkeypatch.setattr(hardware, "WORTHWHILE", 0)
     prepared = prepare(save_family(tmp_path / "saved", BY_NAME["llama"]), dtype=dtype)
-    run_blocks(prepared, tmp_path / "journal")
+    job, journal = prepared.to_calibrate(), Journal(tmp_path / "journal", {})
+    calibrate_blocks(job, Hyperparameters(0.05, 2.0, 0.3), journal, bias=True, watch=lambda _: None)
     for model in prepared.models.experts.values():
-        inside = sum(
-            value.numel() * value.element_size()
-            for name, value in model.parameters.items()
-            if name.startswith(tuple(f"{block.name}." for block in prepared.architecture.blocks))
-        )
+        blocks = tuple(f"{block.name}." for block in prepared.architecture.blocks)
+        inside = sum(value.nbytes for name, value in model.parameters.items() if name.startswith(blocks))
         whole = (model.snapshot.folder / "model.safetensors").stat().st_size
         # neighbours share pages of 4 KiB, and a mapping is read in larger steps
         assert resident_of(model.snapshot.folder) <= whole - inside + 64 * 1024
@@ -208,9 +201,6 @@ def make(size: int = 64 * KIB, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randint(-99, 99, (size // dtype.itemsize,)).to(dtype)
 
 
-# Passes.
-
-
 class Counting(Offloader):
     """One that remembers the most bytes that were in files."""
 
@@ -261,9 +251,6 @@ def test_passes_come_to_the_same_bits_wherever_their_states_lie(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(features, expected[0], strict=True))
     assert readings == expected[1]
     assert (offloader.most > 0) == (sum(rooms) < 1 << 30)
-
-
-# Room.
 
 
 @LINUX

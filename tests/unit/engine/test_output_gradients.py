@@ -126,9 +126,8 @@ def measure_plainly(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tenso
         draws = [(n, torch.Generator().manual_seed(x)) for n, x in zip(counts, seed_examples(batch, SEED), strict=True)]
         for projection in range(PROJECTIONS):
             drawn = torch.cat([draw_noise(n, rows.shape[1], generator) for n, generator in draws])
-            direction = draw_direction(
-                rows.detach(), (drawn + 0.5) / (65535 / 12) ** 0.5, are_logits="logits" in output
-            )
+            noise = (drawn + 0.5) / (65535 / 12) ** 0.5
+            direction = draw_direction(rows.detach(), noise, are_logits="logits" in output)
             (rows * direction).sum().backward(retain_graph=projection + 1 < PROJECTIONS)
     for handle in handles:
         handle.remove()
@@ -281,9 +280,6 @@ def test_gradients_too_small_to_be_divided_by_are_finite(size: float) -> None:
     batch = {"input_ids": torch.zeros(1, 2)}
     sizes = output_gradients._relative_sizes([(range(1), traced)], [batch], Ranks())["module"]
     assert sizes.isfinite().all()
-
-
-# What outputs are compared by
 
 
 @pytest.mark.parametrize(

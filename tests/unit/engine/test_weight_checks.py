@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree, rmtree
 
@@ -18,27 +17,12 @@ from featcal_cli.engine.weight_checks import LEAST_COEFFICIENT, LEAST_SHARE, des
 from featcal_cli.hub.snapshot import Snapshot
 from featcal_cli.models.architecture import find_architecture
 from featcal_cli.models.loading import Model
+from featcal_cli.recipe.merge_methods import METHODS, MethodName
+from featcal_cli.recipe.schema import Merge
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.verbs import calibrate
 
 TASKS, SIZE = 6, 100_000
-
-
-def keep_largest(step: Tensor, density: float) -> Tensor:
-    """The part of a step with the largest entries."""
-    return step * (step.abs() >= step.abs().quantile(1 - density))
-
-
-def ties(steps: Tensor, density: float = 0.2) -> Tensor:
-    """Trim, elect a sign, average those that agree."""
-    kept = torch.stack([keep_largest(step, density) for step in steps])
-    agreed = kept * (kept.sign() == kept.sum(0).sign())
-    return agreed.sum(0) / (agreed != 0).sum(0).clamp_min(1)
-
-
-def dare(steps: Tensor, rate: float = 0.9) -> Tensor:
-    """Drop at random, and scale up what is left."""
-    return (steps * (torch.rand_like(steps) > rate) / (1 - rate)).mean(0)
 
 
 def slerp(steps: Tensor) -> Tensor:
@@ -49,12 +33,11 @@ def slerp(steps: Tensor) -> Tensor:
     return (torch.sin(0.5 * angle) / torch.sin(angle)) * (one + other) - start
 
 
-MERGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "average": lambda steps: steps.mean(0),
-    "task arithmetic": lambda steps: 0.3 * steps.sum(0),
-    "ties": ties,
-    "dare": dare,
-}
+def merge(kind: MethodName, steps: Tensor) -> Tensor:
+    """What featcal's own methods make of experts that are these steps away from a base of zeros."""
+    sources = [torch.zeros(SIZE), *steps.float()]
+    rule = METHODS[kind].make_rule(Merge(method=kind), lambda: iter([("w", sources)]))
+    return rule("w", sources).double()
 
 
 def make_steps(count: int = TASKS) -> Tensor:
@@ -65,16 +48,16 @@ def make_steps(count: int = TASKS) -> Tensor:
     return 0.02 * (own + 0.2 * shared)
 
 
-@pytest.mark.parametrize("kind", MERGES)
-def test_a_merge_is_explained_by_its_experts_and_one_that_was_not_merged_shows(kind: str) -> None:
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_merge_is_explained_by_its_experts_and_one_that_was_not_merged_shows(kind: MethodName) -> None:
     steps = make_steps(TASKS + 1)
     steps[-1] = 0.03 * torch.randn(SIZE, dtype=torch.float64)
-    merge = MERGES[kind](steps[:-1])
-    share, parts = explain(merge, steps[:-1])
+    merged = merge(kind, steps[:-1])
+    share, parts = explain(merged, steps[:-1])
     assert share is not None and share > 2 * LEAST_SHARE
     assert min(map(abs, parts)) > 5 * LEAST_COEFFICIENT * max(map(abs, parts))
-    _, parts = explain(merge, steps)
-    assert kind == "dare" or abs(parts[-1]) < LEAST_COEFFICIENT * max(map(abs, parts))
+    _, parts = explain(merged, steps)
+    assert kind == "dare_ties" or abs(parts[-1]) < LEAST_COEFFICIENT * max(map(abs, parts))
 
 
 def test_what_was_not_merged_explains_nothing_and_what_is_missing_is_a_part_that_is_not_explained() -> None:

@@ -238,9 +238,6 @@ def test_what_a_base_prefers_at_run_time_does_not_keep_an_adapter_from_it(base: 
     check_near(loaded(resolve(str(adapter)), tf.BertModel), wanted)
 
 
-# Files beside the weights
-
-
 def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(base: Path, adapter: Path) -> None:
     save_tokenizer(base)
     (base / "special_tokens_map.json").write_text('"base"')
@@ -258,9 +255,6 @@ def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(ba
     (adapter / "spm.model").write_text("adapter")
     folder = resolve(str(adapter)).folder
     assert (folder / "spm.model").exists() and not (folder / "tokenizer.json").exists()
-
-
-# The copy in the cache
 
 
 def test_a_copy_is_made_once_for_each_version(hub: HubServer, base: Path, adapter: Path, monkeypatch: Patch) -> None:
@@ -287,9 +281,6 @@ def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Pa
     assert raised.value.fix == f"delete {copy}"
     shutil.rmtree(copy)
     assert resolve(str(adapter)).weights()
-
-
-# Names
 
 
 def put(hub: HubServer, name: str, base: Path, adapter: Path, **changes: Any) -> tuple[str, str]:
@@ -380,9 +371,8 @@ def test_adapters_in_folders_are_given_by_their_own_folder(hub: HubServer, tmp_p
     for name in ("one", "two"):
         shutil.copytree(adapter, tmp_path / "several" / name)
     message = refusal(tmp_path / "several")
-    assert (
-        "holds adapters in one, two" in message and f"give the folder of one adapter: {tmp_path}/several/one" in message
-    )
+    assert "holds adapters in one, two" in message
+    assert f"give the folder of one adapter: {tmp_path}/several/one" in message
     assert resolve(str(tmp_path / "several" / "one"))
     hub.add_repo("user/several", tmp_path / "several")
     assert "`hf download user/several --local-dir FOLDER`" in refusal("user/several")

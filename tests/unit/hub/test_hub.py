@@ -94,9 +94,6 @@ def cached_file(snapshot: Snapshot, name: str) -> Path:
     return (snapshot.folder / name).resolve()
 
 
-# Folders
-
-
 def test_a_folder_is_taken_as_it_is_even_when_it_looks_like_a_hub_id(folder: Path, monkeypatch: Patch) -> None:
     assert resolve(str(folder)) == Snapshot(str(folder), folder, None)
     assert [file.name for file in resolve(str(folder)).weights()] == ["model.safetensors"]
@@ -150,9 +147,8 @@ def test_weights_in_other_formats_are_not_downloaded(hub: HubServer, folder: Pat
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x" * 1000)
     hub.add_repo("user/formats", folder)
-    files = {
-        path.relative_to(found).as_posix() for found in [resolve("user/formats").folder] for path in found.rglob("*")
-    }
+    found = resolve("user/formats").folder
+    files = {path.relative_to(found).as_posix() for path in found.rglob("*")}
     assert not files & set(others)
     assert {"model.safetensors", "extra/notes.txt"} <= files
     asked = {request.path.partition("/resolve/")[2].partition("/")[2] for request in hub.requests}
@@ -189,9 +185,6 @@ def test_what_is_not_on_the_hub_is_said(hub: HubServer, folder: Path, monkeypatc
     assert f"has no revision {'0' * 40}" in refusal(f"user/there@{'0' * 40}")
     monkeypatch.setenv("HF_TOKEN", hub.add_token("somebody"))
     assert "there is no model user/absent" in refusal("user/absent")
-
-
-# Access
 
 
 def test_a_bad_token_is_named_but_never_shown(hub: HubServer, folder: Path, monkeypatch: Patch) -> None:

@@ -22,11 +22,8 @@ from featcal_cli.runtime.errors import FeatCalError, LineageError
 from featcal_cli.runtime.structured_text import load_documents
 from featcal_cli.workflows.inputs import dump_recipe
 
-ROWS: dict[str, Files] = {
-    "data ORG/rows": card(),
-    "data ORG/parts": card(configs=[{"config_name": "one"}, {"config_name": "two"}]),
-    "ORG/mine": card(),
-}
+PARTS = card(configs=[{"config_name": "one"}, {"config_name": "two"}])
+ROWS: dict[str, Files] = {"data ORG/rows": card(), "data ORG/parts": PARTS, "ORG/mine": card()}
 ANSWERS = {"REPO": "ORG/mine", "SOURCE": "ORG/rows", "CONFIG": "one", "TASK": "mine"}
 
 
@@ -156,12 +153,8 @@ def test_a_card_in_a_folder_may_name_paths(tmp_path: Path) -> None:
             (tmp_path / name / path).write_text(text)
     recipe = find_lineage(Draft(merged=str(tmp_path / "merged"))).recipe
     assert recipe.base == str(tmp_path / "merged/base")
-    assert {task: spec.expert for task, spec in recipe.tasks.items()} == {
-        "math": str(tmp_path / "math"),
-        "code": str(tmp_path / "code"),
-        "law": str(law),
-        "chat": str(chat),
-    }
+    experts = {"math": tmp_path / "math", "code": tmp_path / "code", "law": law, "chat": chat}
+    assert {task: spec.expert for task, spec in recipe.tasks.items()} == {k: str(v) for k, v in experts.items()}
     assert {spec.data.path for spec in recipe.tasks.values()} == {str(tmp_path / "math/rows")}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import Capsys, Run, featcal, featcal_inside
+from command_line import Capsys, Run, featcal, run_line
 from egress import watch_egress
 from families import TASKS, VOCABULARY, save_tokenizer
 from hub_server import HubServer
@@ -54,7 +54,7 @@ class User:
         return self.run([merged, "-n", "16", *(str(x) for pair in named.items() for x in pair if x != "")])
 
     def run(self, line: list[str]) -> Run:
-        return featcal_inside(self.capsys, "calibrate", {str(number): part for number, part in enumerate(line)})
+        return run_line(self.capsys, ["calibrate", *line])
 
 
 @pytest.fixture
@@ -73,9 +73,8 @@ def test_one_argument_is_enough(user: User) -> None:
     published = user.publish("one")
     token = user.log_in("one")
     with watch_egress() as egress:
-        run = featcal(
-            "calibrate", "one/merged", "-n", "24", "--push-to", "one/out", folder=user.here, **egress.environment
-        )
+        command = ("calibrate", "one/merged", "-n", "24", "--push-to", "one/out")
+        run = featcal(*command, folder=user.here, **egress.environment)
     assert run.returncode == 0, run.stderr
     assert egress.hosts == []
     models = ["base one/base", *(f"expert {task} one/bert-{task}" for task in TASKS)]
@@ -174,9 +173,6 @@ def tmp_bert(folder: Path, *, width: int) -> Path:
     return folder
 
 
-# Repos that the token cannot read, or that are not there
-
-
 def test_a_token_is_checked_before_the_work(user: User) -> None:
     user.publish("tokens")
     user.hub.requests.clear()
@@ -194,9 +190,6 @@ def test_a_token_is_checked_before_the_work(user: User) -> None:
         assert not token or token not in run.stderr
     assert user.hub.file_bytes() == 0
     assert list(user.here.iterdir()) == []
-
-
-# Pushes
 
 
 @pytest.mark.usefixtures("hurried")
@@ -321,9 +314,6 @@ def test_all_experts_that_are_gone_are_named_and_the_run_goes_on_without_them(us
         assert f"less/bert-{task}) is left out" in card.replace("\\", "")
         assert any(f"less/bert-{task}) is left out" in note for note in report["notes"])
     assert set(report["recipe"]["tasks"]) == set(TASKS) - {"green", "blue"}
-
-
-# Code in repos
 
 
 def test_code_from_a_repo_runs_only_when_it_is_trusted(user: User) -> None:

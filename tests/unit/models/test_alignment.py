@@ -123,8 +123,8 @@ def test_sentence_transformers_are_judged_by_their_embeddings(tmp_path: Path, co
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        (64, r"expert red holds .* of shape \[\d+, 32\], but its config.json describes \[\d+, 64\]"),
-        (32, r"expert red lacks the tensor .* and \d+ more"),
+        (64, r"red holds .* of shape \[\d+, 32\], but its config.json describes \[\d+, 64\]"),
+        (32, r"red lacks the tensor .* and \d+ more"),
     ],
 )
 def test_shapes_and_names_that_agree_are_not_said_to_differ(tmp_path: Path, width: int, words: str) -> None:
@@ -136,10 +136,8 @@ def test_shapes_and_names_that_agree_are_not_said_to_differ(tmp_path: Path, widt
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": width}))
     if width == 32:
         save_file({f"other.{name}": x for name, x in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    merged, red = (
-        load_model(role, Snapshot(role, tmp_path / name, None), tf.LlamaModel)
-        for role, name in (("merged", "merged"), ("expert red", "red"))
-    )
+    snapshots = (Snapshot(name, tmp_path / name, None) for name in ("merged", "red"))
+    merged, red = (load_model(snapshot.name, snapshot, tf.LlamaModel) for snapshot in snapshots)
     ids = torch.arange(3, 9)[None]
     architecture = find_architecture(merged.module, {"red": {"input_ids": ids}}, "skip")
     with pytest.raises(CheckpointError, match=words) as raised:

@@ -47,10 +47,8 @@ def test_a_product_tells_its_parameter(multiply: Callable[[], Tensor], name: str
     parameters = {"wide": WIDE, "deep": DEEP}
     seen: list[tuple[ParameterSlice, Tensor]] = []
     results: list[Tensor] = []
-    with (
-        torch.no_grad(),
-        MatmulInterceptor(parameters, lambda w, x, _: seen.append((w, x)), lambda _, y: results.append(y)),
-    ):
+    watch = MatmulInterceptor(parameters, lambda w, x, _: seen.append((w, x)), lambda _, y: results.append(y))
+    with torch.no_grad(), watch:
         result = multiply()
     assert [view.name(parameters[view.parameter].shape) for view, _ in seen] == [name] * bool(name)
     for (view, x), y in zip(seen, results, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Capsys, complete_draft, featcal_inside
+from command_line import Capsys, complete_draft, featcal_inside, run_line
 
 from featcal_cli.recipe.reading import (
     as_draft,
@@ -77,10 +77,8 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: 
     lines = run.shown.splitlines()
     assert lines[0] == "error: 10 mistakes:" and run.stderr.count("error:") == 1
     said = [line.removeprefix("    - ") for line in lines if line.startswith("    - ")]
-    assert [text.partition(":")[0] for text in said] == [
-        *("line 1", "line 4", "line 5", "line 7", "line 8", "line 8"),
-        *("the command line", "line 10", "line 11", "line 12"),
-    ]
+    places = "line 1, line 4, line 5, line 7, line 8, line 8, the command line, line 10, line 11, line 12"
+    assert ", ".join(text.partition(":")[0] for text in said) == places
     for words in (
         "unknown key scal in merged (did you mean scale?)",
         "unknown key expret in tasks.mnist (did you mean expert?)",
@@ -97,8 +95,7 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: 
 def test_all_tasks_that_are_mistyped_are_named_at_once(capsys: Capsys) -> None:
     experts = "--merge ties:0.5:0.4 --base a/a --expert mnist=a/b --expert svhn=a/c --expert dtd=a/d"
     typed = "--data mnst=x/y --data svhn=x/y --columns svnh=text:t --split ddt=test --skip-expert mnis"
-    line = [*experts.split(), *typed.split(), "-o", "my out", "--dry-run"]
-    run = featcal_inside(capsys, "calibrate", {str(number): word for number, word in enumerate(line)})
+    run = run_line(capsys, ["calibrate", *experts.split(), *typed.split(), "-o", "my out", "--dry-run"])
     assert run.code == 2
     for wrong, right in (("mnst", "mnist"), ("svnh", "svhn"), ("ddt", "dtd"), ("mnis", "mnist")):
         assert wrong in run.stderr and f"did you mean {right}?" in run.stderr

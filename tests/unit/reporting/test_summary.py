@@ -17,16 +17,10 @@ from markdown_it import MarkdownIt
 from PIL import Image
 from test_model_card import make_report
 
+from featcal_cli.reporting import verdict
 from featcal_cli.reporting.drift_plots import choose_colours, plot_drift, plot_inspection
 from featcal_cli.reporting.report import Inspection, OutputDrift, Report, TaskInspection
-from featcal_cli.reporting.verdict import (
-    describe_lists,
-    find_farther,
-    follow_drift,
-    order_blocks,
-    split_lists,
-    write_summary,
-)
+from featcal_cli.reporting.verdict import write_summary
 
 
 def cells(text: str) -> list[list[str]]:
@@ -38,10 +32,9 @@ def cells(text: str) -> list[list[str]]:
 def with_answers(inspection: Inspection, agreement: float | None) -> Inspection:
     """The same with this agreement everywhere; None for models that answer nothing."""
     output = None if agreement is None else OutputDrift("logits", 0.1, 0.2, agreement)
-    tasks = {
-        name: replace(task, models={role: replace(model, output=output) for role, model in task.models.items()})
-        for name, task in inspection.tasks.items()
-    }
+    tasks = {}
+    for name, task in inspection.tasks.items():
+        tasks[name] = replace(task, models={role: replace(x, output=output) for role, x in task.models.items()})
     return replace(inspection, tasks=tasks)
 
 
@@ -85,20 +78,20 @@ def test_blocks_of_tasks_that_reach_different_ones_are_in_forward_order() -> Non
     text, both = make_inspection(["text"], LANGUAGE), make_inspection(["both"], [*VISION, *LANGUAGE])
     for tasks in (text.tasks | both.tasks, both.tasks | text.tasks):
         inspection = replace(text, tasks=tasks)
-        order = order_blocks(inspection)
+        order = verdict.order_blocks(inspection)
         assert order == [*VISION, *LANGUAGE]
-        assert split_lists(order) == [VISION, LANGUAGE]
-        assert describe_lists(order) == "vision.layers.0 … 1, then text.layers.0 … 2"
-        assert follow_drift(inspection.tasks["text"].models["model"], order)[:2] == [None, None]
+        assert verdict.split_lists(order) == [VISION, LANGUAGE]
+        assert verdict.describe_lists(order) == "vision.layers.0 … 1, then text.layers.0 … 2"
+        assert verdict.follow_drift(inspection.tasks["text"].models["model"], order)[:2] == [None, None]
 
 
 def test_a_task_is_farther_when_it_shows_in_three_digits_or_is_no_number() -> None:
     inspection = make_inspection(["a", "b", "c", "d"], levels={"model": 1.0, "base": 1.0})
-    assert find_farther(inspection, "model", "base") == {}
+    assert verdict.find_farther(inspection, "model", "base") == {}
     inspection = set_last(inspection, "a", "model", 1.0004)
     inspection = set_last(inspection, "b", "model", 1.51)
     inspection = set_last(inspection, "c", "model", nan)
-    farther = find_farther(inspection, "model", "base")
+    farther = verdict.find_farther(inspection, "model", "base")
     assert list(farther) == ["c", "b"]
     assert farther["c"] == inf
     assert abs(farther["b"] - 0.5) < 1e-9

@@ -33,14 +33,6 @@ TOKEN = "hf_" + "aB3dE6gH" * 3
 WORD = "opensesame"
 
 
-def test_a_line_of_the_log_is_json_whatever_was_measured(tmp_path: Path) -> None:
-    with recorded(Listener(), tmp_path / "log.jsonl") as log:
-        log.write("drift", tasks={"red": {"merged": float("nan"), "calibrated": [float("inf"), 1.5]}})
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert all("NaN" not in line and "Infinity" not in line for line in lines)
-    assert json.loads(lines[1])["tasks"] == {"red": {"merged": None, "calibrated": [None, 1.5]}}
-
-
 def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -86,10 +78,17 @@ def test_lines_of_a_log_are_json_and_the_last_tells_the_end(bert_job: Path, tmp_
     assert again.code == 2
     more = [line for line in read(tmp_path / "log.jsonl")[len(lines) :] if line["event"] not in ("stage", "note")]
     assert [line["event"] for line in more] == ["start", "error", "end"]
-    assert (
-        more[1]["what"] == "this is the output of another job: --examples was 12, and is 7"
-        and more[2]["exit_code"] == 2
-    )
+    assert more[1]["what"] == "this is the output of another job: --examples was 12, and is 7"
+    assert more[2]["exit_code"] == 2
+
+
+def test_a_line_of_the_log_is_json_whatever_was_measured_and_libraries_warn_of(tmp_path: Path) -> None:
+    with recorded(Listener(), tmp_path / "log.jsonl") as log:
+        log.write("drift", tasks={"red": {"merged": float("nan"), "calibrated": [float("inf"), 1.5]}})
+        logging.getLogger("some.library").warning("careful with %s", TOKEN)
+    text = (tmp_path / "log.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text and "careful with hf_***" in text
+    assert read(tmp_path / "log.jsonl")[1]["tasks"] == {"red": {"merged": None, "calibrated": [None, 1.5]}}
 
 
 def test_a_log_on_a_full_disk_does_not_stop_the_run_and_is_told_once() -> None:
@@ -100,12 +99,6 @@ def test_a_log_on_a_full_disk_does_not_stop_the_run_and_is_told_once() -> None:
     with recorded(shown, full) as log:
         log.note("heard")
     assert [call.args[0] for call in shown.note.mock_calls] == ["the log ends here: No space left on device", "heard"]
-
-
-def test_what_libraries_warn_of_is_in_the_log(tmp_path: Path) -> None:
-    with recorded(Listener(), tmp_path / "log"):
-        logging.getLogger("some.library").warning("careful with %s", TOKEN)
-    assert "careful with hf_***" in (tmp_path / "log").read_text()
 
 
 def test_a_bug_is_code_1_and_one_message(
@@ -129,9 +122,8 @@ def test_a_bug_is_code_1_and_one_message(
 
 
 def test_lines_and_tabs_of_an_exception_are_spaces_and_what_terminals_obey_is_shown() -> None:
-    assert exception_text(ValueError("Errors in loading:\n\tsize mismatch\x1b[2J.")) == (
-        "Errors in loading: size mismatch�[2J"
-    )
+    error = ValueError("Errors in loading:\n\tsize mismatch\x1b[2J.")
+    assert exception_text(error) == "Errors in loading: size mismatch�[2J"
 
 
 def test_every_name_of_a_list_is_short_and_inert() -> None:

@@ -134,11 +134,8 @@ def test_what_users_put_in_the_outputs_place_or_the_hidden_folder_stays(saved: S
     kept = sorted(hidden.rglob("*"))
 
     with pytest.raises(OutputError, match="the output folder exists"):
-        calibrate(
-            saved.recipe(),
-            output=tmp_path / "out",
-            listener=Watcher("writing", lambda: write(tmp_path / "out", "thesis.txt")),
-        )
+        watcher = Watcher("writing", lambda: write(tmp_path / "out", "thesis.txt"))
+        calibrate(saved.recipe(), output=tmp_path / "out", listener=watcher)
     with pytest.raises(OutputError, match="not one that featcal made"):
         calibrate(saved.recipe(), output=tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "thesis.txt").is_file()

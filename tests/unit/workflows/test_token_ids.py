@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from example_folder import lines
 from recipe_world import shake
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
-from vocabularies import WORDS, add_tokens, make_tokenizer, reorder, shuffled, spell, write_rows
+from vocabularies import WORDS, add_tokens, make_texts, make_tokenizer, reorder, shuffled, spell, write_rows
 
 from featcal_cli.calibration.distillation import SHORT, Schedule
 from featcal_cli.runtime.errors import CheckpointError, DataError
@@ -74,10 +75,6 @@ def job_of(folder: Path, data: Mapping[str, Any], **settings: Any) -> dict[str, 
     return {**models, "tasks": tasks, "calibration": calibration}
 
 
-def blocks_of(folder: Path) -> dict[str, Tensor]:
-    return {name: x for name, x in load_file(folder / "model.safetensors").items() if ".layers." in name}
-
-
 def find_notes(job: Mapping[str, Any]) -> str:
     """What is said before the models are downloaded."""
     session = Session(dict(job), RunOptions("cpu", dry_run=True))
@@ -120,14 +117,12 @@ def test_the_order_of_tokens_changes_nothing(
         for task in job["tasks"].values():
             task["data"] = settings.get("data", task["data"])
     plain, found = (calibrate(job, output=tmp_path / f"out-{number}") for number, job in enumerate(jobs))
-    before, one, two = map(blocks_of, (tmp_path / "plain" / "merged", plain.output, found.output))
-    assert max(float((one[name] - before[name]).abs().max()) for name in one) > 0.001
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    embeddings = [
-        load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-        for folder in (tmp_path / "other" / "merged", found.output)
-    ]
-    assert torch.equal(*embeddings)
+    folders = (tmp_path / "plain" / "merged", plain.output, found.output, tmp_path / "other" / "merged")
+    before, one, two, merged = (load_file(folder / "model.safetensors") for folder in folders)
+    blocks = [name for name in one if ".layers." in name]
+    assert max(float((one[name] - before[name]).abs().max()) for name in blocks) > 0.001
+    assert all(torch.equal(one[name], two[name]) for name in blocks)
+    assert torch.equal(two["model.embed_tokens.weight"], merged["model.embed_tokens.weight"])
     if "method" in settings:
         seen = [inspect_drift(job, compare=job["merged"]).tasks for job in jobs]
         assert seen[0] == seen[1]
@@ -202,10 +197,9 @@ def test_a_base_without_the_experts_tokens_is_compared_by_its_weights(tmp_path: 
     chat = ["<|user|>", "<|end|>"]
     job = save_family(tmp_path / "world", extra=dict.fromkeys(("merged", *TASKS), chat))
     for task in TASKS:
-        lines = (
-            (tmp_path / "world" / f"{task}.jsonl").read_text().replace('"w', '"<|user|> w').replace('"}', ' <|end|>"}')
-        )
-        (tmp_path / "world" / f"{task}.jsonl").write_text(lines)
+        file = tmp_path / "world" / f"{task}.jsonl"
+        chats = file.read_text().replace('"w', '"<|user|> w').replace('"}', ' <|end|>"}')
+        file.write_text(chats)
     assert "base lacks the tokens <|user|>, <|end|>" in find_notes(job)
 
     done = calibrate(job, output=tmp_path / "out")
@@ -222,15 +216,10 @@ def test_a_base_without_the_experts_tokens_is_compared_by_its_weights(tmp_path: 
     ("lacks", "notes"),
     [
         ("merged", ["tokenizer from its expert, as merged has none"]),
-        (
-            "red",
-            [
-                "red: column text, at most 32 tokens, tokenizer from merged (merged), as its expert",
-                "green: column text, at most 32 tokens, tokenizer from its expert (merged has",
-            ],
-        ),
+        ("red", ["red: column text, at most 32 tokens, tokenizer from merged (merged), as its expert",
+                 "green: column text, at most 32 tokens, tokenizer from its expert (merged has"]),
     ],
-)
+)  # fmt: skip
 def test_where_a_model_has_no_tokenizer_anothers_is_read(tmp_path: Path, lacks: str, notes: list[str]) -> None:
     job = save_family(tmp_path / "world")
     for file in (tmp_path / "world" / lacks).glob("token*"):
@@ -247,9 +236,8 @@ def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Pa
     save_family(tmp_path / "plain")
     save_family(tmp_path / "other", orders={"green": 3})
     find_notes(job_of(tmp_path / "plain", data))
-    with pytest.raises(
-        DataError, match=r"not the same tokens in merged \(merged\) and expert green \(green\)"
-    ) as raised:
+    message = r"not the same tokens in merged \(merged\) and expert green \(green\)"
+    with pytest.raises(DataError, match=message) as raised:
         find_notes(job_of(tmp_path / "other", data))
     assert "green.safetensors" in raised.value.where and "texts" in raised.value.fix
 
@@ -305,7 +293,7 @@ def test_a_head_answers_the_same_on_a_body_in_another_order(tmp_path: Path, fami
             reorder(module, old, new)
         module.save_pretrained(tmp_path / name)
         make_tokenizer("words", tokens).save_pretrained(tmp_path / name)
-    texts = [json.loads(line)["text"] for line in Path(write_rows(tmp_path / "rows", 0)).read_text().splitlines()]
+    texts = make_texts(0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "expert")
     with torch.no_grad():
         labels = [int(models[0].eval()(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
@@ -327,10 +315,9 @@ def test_a_model_in_another_order_writes_the_same_answers(tmp_path: Path) -> Non
             module.config.decoder_start_token_id = module.generation_config.decoder_start_token_id = new.index("<pad>")
         module.save_pretrained(tmp_path / name)
         make_tokenizer("unigram", tokens).save_pretrained(tmp_path / name)
-    texts = [json.loads(line)["text"] for line in Path(write_rows(tmp_path / "rows", 0)).read_text().splitlines()]
-    whole, tokenizer = (
-        kind.from_pretrained(tmp_path / "expert") for kind in (T5ForConditionalGeneration, AutoTokenizer)
-    )
+    texts = make_texts(0)
+    folder = tmp_path / "expert"
+    whole, tokenizer = (kind.from_pretrained(folder) for kind in (T5ForConditionalGeneration, AutoTokenizer))
     given = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
     limits = {"do_sample": False, "max_new_tokens": 3}
     written = [tokenizer.decode(whole.generate(ids, **limits)[0], skip_special_tokens=True) for ids in given]
@@ -341,8 +328,7 @@ def test_a_model_in_another_order_writes_the_same_answers(tmp_path: Path) -> Non
 
 
 def write_labelled(file: Path, texts: Sequence[str], labels: Sequence[int]) -> None:
-    rows = zip(texts, labels, strict=True)
-    file.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+    file.write_text(lines({"text": text, "label": label} for text, label in zip(texts, labels, strict=True)))
 
 
 def accuracies(folder: Path, merged: str, how: Mapping[str, Any]) -> dict[str, float]:
