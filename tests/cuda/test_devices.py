@@ -1,8 +1,6 @@
 """What is computed on a CUDA device is what the CPU computes, wherever features lie; every weight goes up once a visit,
 and nothing is read before it is there."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import asdict
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The emulated device says what a real one would only show now and then; and device memory that is estimated before a
 calibration is near what the calibration then takes."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from types import ModuleType

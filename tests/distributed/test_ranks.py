@@ -1,8 +1,6 @@
 """Several processes, started by torchrun: the same weights as one, each has its part of the examples, one writes and
 speaks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the README and docs/ tell a reader to type works, and what is generated of them is up to date."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

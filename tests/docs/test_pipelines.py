@@ -1,7 +1,5 @@
 """The CI recipes: workflows are valid; what they run calibrates, checks and proposes a merge, or refuses a bad one."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every message in the tables of docs/troubleshooting.md is one that featcal prints."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An adapter beside the output: real peft loads it, and what it holds of the updates is what the report says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Properties of a whole calibration: its result does not depend on the order of tasks and examples, on how models are
 stored, on how many examples share a batch, or on the side on which they are padded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

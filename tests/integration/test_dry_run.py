@@ -1,7 +1,5 @@
 """A dry run shows the whole plan, and ends with all that would stop a run; what it lets pass, a run does."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`featcal inspect-drift` on the demo's checkpoints: what it prints and writes, and when it stops a pipeline; and the
 demo itself."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, fields, replace

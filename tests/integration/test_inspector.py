@@ -1,7 +1,5 @@
 """inspect-drift measures what a slow computation with whole models measures, on many architectures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace

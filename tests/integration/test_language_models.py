@@ -3,8 +3,6 @@ perplexities are those of transformers' own losses, and `--refine` brings output
 
 Whole runs, since the head is fitted to the features of all calibrated blocks, and a model is measured as written."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Models of one job may differ outside of the blocks: heads, vocabularies, ties, and how much of a model they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 families that are as different as can be, the others with -m matrix. By the output metric, answers come nearer to the
 experts' than by the paper's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path

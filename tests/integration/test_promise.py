@@ -1,7 +1,5 @@
 """Never worse than merged on held-out rows, mean over tasks: over random families, measured from the output folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Models that do what others do not: they draw random numbers, end in a loss, have stems or mixtures, or layers and
 tokens that are not those of their experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

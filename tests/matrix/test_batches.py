@@ -1,8 +1,6 @@
 """No family's result depends on how many examples share a batch, on which come first, on which side texts are padded,
 and on whether outputs are kept or computed again: by both methods, with models in memory and a few examples."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Every shipped recipe is valid, has the paper's settings, and runs from its name to a model with figures, on tiny
 models and data under the real ids; and so do the paper's tables of benchmarks/reproduce.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

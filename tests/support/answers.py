@@ -1,8 +1,6 @@
 """What models answer in plain passes; and how far that is from an expert's, with the covariance of its smoothed choice
 written out as a matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Examples that cannot be read, do not fit, or would fill all memory."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """What a bad input is: a job that would go well, spoiled in one place, and the words that its message must have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

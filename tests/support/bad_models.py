@@ -1,8 +1,6 @@
 """Models that do not fit, configs that lie, folders that lead elsewhere, adapters and pickles of strangers, and
 safetensors files that are cut short, or whose headers lie."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

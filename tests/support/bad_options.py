@@ -2,8 +2,6 @@
 that unfold to more than any memory holds; repos that are not there, not for us, or not to be trusted; and machines on
 which a job cannot run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Runs `featcal` as a user does."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A forward proxy on loopback that writes down every host that somebody tries to reach, and lets nobody through."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

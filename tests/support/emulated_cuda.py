@@ -3,8 +3,6 @@
 `install()` changes torch for the whole process, so tests that need it run in processes of their own: `pytest -m cuda`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Sources of examples in a folder of a test's own, and what tiny models are given of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib

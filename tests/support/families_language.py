@@ -1,7 +1,5 @@
 """Tiny models that read images or sound with one tower and write text with another."""
 
-from __future__ import annotations
-
 import torch
 from family import (
     BART_SIZES,

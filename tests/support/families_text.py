@@ -1,7 +1,5 @@
 """Tiny text models (encoders padded on the right, causal ones on the left, encoder-decoders), and models of sound."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny vision models (plain ones, and pyramids of stages), and models of two towers: images or sound, and text."""
 
-from __future__ import annotations
-
 import torch
 from family import CROSS, TEXT_SIZES, VISION_SIZES, WIDTH, Batch, Family, alike, images, padding_in, pairs, text, videos
 from torch import Tensor

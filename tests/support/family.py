@@ -1,7 +1,5 @@
 """What a tiny family is: a model class at toy size, inputs that exercise it, and what a calibration must make of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What must hold for every family: it is what its table says, and calibrated it equals the oracle, however batched and
 padded; bfloat16 comes close. And the table of architectures in the docs, whose rows are what calibrations reported."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

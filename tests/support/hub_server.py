@@ -1,7 +1,5 @@
 """A small Hugging Face Hub on loopback, for real clients to talk to unpatched."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Things that the Hub on loopback keeps and hands around: files, commits, pull requests, requests and answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Made-up inspections: drift that grows with depth, of any number of tasks and blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite

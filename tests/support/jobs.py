@@ -1,7 +1,5 @@
 """A family's job up to where its blocks are walked, as `featcal calibrate` prepares it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

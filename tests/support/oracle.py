@@ -1,8 +1,6 @@
 """FeatCal written as plainly as possible, to compare the engine with: whole-model forwards with hooks, float64,
 every feature kept, the equations as the paper prints them. Shares no code with featcal_cli."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

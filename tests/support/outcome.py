@@ -1,7 +1,5 @@
 """What runs come to: what two of one job must have in common, and what a refusal says."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A merge and all that it was made of, on the Hub on loopback, as mergekit and its users leave them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What tests/distributed/test_ranks.py lets torchrun start by the Python verbs: the jobs of a file, in turn."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tiny models and datasets on the Hub on loopback, under the ids and with the columns that the shipped recipes name."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tiny tokenizers of three kinds whose tokens lie in any order, and models whose embeddings follow them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random

@@ -5,8 +5,6 @@ files without a server.
 `ORG/` stands for the owner of every repo. What is asked for is written as on the command line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

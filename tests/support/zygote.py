@@ -1,7 +1,5 @@
 """Runs `featcal` again and again as processes of their own, without the seconds that its imports take each time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every bad input is one message (what, where, how to mend it), exit code 2, and nothing written anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import bad_data

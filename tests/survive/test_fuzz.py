@@ -1,7 +1,5 @@
 """Any text may be a recipe, and any header a safetensors file's: both are read, or refused with a reason."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What strangers wrote runs nothing, leads nowhere else, and takes neither hours nor gigabytes."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

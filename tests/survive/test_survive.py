@@ -1,8 +1,6 @@
 """A run may be killed at any moment: the same command goes on from there, and ends with the same bytes. Runs that fill
 one cache do not disturb each other."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

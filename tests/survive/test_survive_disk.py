@@ -1,8 +1,6 @@
 """The disk is full: one message says so, nothing computed is lost, and with some room the same command ends with the
 same bytes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Ctrl-C ends a run at once, whatever it is doing, and two runs never work on one output."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

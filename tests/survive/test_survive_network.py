@@ -1,8 +1,6 @@
 """The network fails while models, rows and the result are on their way: what passes changes nothing, what stays is one
 message, and the same command goes on from there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

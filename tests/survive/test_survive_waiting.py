@@ -1,7 +1,5 @@
 """A Hub that fails for ever is told of at once and given up soon, and a terminal is left as it was found."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

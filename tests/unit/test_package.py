@@ -1,8 +1,6 @@
 """Docstrings are sentences that begin with what the thing is or does; the lowest versions that are tried are the
 bounds."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The loss is the divergence from the expert's probabilities; held-out examples decide what is kept; runs go on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guard: no module's update is worse than the merged weight on rows that were not fitted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The head's equations against autograd in float64, and its solution against a minimum that is found without them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

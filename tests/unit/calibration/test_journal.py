@@ -1,7 +1,5 @@
 """What an earlier run left on the disk is taken over only as far as it is what was written, and is this job's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The two methods: whose numbers, which metric and order, what is checked; and results that are worse than merged."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace

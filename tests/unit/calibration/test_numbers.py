@@ -1,8 +1,6 @@
 """Numbers that go wrong are mended and reported, or named: which model, which module or tensor, which example. Memory
 that runs out costs speed and not the run."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from math import inf, isfinite

@@ -1,8 +1,6 @@
 """The closed forms solve what they say they solve, in whichever of the equal forms costs least; and so do the equations
 in each task's own metric, and those of convolutions, which are linear maps of patches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise

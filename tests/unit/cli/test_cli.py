@@ -1,7 +1,5 @@
 """What the command line shows, and where."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

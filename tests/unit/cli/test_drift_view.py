@@ -1,7 +1,5 @@
 """Inspections on the terminal: nothing cut, nothing that needs colour, the same words for the same figures."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

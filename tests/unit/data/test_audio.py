@@ -1,8 +1,6 @@
 """Rows of sound become what a model's own feature extractor makes of them, wherever they lie and however they are
 stored."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

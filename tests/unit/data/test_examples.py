@@ -1,7 +1,5 @@
 """Rows become batches: the right columns, the right rows, the right shapes, and errors that say what to do."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

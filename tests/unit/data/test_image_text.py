@@ -1,7 +1,5 @@
 """Rows of an image and a text become what a model that reads both is given."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Files and folders of this machine as people have them are read whole, or refused with the place that is wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows of Hub datasets: from all over them, for few of their bytes, at the commit that was named, or an error."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

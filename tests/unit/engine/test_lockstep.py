@@ -1,7 +1,5 @@
 """What a calibration runs: every model as often as the fit and its figures need it, and no more."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What is in memory while models run: weights are read once, checked, and given back when a block is done; offloaded
 tensors keep their values wherever they lie, and take room only where they are said to."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,6 @@
 """Outputs are compared as choices where they are some; gradients of experts' outputs, sent back block by block, are
 those that a whole backward pass gives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Merges of all usual kinds pass for what they are; wrong bases, wrong experts and mistakes are told apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from shutil import copytree, rmtree
 

@@ -1,7 +1,5 @@
 """`evaluate` finds what a slow computation, one example at a time, finds."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

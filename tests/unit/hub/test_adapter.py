@@ -1,7 +1,5 @@
 """Adapters are folded by the real peft, and the folded copy is a model like any other."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

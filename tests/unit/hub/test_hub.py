@@ -1,7 +1,5 @@
 """Models are resolved against a Hub on loopback, by the real huggingface_hub."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

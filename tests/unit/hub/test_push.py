@@ -1,7 +1,5 @@
 """Models are pushed to a Hub on loopback by the real huggingface_hub: in one commit, once, and whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

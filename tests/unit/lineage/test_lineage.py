@@ -1,7 +1,5 @@
 """Every source of a merged model's lineage, told, told apart, asked for at once or refused."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`featcal calibrate ORG/merged --push-to ORG/out` on a Hub on loopback that holds what mergekit's users leave."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Experts as they lie on the Hub are one function with merged; what is another one of the same shapes is told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

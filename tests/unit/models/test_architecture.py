@@ -1,8 +1,6 @@
 """Blocks are found by running the model, norms by what they compute; and what `featcal modules` lists would be
 calibrated, from the config alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Merges that are built, a tensor and a part of it at a time, are those of the whole models at once."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias

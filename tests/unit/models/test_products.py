@@ -2,8 +2,6 @@
 are matched to tokens by how a feature's shape changes, never by one shape that could mean two things; where they
 cannot be matched, no batch may have padding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

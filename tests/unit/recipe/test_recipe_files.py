@@ -1,8 +1,6 @@
 """What recipes say: values are what their keys want, whatever YAML 1.1 makes of them; what is wrong with a recipe is
 said at once, with lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model card: what it says is in the report, and nothing that others wrote can change what it is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

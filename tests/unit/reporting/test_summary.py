@@ -2,8 +2,6 @@
 verdict says block order over tasks that reach different blocks, growth, comparisons; and the pictures of drift are
 small, opaque, the same for the same figures whatever the tasks are called."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

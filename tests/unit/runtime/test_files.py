@@ -1,8 +1,6 @@
 """One run at a time works on an output; who is dead works on nothing. The log of a run holds no secrets, and the
 traceback of an error that nobody foresaw; what strangers wrote is shown short."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -2,8 +2,6 @@
 folder that is gone, an encoding that knows no letters, a package that cannot be imported, processes without GPUs. And
 what it found is said before torch is imported, which takes seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """featcal doctor: what it says of a machine, and what it never says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """How many examples make a batch; the time that a run is expected to take, and the time left of it, over all its
 stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The output is the merged checkpoint again, with only the calibrated tensors changed; what is in its place, beside it
 or of no use is kept, left out or refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

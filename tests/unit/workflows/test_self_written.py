@@ -1,7 +1,5 @@
 """Examples that experts write themselves: what is written, when it is read again, and who is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

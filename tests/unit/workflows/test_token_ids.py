@@ -1,7 +1,5 @@
 """An id means nothing in another model: whatever order models have their tokens in, a merge becomes the same one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence
