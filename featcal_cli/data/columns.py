@@ -21,11 +21,9 @@ SPEAKERS = {
 }  # fmt: skip
 """The speaker's name in chat templates for each name that datasets use."""
 EXCHANGES = ("user", "assistant"), ("human", "assistant"), ("input", "output")
-"""Keys of items that hold a question and its answer: the_cauldron's, BELLE's and XTuner's."""
+"""Keys of items that hold a question and its answer, as the_cauldron's and XTuner's do."""
 
 OTHER_COLUMNS = "name the right columns with --columns TASK=ROLE:COLUMN, fix these rows, or give other data"
-
-
 LONGEST_CONVERSATION = 1 << 20
 """Most characters of a text that is parsed to see whether it is a conversation: parsed, it takes many times as much."""
 
@@ -65,10 +63,16 @@ def parse_conversation(cell: Any) -> Any:
     return messages if is_conversation(messages) and all(map(_is_message, messages)) else cell
 
 
+def _is_exchange(value: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    # a message of a table has all keys of any
+    are_texts = all(isinstance(value.get(key, 0), str | None) for key in keys)
+    return are_texts and not (value.get("role") or value.get("from"))
+
+
 def _is_message(value: Mapping[str, Any]) -> bool:
     # lists of flights, too, go from a place to another, and those of edges have numbers as values
     is_pair = value.keys() >= {"from", "value"} and not isinstance(value["value"], int | float)
-    # that of XTuner is left out, as tests of programs have inputs and outputs
+    # {input, output} is left out: test cases of programs have these keys, too
     is_pair = is_pair or any(value.keys() >= set(keys) for keys in EXCHANGES[:2])
     return is_pair or ("role" in value and bool(value.keys() & {"content", "tool_calls"}))
 
@@ -84,19 +88,16 @@ def answer_of(value: Any) -> str | None:
 
 def read_messages(value: Any) -> list[Message]:
     """Return messages as {role, content}. They may come as OpenAI's {role, content}, ShareGPT's {from, value} or
-    EXCHANGES, the first with a system message. A null content becomes empty, and so does a missing one in a message
-    that calls a tool. Raises BadRowError."""
+    one of EXCHANGES, beside which there may be a system message. A null content becomes empty, and so does a missing
+    one in a message that calls a tool. Raises BadRowError."""
     if not is_conversation(value):
         raise BadRowError("the messages are not a list of messages")
     messages: list[Message] = []
     for asked, answered in EXCHANGES:
-        if all(message.keys() >= {asked, answered} for message in value):
-            begins = [{"role": "system", "content": system}] if (system := value[0].get("system")) else []
-            value = begins + [
-                {"role": role, "content": message[key]}
-                for message in value
-                for role, key in (("user", asked), ("assistant", answered))
-            ]
+        if all(_is_exchange(message, (asked, answered)) for message in value):
+            turns = (("system", "system"), ("user", asked), ("assistant", answered))
+            said = [(role, message.get(key)) for message in value for role, key in turns]
+            value = [{"role": role, "content": text} for role, text in said if role != "system" or is_text(text)]
     for message in value:
         given = {key: value for key, value in message.items() if value is not None}
         role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
@@ -110,8 +111,8 @@ def read_messages(value: Any) -> list[Message]:
         named = {"role": SPEAKERS.get(role.lower(), role), "content": "" if content is None else content}
         messages.append({**message, **named})
     contents = (message["content"] for message in messages)
-    said = [content.strip() if isinstance(content, str) else content for content in contents]
-    if not any(said) and not any(map(_calls, messages)):
+    held = [content.strip() if isinstance(content, str) else content for content in contents]
+    if not any(held) and not any(map(_calls, messages)):
         raise BadRowError("the messages have no text")
     return messages
 

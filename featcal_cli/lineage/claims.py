@@ -65,8 +65,8 @@ def _names(value: Any) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in listed if isinstance(name, str) and name.strip()))
 
 
-_ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion")
-"""Methods that interpolate from one model to another: their `base_model` is the start, not a common ancestor."""
+_ENDPOINT_METHODS = ("slerp", "nearswap", "arcee_fusion", "karcher")
+"""Methods that average their `base_model` with the others: it is no common ancestor, and none of them is weighted."""
 _POOL_BASES = ("_pretrained_", "_base_")
 """Names that a pool gives to the base model."""
 _OTHER_MERGE = "calibrate a merge whose layers match those of its experts one by one"
@@ -115,12 +115,12 @@ def read_mergekit(documents: Sequence[Any], where: str) -> Claim:
     stated = [config.get("base_model"), *(piece.get("base_model") for part in parts for piece in _slices(part))]
     bases = list(dict.fromkeys(_read_reference(base) for base in stated if base is not None))
     listed = [pair for part in parts for pair in _models(part, where)]
-    added = {model for model, is_added in listed if is_added}
+    added = {model for model, is_added in listed if is_added or method in (*_ENDPOINT_METHODS, "model_stock", "sce")}
     models = {model: "" for model, _ in listed if model in added}
     away = list_some(dict.fromkeys(model for model, _ in listed if model not in {*added, *bases}))
-    notes = [f"{where}: without a positive weight, and so no expert: {away}"] if away else []
-    # these average all that they list, the base_model too if that is among them
-    averaged = method in ("linear", "karcher") and bases[:1] and bases[0] in models
+    notes = [f"{where}: no expert, as nothing of it was added with a positive weight: {away}"] if away else []
+    # linear averages all that it lists, the base_model too if that is among them
+    averaged = method == "linear" and bases[:1] and bases[0] in models
     if averaged or method in _ENDPOINT_METHODS:
         if bases:
             is_expert = f"base_model {quoted(bases[0])} is one of the experts and not their base"

@@ -22,9 +22,9 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
     """Merge experts, one block at a time, and yield the merged parameters by their names in the first expert's class.
 
     Parameters that a model lacks, or that differ in shape between models (heads), are not yielded: the first expert's
-    are kept. Only one of several tied parameters is yielded. Buffers, such as the statistics of batch norms, are the
-    experts' mean by every method: a sum of steps could make a variance negative. `ties` reads all models three times
-    before the first block, `dare_ties` once; neither keeps them in memory.
+    are kept. Only one of several tied parameters is yielded. With every method, buffers, such as the statistics of
+    batch norms, are the mean of the experts': a sum of steps could make a variance negative. `ties` reads all models
+    three times before the first block, `dare_ties` once; neither keeps them in memory.
     """
     parameters, buffers = _find_shared(base, experts), dict(experts[0].module.named_buffers())
 

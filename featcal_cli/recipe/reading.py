@@ -95,9 +95,11 @@ def as_draft(recipe: Draft | Mapping[str, Any] | str | Path) -> Draft:
 
 
 def _write_paths(value: Any) -> Any:
-    """Return the keys of a program's recipe with every Path in them as a text."""
+    """Return a program's recipe with every Path in it as a text."""
     if isinstance(value, Mapping):
         return {key: _write_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_write_paths, value)]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -78,8 +78,8 @@ def write_card(
         "merged_name": merged and (merged.name if on_hub else Path(merged.name).name),
         "merged_commit": merged.commit if merged and on_hub else None,
         "loaders": [kind if kind.isidentifier() else "AutoModel" for kind in (model_class, processor_class) if kind],
-        # the embeddings of sentence-transformers are more than what the model of transformers gives
-        "pools": any(Path(file).match("*_Pooling/config.json") for file in report.files),
+        # sentence-transformers pools the model's features; AutoModel alone would not give the embeddings
+        "pools": data.library_name == "sentence-transformers" and "modules.json" in report.files,
         "runs_code": runs_code,
         "options": 'dtype="auto", trust_remote_code=True' if runs_code else 'dtype="auto"',
         "variables": VARIABLES,

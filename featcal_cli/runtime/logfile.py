@@ -38,7 +38,7 @@ class Log(Listener):
                 self._file.write(f"{line}\n".encode("utf-8", "backslashreplace"))
             except OSError as error:  # a full disk, which is no reason to stop the run
                 self._file = None
-                self._shown.note(f"the log ends here: {name_reason(error)}")
+                self._shown.note(f"the log can no longer be written ({name_reason(error)}); the run goes on without it")
 
     def end(self, code: int, error: FeatCalError | None = None) -> None:
         """Write the last line, and before it the error if it is an expected one."""

@@ -57,7 +57,7 @@ def evaluate(
     """
     options = RunOptions(device, batch_size, allow_pickle, trust_remote_code, allow_code=allow_code)
     session = Session(recipe, options, listener)
-    limit = read_count("limit", limit, "leave it out, and all examples are measured")
+    limit = read_count("limit", limit, "leave it out to measure as many as usual")
     named = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
     others = dict(zip(name_roles(named), named, strict=True))
     inputs = find_inputs(session, others)

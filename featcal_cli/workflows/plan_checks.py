@@ -127,8 +127,8 @@ def check_adapter(
         return
     where, leave = f"--as-adapter {rank}", "or leave out --as-adapter"
     widest = max((min(x.shape) for x in merged.parameters() if x.ndim == 2), default=0)
-    if not 1 <= rank <= widest:
-        what = f"the rank of an adapter is at least 1, and at most {widest} for the matrices of this model"
+    if rank > widest:
+        what = f"the rank of an adapter is at most {widest} for the matrices of this model"
         raise RecipeError(what, where=where, fix=f"give 16, for example, {leave}")
     if "merged" not in origins or origins["merged"].base:
         what = "an adapter goes on a full merged model that others can load"

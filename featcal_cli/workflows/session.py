@@ -63,12 +63,12 @@ class RunOptions:
 
 
 def read_count(name: str, value: object, fix: str) -> int | None:
-    """Return a number that a program gives, which may be one of numpy's; None stays None. Raises RecipeError if it is
-    no whole number, or below 1."""
+    """Return a count that a program gives, which may be one of numpy's integers; None stays None. Raises RecipeError if
+    it is not a whole number of at least 1."""
     count = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if value is None or (count is not None and count >= 1):
         return count
-    what = f"{name} must be a whole number, and at least 1, not {(value if count is None else count)!r}"
+    what = f"{name} must be a whole number of at least 1, not {(value if count is None else count)!r}"
     raise RecipeError(what, where=f"--{name.replace('_', '-')}", fix=fix)
 
 

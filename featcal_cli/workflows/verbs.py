@@ -149,8 +149,8 @@ def calibrate_modules(
             'give {"TASK": model} and {"TASK": {"NAME": tensor}}',
         )
         raise RecipeError(what, where="calibrate_modules", fix=fix)
-    if not isinstance(calibration or {}, Mapping):
-        what = f"calibration must be a dict of a recipe's keys, not {calibration!r}"
+    if calibration is not None and not isinstance(calibration, Mapping):
+        what = f"calibration must be a dict with the keys of a recipe's calibration, not {calibration!r}"
         raise RecipeError(what, where="calibrate_modules", fix='for example {"method": "paper"}')
     if not experts or experts.keys() != inputs.keys():
         what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
@@ -178,8 +178,9 @@ def calibrate_modules(
             for task, (_, data) in places.items():
                 # copies, as two names may share one tensor
                 save_file({name: x.detach().cpu().contiguous().clone() for name, x in inputs[task].items()}, data)
-            # before models are written, as it finds what is wrong in the settings
-            session = Session(recipe, RunOptions(**options, output=here / "result"), listener)
+        # before models are written, as it finds what is wrong in the settings
+        session = Session(recipe, RunOptions(**options, output=here / "result"), listener)
+        with _writing(folder):
             _save("merged", merged, here / "merged")
             _save("base", base, here / "base")
             for task, (place, _) in places.items():
@@ -198,8 +199,9 @@ def _writing(folder: str | Path | None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        what, where = f"models and examples cannot be written: {name_reason(error)}", str(folder or "TMPDIR")
-        raise OutputError(what, where=where, fix=tell_fix(error, "give another folder")) from error
+        what = f"temporary copies of models and examples cannot be written: {name_reason(error)}"
+        where, fix = str(folder or "TMPDIR"), tell_fix(error, "give a folder that can be written")
+        raise OutputError(what, where=where, fix=fix) from error
 
 
 def _save(role: str, model: PreTrainedModel, folder: Path) -> None:

@@ -106,10 +106,11 @@ def test_modules_are_calibrated_as_their_files_are(
             for x in (torch.tensor(1), torch.zeros(0, 5))
         ),
         ({"base": recipe["base"]}, "base must be a PreTrainedModel of transformers, not str"),
-        ({"folder": "nowhere"}, "models and examples cannot be written: No such file or directory"),
-        ({"batch_size": numpy.int64(-3)}, "batch_size must be a whole number, and at least 1, not -3"),
-        ({"calibration": "paper"}, "calibration must be a dict of a recipe's keys, not 'paper'"),
-        ({"as_adapter": "16"}, "as_adapter must be a whole number, and at least 1, not '16'"),
+        ({"folder": "nowhere"}, "temporary copies of models and examples cannot be written: No such file or directory"),
+        ({"batch_size": numpy.int64(-3)}, "batch_size must be a whole number of at least 1, not -3"),
+        ({"calibration": []}, "calibration must be a dict"),
+        ({"calibration": "paper"}, "calibration must be a dict with the keys of a recipe's calibration, not 'paper'"),
+        ({"as_adapter": "16"}, "as_adapter must be a whole number of at least 1, not '16'"),
     ]
     for change, message in wrong:
         given = {"merged": merged, "base": base, "experts": experts, "inputs": inputs, **options, **change}

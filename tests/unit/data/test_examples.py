@@ -447,6 +447,7 @@ CALL = {"function": {"name": "w8", "arguments": "{}"}}
         ([{"from": "system", "value": ""}, *SHARED], "system user w1 assistant w2", "w1 w2"),
         ([{"human": "w1", "assistant": "w2"}], "user w1 assistant w2", "w1 w2"),
         ([{"system": "w3", "input": "w1", "output": "w2"}], "system w3 user w1 assistant w2", "w3 w1 w2"),
+        ([{**turn, "input": None, "output": "w7"} for turn in TURNS], "user w1 assistant w2", "w1 w2"),
         ([{"role": None, "from": "human", "content": None, "value": "w1"}, TURNS[1]], "user w1 assistant w2", "w1 w2"),
         ([TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "user w1 assistant", "w1"),
         ([TURNS[0], {"role": "assistant", "tool_calls": [CALL]}], "user w1 assistant", "w1"),

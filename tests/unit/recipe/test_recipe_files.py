@@ -138,5 +138,5 @@ def test_no_job_depends_on_the_papers_figures() -> None:
 def test_a_program_may_give_paths_in_its_recipe() -> None:
     tasks = {"x": {"expert": Path("e"), "data": {"path": Path("x.jsonl")}}}
     texts = {"x": {"expert": "e", "data": {"path": "x.jsonl"}}}
-    draft = as_draft({"merged": Path("m"), "base": Path("b"), "tasks": tasks})
-    assert draft == as_draft({"merged": "m", "base": "b", "tasks": texts})
+    draft = as_draft({"merged": Path("m"), "base": Path("b"), "tasks": tasks, "skip_experts": [Path("s")]})
+    assert draft == as_draft({"merged": "m", "base": "b", "tasks": texts, "skip_experts": ["s"]})

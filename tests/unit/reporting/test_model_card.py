@@ -168,11 +168,13 @@ def test_metadata_names_all_that_the_weights_were_computed_from_but_not_the_mode
         "tags": ["featcal", "merge", "mergekit"],
     }
     pooled = ["modules.json", "1_Pooling/config.json"]
-    for name, files, library in (("setfit", [], "setfit"), ("peft", pooled, "sentence-transformers")):
+    for name, library in (("setfit", "setfit"), ("peft", "sentence-transformers")):
         readme = README.replace("tags:", f"library_name: {name}\ntags:")
-        of_library = write_card(replace(make_report(), files=files), name="mended", merged_readme=readme)
+        report = replace(make_report(), files=pooled)
+        of_library = write_card(report, name="mended", merged_readme=readme, runs_code=True)
         assert metadata(of_library)["library_name"] == library
-        assert ('model = SentenceTransformer("mended")' in of_library) is (files == pooled)
+        loading = 'SentenceTransformer("mended", trust_remote_code=True)'
+        assert (loading in of_library) is (library == "sentence-transformers")
     own = write_card(make_report(), name="merged", target="org/merged")
     assert metadata(own)["base_model"] == ["org/base", "org/expert-a", "org/expert-b"]
     for accepted in (card, own):

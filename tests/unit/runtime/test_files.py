@@ -96,7 +96,8 @@ def test_a_log_on_a_full_disk_does_not_stop_the_run_and_is_told_once() -> None:
     shown = Mock()
     with recorded(shown, full) as log:
         log.note("heard")
-    assert [call.args[0] for call in shown.note.mock_calls] == ["the log ends here: No space left on device", "heard"]
+    ended = "the log can no longer be written (No space left on device); the run goes on without it"
+    assert [call.args[0] for call in shown.note.mock_calls] == [ended, "heard"]
 
 
 def test_a_bug_is_code_1_and_one_message(
