@@ -26,7 +26,7 @@ def test_all_stops_are_said(vit_job: Path, capsys: Capsys, monkeypatch: pytest.M
         "error: 4 things would stop a run",
         "out: the output folder exists",
         "--push-to me/calibrated: pushing needs a token",
-        "--as-adapter 999: the rank of an adapter is at least 1, and at most",
+        "--as-adapter 999: the rank of an adapter is at most",
         "no task says how it is evaluated",
     ):
         assert what in run.stderr, run.stderr
