@@ -240,7 +240,9 @@ def _without_revisions(reference: str) -> str:
 # transformers would ask a conversion space about repos without safetensors, and could send it the token
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
-POOLED = r'"pooling_mode": *"{0}"|"pooling_mode_{0}(_token)?": *true'
+POOLINGS = ("cls", "lasttoken", "mean", "max", "weightedmean", "mean_sqrt_len")
+"""Names of the ways in which sentence-transformers pools; of several in one model, only the first of these is used."""
+POOLED = r'"pooling_mode": *"{0}(_tokens?)?"|"pooling_mode_{0}(_tokens?)?": *true'
 """Pattern of what a pooling's config says of a mode, in today's form or the earlier one."""
 
 
@@ -263,11 +265,11 @@ class Snapshot:
 
     @cached_property
     def pooling(self) -> str:
-        """How sentence-transformers makes one embedding of a text's tokens: cls or lasttoken, else mean; empty if no
-        file says that it does."""
+        """How sentence-transformers makes one embedding of a text's tokens, one of POOLINGS; empty if no file says that
+        it does."""
         for file in self.folder.glob("*_Pooling/config.json"):
             said = file.read_text(encoding="utf-8", errors="replace")
-            return next((mode for mode in ("cls", "lasttoken") if re.search(POOLED.format(mode), said)), "mean")
+            return next((mode for mode in POOLINGS if re.search(POOLED.format(mode), said)), "mean")
         return ""
 
     def weights(self) -> list[Path]:

@@ -194,11 +194,18 @@ def _pool(mode: str, _module: nn.Module, _args: object, given: Mapping[str, Any]
     [B, T, d]: a pooler of the model's own, if it has one, is not used."""
     if isinstance(features := getattr(output, "last_hidden_state", None), Tensor):
         mask = given.get("attention_mask")
-        mask = features.new_ones(features.shape[:2]) if mask is None else mask.to(features.dtype)
-        if mode != "mean":
-            counts = mask.cumsum(1)
+        # whole numbers, as bfloat16 counts no further than to 256
+        mask = features.new_ones(features.shape[:2], dtype=torch.int64) if mask is None else mask.long()
+        if mode == "max":
+            output.pooler_output = features.masked_fill(mask[..., None] == 0, -torch.inf).amax(1)
+            return
+        counts = mask.cumsum(1)
+        if mode in ("cls", "lasttoken"):
             mask = mask * (counts == (1 if mode == "cls" else counts[:, -1:]))
-        output.pooler_output = (features * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        elif mode == "weightedmean":
+            mask = mask * counts
+        total = mask.sum(1, keepdim=True) ** (0.5 if mode == "mean_sqrt_len" else 1)
+        output.pooler_output = (features * mask[..., None]).sum(1) / total
 
 
 def make_readable(module: PreTrainedModel) -> None:

@@ -95,6 +95,11 @@ POOLED: dict[str, Any] = {
     '{"pooling_mode": "mean"}': lambda states: states.mean(0),
     '{"pooling_mode_cls_token": true, "pooling_mode_lasttoken": false}': lambda states: states[0],
     '{"pooling_mode_cls_token": false, "pooling_mode_lasttoken": true}': lambda states: states[-1],
+    '{"pooling_mode_mean_tokens": false, "pooling_mode_max_tokens": true}': lambda states: states.amax(0),
+    '{"pooling_mode_weightedmean_tokens": true}': lambda states: (
+        states.T @ (w := torch.arange(1.0, 1 + len(states))) / w.sum()
+    ),
+    '{"pooling_mode_mean_sqrt_len_tokens": true}': lambda states: states.sum(0) / len(states) ** 0.5,
 }
 """What each config of a pooling makes of a text's states [tokens, d]."""
 
@@ -116,6 +121,16 @@ def test_sentence_transformers_are_judged_by_their_embeddings(tmp_path: Path, co
         output = expert(input_ids=ids, attention_mask=(ids > 0).long())
         short, long = output.last_hidden_state
         torch.testing.assert_close(read_output(output), torch.stack([POOLED[config](x) for x in (short[:2], long)]))
+
+
+def test_the_last_token_of_a_long_text_is_found_in_bfloat16(tmp_path: Path) -> None:
+    """It counts no further than to 256, so that the last few tokens would look alike."""
+    sizes = {**TEXT_SIZES, "max_position_embeddings": 600}
+    tf.BertModel(tf.BertConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    output = load_model("merged", Snapshot("model", tmp_path, None), tf.BertModel).module(torch.ones(1, 600).long())
+    assert torch.equal(read_output(output), output.last_hidden_state[:, -1])
 
 
 @pytest.mark.parametrize(
