@@ -1,10 +1,12 @@
-# On the CPU:   docker build -t featcal . && docker run --rm -v "$PWD:/work" featcal
-#               (on x86, PyPI's torch brings CUDA's libraries, gigabytes, which a CPU does not need)
+# On the CPU:   docker build -t featcal --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#               docker run --rm -v "$PWD:/work" featcal
 # With CUDA:    docker build -t featcal --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 .
-#               docker run --rm --gpus all -v "$PWD:/work" featcal calibrate user/merged
-# Any Debian or Ubuntu with Python 3.10 or newer will do as base. Without a command, the image runs the demo.
+#               docker run --rm --gpus all -v "$PWD:/work" -v featcal:/root/.cache featcal calibrate user/merged
+# The index has torch without CUDA's libraries, which are gigabytes; the volume keeps what was downloaded. Any Debian or
+# Ubuntu with Python 3.10 or newer will do as base. Without a command, the image runs the demo.
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
+ARG PIP_EXTRA_INDEX_URL
 
 RUN apt-get update -q \
     && apt-get install -y -q --no-install-recommends python3-venv \
