@@ -228,7 +228,7 @@ def inspect_drift(
         raise RecipeError(f"{max_drift} is no finite number", where="--max-drift", fix=fix)
     with begin(json=json, quiet=quiet, log_file=log_file) as (screen, log):
         with screen.live(MEASURING):
-            inspection = run(draft, compare=compare, **running, **written, max_drift=max_drift, listener=log)
+            inspection = run(draft, compare=compare, seed=seed, **running, **written, max_drift=max_drift, listener=log)
         if json:
             typer.echo(inspection.to_json(), nl=False)
         else:

@@ -133,8 +133,8 @@ MergeMethod = _given(
 )  # fmt: skip
 Recipe = _given(str, MODELS, "--recipe -r", "FILE", "A recipe or its name; options override it.")
 Compare = _given(str, MODELS, "--compare", "MODEL2", "Compare a second model with the same experts.")
-Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [64].")
-MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [43; calibrate uses 42].")
+Measured = _given(int, METHOD, "--examples -n", "N", "Examples measured per task [the recipe's, else 64].")
+MeasuredSeed = _given(int, METHOD, "--seed", "N", "Seed for sampling examples [the recipe's + 1, else 43].")
 Limit = _given(
     int, METHOD, "--limit", "N",
     "Examples per task, randomly chosen (lm-eval: the first N) [all; 256 texts, or fewer long ones].", min=1,

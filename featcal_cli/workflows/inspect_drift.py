@@ -28,8 +28,7 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 MODEL, OTHER, BASE = "model", "other", "base"
 PICTURES, PAGES, TEXTS = (".png", ".svg"), (".html",), (".md",)
 EXAMPLES = 64
-SEED = 43
-"""Default seed of the examples, not calibration's: it is not judged by the examples it was fitted to."""
+"""Examples measured per task, if neither recipe nor user says how many."""
 
 
 @in_usual_modes
@@ -37,6 +36,7 @@ def inspect_drift(
     recipe: RecipeSource,
     *,
     compare: str | Path | None = None,
+    seed: int | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     allow_pickle: bool = False,
@@ -51,6 +51,8 @@ def inspect_drift(
 
     recipe: as for `calibrate`; its merged model is inspected.
     compare: a second model to inspect.
+    seed: of the choice of examples. None is the one after the recipe's, as that one chose those that a calibration was
+    fitted to.
     plot (.png or .svg), html and markdown (.md): files to write; nothing else is written.
     max_drift: the limit of a gate, which the markdown file reports; to stop a program above it, call
     `verdict.check_gate`.
@@ -61,9 +63,11 @@ def inspect_drift(
         if file:
             check_file(Path(file), kinds, str(file))
     draft = as_draft(recipe)
-    said = draft.calibration.model_fields_set
-    defaults = {name: value for name, value in (("examples", EXAMPLES), ("seed", SEED)) if name not in said}
-    draft = draft.model_copy(update={"calibration": draft.calibration.model_copy(update=defaults)})
+    calibration = draft.calibration
+    changed = {"seed": calibration.seed + 1 if seed is None else seed}
+    if "examples" not in calibration.model_fields_set:
+        changed["examples"] = EXAMPLES
+    draft = draft.model_copy(update={"calibration": calibration.model_copy(update=changed)})
     session = Session(draft, RunOptions(device, batch_size, allow_pickle, trust_remote_code), listener)
     if isinstance(session.draft.merged, Merge):
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")

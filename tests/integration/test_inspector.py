@@ -22,6 +22,7 @@ from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import first_tensor
 from featcal_cli.reporting.report import Inspection, ModelDrift
 from featcal_cli.workflows.inspect_drift import inspect_drift
+from featcal_cli.workflows.session import Session
 
 CHOSEN = ["albert"]
 OTHERS = ["t5", "clip-vision", "wav2vec2", "llava", "deberta-v2", "swin"]
@@ -193,6 +194,23 @@ def test_outputs_are_those_of_the_expert_with_the_models_last_features(tmp_path:
 def bert_of(blocks: int) -> Family:
     names = " ".join(f"encoder.layer.{number}" for number in range(blocks))
     return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
+
+
+@pytest.mark.parametrize(("recipes", "given", "taken"), [(42, None, 43), (None, None, 43), (7, None, 8), (7, 7, 7)])
+def test_examples_are_not_those_that_a_recipe_was_fitted_to(
+    recipes: int | None, given: int | None, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """featcal.yaml always has a seed, which chose the examples of the calibration."""
+    seen = []
+
+    def find(session: Session, _: object) -> None:
+        seen.append(session.draft.calibration.seed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("featcal_cli.workflows.inspect_drift.find_inputs", find)
+    with pytest.raises(KeyboardInterrupt):
+        inspect_drift({"merged": "a/b", "calibration": {} if recipes is None else {"seed": recipes}}, seed=given)
+    assert seen == [taken]
 
 
 def test_one_block_of_each_model_is_converted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
