@@ -246,7 +246,8 @@ class TaskDraft(Section):
     data: Source | None = None
     """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, self, or a group of keys."""
     evaluate: Evaluate | None = None
-    """How `featcal evaluate` measures the task; if left out, with the expert's own head."""
+    """How the task is measured; `{}` means with the expert's own head. Tasks without it are left out; if none has it,
+    `featcal evaluate` measures the perplexity of language models."""
 
 
 class Task(TaskDraft):
