@@ -99,15 +99,18 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
     clauses = describe_differences({"recipe": known}, {"recipe": wanted})
     now = stamp_inputs(recipe.local_paths)
     # a file that has come since, perhaps to be evaluated on, changes nothing of what was computed
-    clauses += [f"{file} has changed" for file, stamp in stamps.items() if now.get(file) != stamp]
+    changed = [f"{file} has changed" for file, stamp in stamps.items() if now.get(file) != stamp]
+    clauses += changed
     rank = report.adapter.rank if report.adapter else None
     # where no update was left there is none to put into an adapter
     if as_adapter and as_adapter != rank and not report.is_unchanged:
         clauses.append(f"--as-adapter was {rank or 'not given'}, and is {as_adapter}")
     if clauses:
         what = f"this is the output of another job: {list_some(clauses, between='; ', write=str)}"
-        again = f"to go on with what is there, give -r {target / RECIPE} -o {target} in place of what differs"
-        raise OutputError(what, where=str(target), fix=f"give --overwrite to replace it, or another --output; {again}")
+        fix = "give --overwrite to replace it, or another --output"
+        if not changed:
+            fix += f"; to go on with what is there, give -r {target / RECIPE} -o {target} in place of what differs"
+        raise OutputError(what, where=str(target), fix=fix)
     return report
 
 

@@ -109,7 +109,7 @@ def test_a_finished_output_says_what_was_done_and_is_not_made_again(tmp_path: Pa
     for change, said in (({"examples": 7}, "--examples was 12, and is 7"), ({"rho": 0.5}, "--rho was 2, and is 0.5")):
         with pytest.raises(OutputError, match="this is the output of another job") as refused:
             calibrate(saved.recipe(**change), output=output)
-        assert said in refused.value.what and "--overwrite" in refused.value.fix
+        assert said in refused.value.what and "--overwrite" in refused.value.fix and " -r " in refused.value.fix
     with pytest.raises(OutputError, match="--as-adapter was not given, and is 2"):
         calibrate(saved.recipe(), output=output, as_adapter=2)
     (output / "config.json").write_text("{}")  # ours, whatever was made of it
@@ -121,8 +121,9 @@ def test_a_finished_output_says_what_was_done_and_is_not_made_again(tmp_path: Pa
     assert (output / "runs" / "mine.txt").is_file()
     config = tmp_path / "merged" / "config.json"
     config.write_text(config.read_text() + "\n")
-    with pytest.raises(OutputError, match=r"merged/config\.json has changed"):
+    with pytest.raises(OutputError, match=r"merged/config\.json has changed") as refused:
         calibrate(saved.recipe(), output=output)
+    assert " -r " not in refused.value.fix  # no recipe brings the file back
 
 
 def test_what_users_put_in_the_outputs_place_or_the_hidden_folder_stays(saved: Saved, tmp_path: Path) -> None:
