@@ -131,6 +131,7 @@ def draw_examples(
     count: int,
     seed: int,
     hold_out: bool = False,
+    fits: bool = True,
     sampled: int | None = None,
 ) -> DrawnExamples:
     """Draw up to `count` examples to fit and min(64, max(8, count // 4)) further ones to hold out, as inputs of the
@@ -138,10 +139,9 @@ def draw_examples(
 
     Rows are chosen at random but are equal for equal seeds (.safetensors: in file order). Equal rows are never both
     fitted and held out. hold_out: if the source has too few rows for both, hold out some of the `count`. sampled: read
-    only this many rows to fit, unless the source has no more anyway.
+    only this many rows to fit, unless the source has no more anyway. fits: False where they are only measured.
 
-    Raises DataError for data that cannot be read, understood or preprocessed, and when more than half of the rows are
-    bad.
+    Raises DataError for data that cannot be read, understood or preprocessed, and when most rows are bad.
     """
     notes: list[str] = []
     asked, wanted = count, min(count, sampled or count)
@@ -158,7 +158,7 @@ def draw_examples(
             reader, rows = _open_rows(data, first, target), chain(first, drawn)
         usable = _read_usable(reader, rows, wanted, further)
     if usable.is_whole and wanted < asked:  # so few say nothing of a larger draw
-        return draw_examples(task, data, target, count=asked, seed=seed, hold_out=hold_out)
+        return draw_examples(task, data, target, count=asked, seed=seed, hold_out=hold_out, fits=fits)
     if usable.is_whole:
         usable.divide(count, hold_out=hold_out)
     else:
@@ -168,8 +168,8 @@ def draw_examples(
     expected = len(usable.fitted), len(selection) + len(held_out)
     if sampled and not usable.is_whole:
         expected = usable.expect(asked, FEWEST_LONG), usable.expect(most_held_out(asked), most_held_out(FEWEST_LONG))
-    notes += [reader.chosen, *_describe(usable, count, len(selection) + len(held_out))]
-    notes = [f"{task}: {note}" for note in notes]
+    described = _describe(usable, count, len(selection) + len(held_out) if fits else None)
+    notes = [f"{task}: {note}" for note in (*notes, reader.chosen, *described)]
     return DrawnExamples(reader, usable.fitted, selection, held_out, notes, expected, usable.is_whole)
 
 
@@ -295,21 +295,22 @@ def _check_finite(example: Example, number: int) -> None:
             raise DataError(f"{name} holds NaN or infinity", where=f"example {number}", fix=fix)
 
 
-def _describe(usable: _UsableRows, count: int, held_out: int) -> Iterator[str]:
+def _describe(usable: _UsableRows, count: int, held_out: int | None) -> Iterator[str]:
     if usable.bad:
         yield f"{len(usable.bad)} rows cannot be used and were left out; the first: {usable.bad[0]}"
-    if usable.left_out:
+    if usable.left_out and held_out is not None:
         some = "1 row is" if usable.left_out == 1 else f"{usable.left_out} rows are"
         yield f"{some} left out, because equal rows may not be both fitted and held out"
     fitted = len(usable.fitted)
+    done, rest = ("measured", "") if held_out is None else ("fitted", f" and {held_out or 'none'} held out")
     if fitted < count and not usable.is_whole:
-        yield f"{fitted} texts are fitted and {held_out} held out, as they are long; a larger number takes more"
+        yield f"{fitted} texts are {done}{rest}, as they are long; a larger number takes more"
     elif fitted < count:
         rows = len({example.key for example in (*usable.fitted, *usable.further)})
-        copies = ", counting copies" if fitted + held_out > rows else ""
-        found = f"{fitted} {'is' if fitted == 1 else 'are'} fitted{copies} ({count} requested)"
-        yield f"only {rows} different usable row{'s' * (rows > 1)}: {found} and {held_out or 'none'} held out"
-    if not held_out:
+        copies = ", counting copies" if fitted + (held_out or 0) > rows else ""
+        found = f"{fitted} {'is' if fitted == 1 else 'are'} {done}{copies} ({count} requested)"
+        yield f"only {rows} different usable row{'s' * (rows > 1)}: {found}{rest}"
+    if held_out == 0:
         yield "drift is measured on the calibration examples, as no others are left, and updates are not checked"
 
 

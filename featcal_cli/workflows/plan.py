@@ -320,7 +320,7 @@ def _draw_examples(
 ) -> dict[str, DrawnExamples]:
     """Draw the examples of each task. For an expert that has yet to write its examples, placeholders of the same number
     are returned. held_out: if a source has no further rows and the method checks updates, hold out some of the rows
-    that would otherwise be fitted."""
+    that would otherwise be fitted; without it, examples are measured and not fitted."""
     drawn, calibration = {}, recipe.calibration
     sampled = SAMPLED if session.options.dry_run and not session.options.strict else None
     for task, spec in recipe.tasks.items():
@@ -335,6 +335,7 @@ def _draw_examples(
             count=calibration.examples,
             seed=calibration.seed,
             hold_out=held_out and calibration.must_not_get_worse,
+            fits=held_out,
             sampled=sampled,
         )
     session.note_of_tasks(list(drawn), [note for rows in drawn.values() for note in rows.notes])

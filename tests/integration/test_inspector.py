@@ -213,6 +213,12 @@ def test_examples_are_not_those_that_a_recipe_was_fitted_to(
     assert seen == [taken]
 
 
+def test_few_examples_are_measured_and_not_fitted(bert: Saved) -> None:
+    notes = "; ".join(inspect_drift(bert.recipe(examples=30)).notes)
+    assert "20 are measured (30 requested)" in notes
+    assert "are fitted" not in notes and "updates" not in notes
+
+
 def test_one_block_of_each_model_is_converted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However deep the models are, and however many experts there are."""
     saved = save_family(tmp_path, bert_of(4), examples=4, dtype=torch.bfloat16)
