@@ -165,8 +165,8 @@ INPUTS = {
     "expert": _given(Texts, MODELS, "--expert", "TASK=REPO", "An expert; repeat for each task."),
     "data": _given(
         Texts, MODELS, "--data", "TASK=SOURCE",
-        "Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images, .jsonl, .csv or .parquet "
-        "file, .safetensors of model-ready inputs, or self (the expert writes them).",
+        "Unlabelled examples of a task: Hub dataset ID[:CONFIG[:SPLIT]], folder of images or recordings, "
+        "folder or file of texts or tables, .safetensors of model-ready inputs, or self (the expert writes them).",
     ),
     "skip_expert": _given(Texts, MODELS, "--skip-expert", "TASK", "Leave this expert out, e.g. a deleted one; repeat."),
     "columns": _given(

@@ -156,7 +156,7 @@ class Data(Section):
     dataset: Name | None = None
     """Hub dataset id; or self: the expert, a causal language model, writes the examples."""
     path: Name | None = None
-    """Local folder, .jsonl, .csv, .parquet or .safetensors file; relative paths start at the recipe's folder."""
+    """Local folder, file of texts or table, or .safetensors file; relative paths start at the recipe's folder."""
     revision: Name | None = None
     """Branch, tag or commit of the dataset; if left out, main."""
     config: Name | None = None
