@@ -43,9 +43,11 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
         return torch.stack([x.double() for x in sources[1:]]).mean(0)
 
     for _, names in groupby(parameters, _block_of):
-        held = list(names)
-        yield {name: _store(name, combine(name, parameters[name]), parameters[name]) for name in held}
-        hardware.give_back(source for name in held for source in parameters[name])
+        merged: dict[str, Tensor] = {}
+        for name in names:
+            merged[name] = _store(name, combine(name, parameters[name]), parameters[name])
+            hardware.give_back(parameters[name])
+        yield merged
 
 
 def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:

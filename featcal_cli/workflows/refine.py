@@ -135,6 +135,7 @@ class Refiner:
         for path, new in calibrated.items():
             parameter = student.get_parameter(path)
             parameter.data = finish(outcome, path, self._merged.get_parameter(path).data, new).to(parameter)
+        hardware.give_back(self._merged.parameters())
         is_large = sum(x.numel() for x in calibrated.values()) >= LARGE
         for layer in (student.get_submodule(block.name) for block in outcome.blocks if not block.is_head):
             run = partial(_run_with_cache, layer.forward)
@@ -161,7 +162,8 @@ class Refiner:
                     ours, theirs = ours[both], theirs[classes[both]]
                 if theirs.shape == ours.shape:
                     squares.setdefault(path, []).append(float((theirs - ours).square_().mean()))
-            hardware.give_back(expert.module.parameters())
+                hardware.give_back([of_merged[path], own[path]])
+            hardware.give_back([*expert.module.parameters(), *self._merged.parameters()])  # of small ones
         # a head that is no expert's own is as far away as the rest
         usual = fmean(fmean(of) for of in squares.values()) if squares else 0.0
         return {path: fmean(squares.get(path, [usual])) ** 0.5 for path in paths}
