@@ -67,7 +67,10 @@ def show_inputs(inputs: Inputs) -> None:
 
 def show_plan(plan: Plan) -> None:
     needs = plan.estimate
-    missing, here = (sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here"))
+    missing, here, copied = (
+        sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here", "copied")
+    )
+    cached = f", and {tell_bytes(copied)} of copies in featcal's cache" if copied else ""
     calibrated = f"{plan.modules} modules in {plan.blocks} blocks" + (f" and {plan.head}" if plan.head else "")
     calibrated += "" if plan.stops else ", which all models have"
     if not plan.blocks:
@@ -81,7 +84,7 @@ def show_plan(plan: Plan) -> None:
         "refined": _describe_refining(plan),
         "download": describe_download(missing, here),
         "memory": f"about {tell_bytes(needs.host_bytes)}{device}, with the weights that are read",
-        "disk": f"about {tell_bytes(needs.disk_bytes)} while it runs, with the output",
+        "disk": f"about {tell_bytes(needs.disk_bytes)} while it runs, with the output{cached}",
         "time": _describe_time(plan, downloads=bool(missing)),
         "push": f"to {plan.recipe.output.push_to}" if plan.recipe.output.push_to else "no",
     }

@@ -92,6 +92,11 @@ def count_examples(batch: Batch) -> int:
     return min(len(tensor) for tensor in batch.values())
 
 
+def size_of_example(batch: Batch) -> float:
+    """Return how many values the inputs of one example have in a batch, with padding."""
+    return sum(tensor.numel() for tensor in batch.values()) / count_examples(batch)
+
+
 def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:
     count = count_examples(batch)
 

@@ -20,6 +20,7 @@ from featcal_cli.data.batches import (
     group_examples,
     longest_example,
     remove_padding,
+    size_of_example,
     take_range,
 )
 from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
@@ -68,6 +69,16 @@ class TaskExamples:
     """Whether all rows of the source were read, so that there are no others."""
     aside: list[Batch] = field(default_factory=list)
     """Calibration examples by which the result is only refined; they count in `fitted_count`."""
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All batches that were read for the blocks."""
+        return [*self.fitted, *self.selection, *self.held_out]
+
+    @property
+    def largest(self) -> Batch:
+        """The first of the batches with the largest examples."""
+        return max(self.batches, key=size_of_example)
 
     @property
     def measured(self) -> list[Batch]:

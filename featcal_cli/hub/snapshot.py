@@ -302,7 +302,7 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
             convert(repo.folder or download(repo, only=["pytorch_model*.bin", PICKLES[1]], watch=watch), draft)
 
         note = f"{repo.name} has no safetensors; its pickled weights were converted, and featcal's cache keeps the copy"
-        return _open_copy(origin, "converted", write, note)
+        return _open_copy(origin, write, note)
     folder = repo.folder or download(repo, skip=other_weights(repo), watch=watch)
     read_headers(repo)
     return Snapshot(repo.name, folder, repo.commit)
@@ -316,13 +316,18 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)
     note = f"{repo.name} is an adapter ({adapter}), folded into {base_origin.pinned}"
-    return _open_copy(origin, "folded", partial(fold, adapter, base_origin.name, base.folder), *base.notes, note)
+    return _open_copy(origin, partial(fold, adapter, base_origin.name, base.folder), *base.notes, note)
 
 
-def _open_copy(origin: Origin, kind: str, write: Callable[[Path], object], *notes: str) -> Snapshot:
+def find_copy(origin: Origin) -> Path:
+    """Return the folder in featcal's cache for the full model that an adapter or pickled weights make."""
+    return cache_folder() / {"adapter": "folded", "pickle": "converted"}[origin.form] / origin.key
+
+
+def _open_copy(origin: Origin, write: Callable[[Path], object], *notes: str) -> Snapshot:
     """Return the snapshot of a model's copy in featcal's cache. If there is none, `write` fills an empty folder, which
     becomes it. Raises HubError."""
-    copy = cache_folder() / kind / origin.key
+    copy = find_copy(origin)
     if not copy.is_dir():
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -1,30 +1,26 @@
-"""Estimates of what a job will need: memory and disk, each a sum of a few terms, and the time, for which the
-multiplications of a run are counted and divided by the machine's speed.
+"""Estimates of the memory and disk that a job will need, each a sum of a few terms.
 
 `benchmarks/estimate.py` compares the memory with measured runs: it is within 30 % of the measured values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 import torch
 
 from featcal_cli.calibration.distillation import KEPT, LARGE, RANK
-from featcal_cli.calibration.head import CURVATURE_ROWS, INNER_STEPS, LOGIT_BYTES, NEWTON_STEPS
+from featcal_cli.calibration.head import LOGIT_BYTES
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, kind_of
 from featcal_cli.calibration.linear_algebra import choose_precision
-from featcal_cli.data.batches import Batch, count_tokens, text_config
+from featcal_cli.data.batches import count_tokens, text_config
 from featcal_cli.data.examples import TOKENS_AN_EXAMPLE
 from featcal_cli.engine import offload
-from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
+from featcal_cli.engine.gradient_sums import count_directions
 from featcal_cli.engine.output_gradients import (
-    ENOUGH_GRADIENTS,
     GRAPH_BYTES,
     KEPT_BYTES,
-    MOST_PROJECTIONS,
     MOST_TOKENS,
     SAVED_TENSORS,
 )
@@ -32,7 +28,7 @@ from featcal_cli.models.loading import count_fused
 from featcal_cli.recipe.schema import Merge
 from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_weights, rooms_for_features
 from featcal_cli.runtime.process import read_launch, resident_bytes
-from featcal_cli.workflows.workload import COMPUTE, Input, Workload, count_places, find_inputs
+from featcal_cli.workflows.workload import COMPUTE, Workload, count_places, find_inputs
 
 LOGIT_COPIES = 6
 """Copies of a batch's logits while they are differentiated, including probabilities and the gradients of both."""
@@ -65,6 +61,7 @@ def estimate(work: Workload) -> Estimate:
     5. Head: its inputs, and what it is solved with.
     6. Refining: the whole student, its updates, and the graph of a batch; and the experts' probabilities on the disk.
     7. Writing: whole experts that write examples.
+    8. Merging: one parameter of all models. And evaluating: whole models.
     """
     on_device, models = work.device.type != "cpu", 2 + len(work.examples)
     stored, used = work.model.dtype.itemsize, work.dtype.itemsize
@@ -96,14 +93,17 @@ def estimate(work: Workload) -> Estimate:
         student,
         _count_writing(work),
     )
+    evaluated, whole = _count_evaluated(work), sum(x.nbytes for x in work.model.parameters())
+    read = max(_count_merging(work), evaluated * whole)  # by the processor
     # with what the heap keeps without using it: a freed piece of the largest size, and gaps between features
     on_host = resident_bytes() + unread - filed + head_inputs + 2 * LARGEST_REUSED
     if on_device:  # with CUDA's libraries
-        on_host += max(stems, written) * stored + elsewhere + (5 << 28)
+        on_host += max(max(stems, written) * stored + elsewhere, read) + (5 << 28)
+        peak = max(peak, whole * (evaluated > 0))
     else:
-        on_host += peak
+        on_host += max(peak, read)
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
-    output = sum(x.nbytes for x in work.model.parameters()) * (2 if isinstance(work.recipe.merged, Merge) else 1)
+    output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1)
     # with finished blocks, the report, the card and other small files
     output += sum(blocks) * stored + new_head + 2**18
     in_files += paused - here - elsewhere + lessons + kept_gradients * len(work.examples)
@@ -138,7 +138,8 @@ def _count_features(work: Workload) -> tuple[float, float, float, float]:
         # what is fitted and measured runs once for both
         in_both = 0 if rows.held_out_count else of_fitted
         passes = of_fitted * fitted + (of_measured - in_both) * measured
-        state, begun = need.state_bytes * used / COMPUTE, need.begun_bytes * used / COMPUTE
+        factor = work.mean_size(task) * used / COMPUTE
+        state, begun = need.state_bytes * factor, need.begun_bytes * factor
         if on_device:
             paused += scale * (read + sum(x.numel() * (used - x.itemsize) for x in floats))
         else:
@@ -159,8 +160,10 @@ def _count_outputs(work: Workload) -> float:
     blocks = (find_inputs(work.model, block) for block in work.architecture.blocks)
     width = max((sum(x.d_out for x in block if not x.of_experts) for block in blocks), default=0)
     rows = sum(
-        work.needs[task].rows * (work.count_for_blocks(task) + work.is_guarded * work.count_examples(task)[1])
-        for task in work.examples
+        need.rows
+        * work.mean_size(task)
+        * (work.count_for_blocks(task) + work.is_guarded * work.count_examples(task)[1])
+        for task, need in work.needs.items()
     )
     # expert's and student's; never at once those of the last part, and inside of attention once its output is kept
     return 0.6 * 2 * rows * width * work.dtype.itemsize
@@ -191,21 +194,17 @@ def _count_gradients(work: Workload) -> tuple[float, int]:
     those of what is stored of them; nothing if errors are measured by features."""
     if not work.calibration.uses_output_metric:
         return 0.0, 0
-    directions, blocks, sums = count_directions(len(work.examples)), len(work.architecture.blocks), _list_sums(work)
+    directions, blocks, sums = count_directions(len(work.examples)), len(work.architecture.blocks), work.sums
     needed: float = sum(x.d_out * count for x, count in sums) * COMPUTE + LOGIT_COPIES * work.largest_logits
     # a CPU that need not convert weights splits batches and groups none
     if work.device.type != "cpu" or work.model.dtype != work.dtype:
-        states = (work.needs[task].state_bytes * work.count_for_blocks(task) for task in work.examples)
+        states = (
+            need.state_bytes * work.mean_size(task) * work.count_for_blocks(task) for task, need in work.needs.items()
+        )
         needed += min(KEPT_BYTES, blocks * max(states) * work.dtype.itemsize / COMPUTE)
     if work.device.type == "cpu" or room_for_weights(work.device):
         needed += min(GRAPH_BYTES, blocks * SAVED_TENSORS * work.largest_batch)
     return needed, sum(x.d_out * min(count, directions) for x, count in sums) * COMPUTE
-
-
-def _list_sums(work: Workload) -> list[tuple[Input, int]]:
-    """List the inputs of all blocks, each with the number of rows in the sum of its gradients."""
-    directions = count_directions(len(work.examples))
-    return [(x, count_sum_rows(x.widest, directions, of_experts=x.of_experts)) for x in work.inputs]
 
 
 def _count_head(work: Workload) -> tuple[float, float, float]:
@@ -234,8 +233,8 @@ def _count_refining(work: Workload) -> tuple[float, float]:
         texts = min(work.batch_sizes[task], work.refining.texts)
         taught = max(taught, work.needs[task].feature_bytes * texts)
         logits = max(logits, of_one * texts)
-        kept = COMPUTE * (KEPT + 1) * count_places(work.examples[task].fitted[0])
-        on_disk += 2 * min(of_one, kept) * sum(work.count_examples(task))
+        kept = COMPUTE * (KEPT + 1) * count_places(work.examples[task].largest)
+        on_disk += 2 * min(of_one, kept) * work.mean_size(task) * sum(work.count_examples(task))
     weights = [x for block in work.block_parameters for x in block]
     weights += work.model.get_submodule(work.head[1] or work.head[0]).parameters() if work.head else ()
     is_large = sum(x.numel() for x in weights) >= LARGE
@@ -268,128 +267,21 @@ def _count_writing(work: Workload) -> float:
     return whole
 
 
-# Time
-
-PRODUCTS, SUMS, SOLVES, LOGITS = 1.5, 1.5, 0.4, 0.7
-"""Time of a multiplication over that of one in a large product: in passes through a model, in sums over features, in
-solving, and at a head. They were fitted to measured runs, as the next two were."""
-CALL, WRITING = 2e8, 2.0
-"""Multiplications of one core in the time that a pass through a block, or the system of a module, takes whatever its
-size; and the seconds for loading, the report, the picture and the other files."""
-SPREAD = 1.5
-"""Factor between the estimate and either end of the range that is shown."""
+def _count_merging(work: Workload) -> int:
+    """Return the bytes of the largest parameter of base and all experts, and of sums of it; 0 if nothing is merged."""
+    if not isinstance(work.recipe.merged, Merge):
+        return 0
+    largest = max(work.model.parameters(), key=torch.numel)
+    # the sum, an addend and a difference, in float32, and what is stored
+    needed: int = (2 + len(work.examples)) * largest.nbytes + 3 * COMPUTE * largest.numel()
+    return needed
 
 
-@dataclass(frozen=True)
-class TimeEstimate:
-    """The seconds that a run needs once its weights are on this machine."""
-
-    start: float
-    """Seconds until the first stage."""
-    stages: Mapping[str, float]
-    """Seconds of each stage, in order, by the name that is reported."""
-    is_known: bool
-    """Whether measured runs of such jobs took what was estimated, within SPREAD."""
-
-    @property
-    def range(self) -> tuple[float, float] | None:
-        """The least and most seconds; None for kinds of job whose runs were not measured."""
-        seconds = self.start + sum(self.stages.values())
-        return (seconds / SPREAD, seconds * SPREAD) if self.is_known else None
-
-
-def count_seconds(work: Workload, speed: float, *, has_head: bool) -> dict[str, float]:
-    """Return the seconds of each stage at a speed in multiplications a second.
-
-    1. Experts' outputs: each example runs through its expert, and back for each projection; and gradients are summed.
-    2. Calibrating: for the p parts of a block, expert and student run p times, in which they compute all of it once.
-       Drift takes four passes, and one where it decides, as two more run there. Each row of each input is summed, about
-       d_in² numbers, and each module is solved.
-    3. Head: all rows are multiplied twice before and after a step of Newton's method, and a sample of them three times
-       in each step inside it.
-    4. Refining: each text runs forwards and back, and in large models once more; experts run once.
-    5. Perplexity: held-out texts run through four models.
-    """
-    head = getattr(work.model.get_output_embeddings(), "weight", torch.empty(0)).numel()
-    # a pass through a block, or a module's system, takes as long whatever its size
-    call = CALL * torch.get_num_threads() / speed
-    measuring, calibrating, refining, perplexity, predictions = (
-        sum(of_tasks)
-        for of_tasks in zip(*(_count_task(work, task, speed, head, call) for task in work.examples), strict=True)
-    )
-    count, sides = len(work.examples), 1 + work.is_guarded
-    directions = 10 * count * count_directions(count) * work.calibration.uses_output_metric
-    solves = sum(x.d_in**2 * (x.d_in * 2 / 3 + x.d_out * (2 * count * sides + 4) + directions) for x in work.inputs)
-    systems = sides * count * sum(len(block.modules) for block in work.architecture.blocks)
-    multiplied = 2 * (NEWTON_STEPS + 1) * predictions
-    multiplied += NEWTON_STEPS * 3 * INNER_STEPS * min(predictions, CURVATURE_ROWS)
-    return {
-        "measuring the experts' outputs": measuring,
-        "calibrating": calibrating + SOLVES * solves / speed + call * systems,
-        "head": has_head * LOGITS * head * multiplied / speed,
-        "checking the result": 0.0,
-        "refining the result": refining,
-        "measuring perplexity": has_head * perplexity,
-        "writing": WRITING,
-    }
-
-
-def _count_task(work: Workload, task: str, speed: float, head: int, call: float) -> tuple[float, ...]:
-    """Return the seconds in which the examples of a task are measured, calibrated on, learnt from, and read for
-    perplexity; and the number of their predictions that the head is calibrated on.
-
-    head: the number of weights of the models' head; call: the seconds of a pass through a block that do not depend on
-    its size.
-    """
-    rows, need, by_outputs = work.examples[task], work.needs[task], work.calibration.uses_output_metric
-    (given, measured), fitted = work.count_examples(task), work.count_for_blocks(task)
-    checked = work.is_guarded * (rows.selection_count if rows.is_whole else measured)
-    first, length = _mean_length(rows.fitted[:1]), _mean_length(rows.fitted)
-    targets = rows.fitted[0].get("decoder_input_ids")
-    places = length if targets is None else targets.shape[1]
-    # fitted examples whose outputs are read by token
-    chosen = min(fitted, ceil(MOST_TOKENS / length)) if length else fitted
-    # seconds of one example in all blocks, in the head, and in which a number of its features is summed
-    longer, blocks = length / first if first else 1.0, work.architecture.blocks
-    products, logits = PRODUCTS * longer * need.products / speed, LOGITS * head * places / speed
-    summing = SUMS * longer * need.rows / speed
-
-    def run(examples: int, times: float, *, heads: float = 0.0, calls: float = 0.0) -> float:
-        """Return the seconds of `times` passes, `heads` of them to the end, that are made in `calls` parts."""
-        batches = ceil(examples / rows.batch_size)
-        return examples * (times * products + heads * logits) + (calls or times) * batches * call * len(blocks)
-
-    measuring = refining = 0.0
-    if by_outputs:
-        back = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / chosen)))
-        measuring = run(chosen, 1 + back, heads=1 + back) + summing * chosen * back * _count_summed(work)
-    depth, squares = len(work.parts) / max(1, len(blocks)), 1.5 * sum(x.d_in**2 for x in work.inputs)
-    calibrating = run(measured, 4, heads=4 * by_outputs) + run(checked, 1, heads=3 * by_outputs)
-    for number in (fitted, checked):
-        calibrating += run(number, 2, calls=2 * depth + 1) + summing * number * squares
-    if schedule := work.refining:
-        times = 4 if sum(x.numel() for block in work.block_parameters for x in block) >= LARGE else 3
-        # without hooks, which the other passes have
-        refining = schedule.steps * run(schedule.texts, times, heads=times, calls=2)
-        # experts' probabilities; and held-out examples, before, in between, and of the share that is kept
-        refining += run(given + checked, 1, heads=1) + run((schedule.checks + 3) * checked, 1, heads=1)
-    return measuring, calibrating, refining, run(measured, 4, heads=4), chosen * places
-
-
-def _count_summed(work: Workload) -> float:
-    """Return how many numbers are summed for the gradients of one row: half of a square, or a sketch, per output."""
-    return sum(x.d_out * (count / 2 if count == x.widest else 2 * count) for x, count in _list_sums(work))
-
-
-def _mean_length(batches: Sequence[Batch]) -> float:
-    """Return the mean number of text tokens of an example; 0 if examples are not text."""
-    lengths = [count for batch in batches for count in count_tokens(batch)]
-    return sum(lengths) / len(lengths)
-
-
-def is_measured_kind(work: Workload) -> bool:
-    """Whether runs of such a model were compared with their estimates: on a CPU and in float32, of models that call
-    each block, and each of its modules, once in a pass."""
-    blocks = work.architecture.blocks
-    usual = not work.architecture.functional and all(block.calls == 1 and not block.is_mixture for block in blocks)
-    return work.device.type == "cpu" and work.dtype == torch.float32 and usual and bool(blocks)
+def _count_evaluated(work: Workload) -> int:
+    """Return how many whole models are in memory while a task is evaluated; 0 if none is. Language models that are
+    measured on texts run block by block."""
+    protocols = {spec.evaluate.protocol for spec in work.recipe.tasks.values() if spec.evaluate}
+    if not work.evaluates or not protocols - {"texts"}:
+        return 0
+    # the expert, merged and the result; and base, which reads the classes' names
+    return 3 + ("zero-shot" in protocols)

@@ -27,7 +27,8 @@ from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
 from featcal_cli.runtime.hardware import measure_speed, memory_of
 from featcal_cli.runtime.sanitise import list_some
-from featcal_cli.workflows.estimates import Estimate, TimeEstimate, count_seconds, estimate, is_measured_kind
+from featcal_cli.workflows.durations import TimeEstimate, count_seconds, is_measured_kind
+from featcal_cli.workflows.estimates import Estimate, estimate
 from featcal_cli.workflows.inputs import Inputs, check_evaluable, name_models
 from featcal_cli.workflows.output import check_writable
 from featcal_cli.workflows.plan_checks import (
@@ -37,6 +38,7 @@ from featcal_cli.workflows.plan_checks import (
     check_memory,
     check_models,
     check_refinable,
+    count_copy,
     count_transfer,
 )
 from featcal_cli.workflows.self_written import open_self_written, reserve_examples, write_examples
@@ -56,7 +58,8 @@ class Plan:
     recipe: Recipe
     """The recipe from the inputs; after a run, it also holds the hyperparameters that were chosen."""
     transfers: Mapping[str, dict[str, int]]
-    """Bytes of each model's files, by role: "missing" are those to download, "here" those that are on this machine."""
+    """Bytes of each model's files, by role: "missing" are those to download, "here" those that are on this machine, and
+    "copied" those of a full model that featcal's cache will hold in addition."""
     examples: Mapping[str, TaskExamples]
     token_ids: TokenIds
     model_class: str
@@ -144,10 +147,13 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     examples = {task: drawn.pop(task).cut(size) for task, size in sizes.items()}
     with look():  # the first one says it all: the others mostly differ in the same way
         check_models(session, architecture, outlines, headers)
-    needs = probe_batches(merged.module, architecture, {task: rows.fitted[0] for task, rows in examples.items()})
+    needs = probe_batches(merged.module, architecture, {task: rows.largest for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
-    work = Workload(recipe, merged, architecture, examples, needs, session.device, refining)
-    transfers = {role: count_transfer(origin) for role, origin in origins.items()}
+    work = Workload(recipe, merged, architecture, examples, needs, session.device, refining, options.evaluate)
+    transfers = {
+        role: {**count_transfer(origin), "copied": count_copy(origin, outlines[role])}
+        for role, origin in origins.items()
+    }
     if target is not None:
         _check_output(session, inputs, work, headers[MERGED])
     with look():

@@ -15,14 +15,14 @@ from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.outputs import NO_PROBABILITIES
 from featcal_cli.hub.model_files import Entry
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
-from featcal_cli.hub.snapshot import Origin
+from featcal_cli.hub.snapshot import Origin, find_copy
 from featcal_cli.models.alignment import check_alignment, compare_configs
 from featcal_cli.models.architecture import Architecture
 from featcal_cli.models.loading import Model
 from featcal_cli.models.probing import UNSEEN
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError, ShortageError
-from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.files import cache_folder, tell_bytes
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.estimates import Estimate
 from featcal_cli.workflows.inputs import Inputs
@@ -58,10 +58,19 @@ def count_transfer(origin: Origin) -> dict[str, int]:
     return sizes
 
 
+def count_copy(origin: Origin, outline: Model) -> int:
+    """Count the bytes of the full model that a run adds to featcal's cache, of an adapter or of pickled weights."""
+    if origin.form == "safetensors" or find_copy(origin).is_dir():
+        return 0
+    size: int = sum(x.nbytes for x in outline.module.parameters())
+    return size
+
+
 def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], target: Path | None) -> None:
-    """Raise OutputError if the output or the downloads would not fit on the disk."""
-    downloads = sum(transfer["missing"] for transfer in transfers.values())
+    """Raise OutputError if the output, the downloads or copies in featcal's cache would not fit on the disk."""
+    downloads, copies = (sum(transfer[key] for transfer in transfers.values()) for key in ("missing", "copied"))
     places = [(Path(constants.HF_HUB_CACHE), downloads, "free some, or point HF_HOME to another disk")]
+    places.append((cache_folder(), copies, "free some, or point FEATCAL_CACHE to another disk"))
     if target is not None:
         there = sum(file.stat().st_size for file in list_blocks(Workspace(target).journal))  # of an interrupted run
         places.append((target.resolve().parent, needs.disk_bytes - there, "free some, or choose another --output"))

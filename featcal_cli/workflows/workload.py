@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.calibration.distillation import FEWEST_TEXTS, TOKENS_PER_WIDTH, Schedule
-from featcal_cli.data.batches import Batch, count_examples, count_tokens, take_examples
+from featcal_cli.data.batches import Batch, count_examples, count_tokens, size_of_example, take_examples
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
 from featcal_cli.engine.job import find_head
 from featcal_cli.models.architecture import Architecture, Block, module_at
 from featcal_cli.models.loading import Model
@@ -217,10 +218,12 @@ class Workload:
     architecture: Architecture
     examples: Mapping[str, TaskExamples]
     needs: Mapping[str, BatchNeeds]
-    """The findings of `probe_batches` for a batch of each task's examples."""
+    """The findings of `probe_batches` for the largest batch of each task."""
     device: torch.device
     refining: Schedule | None
     """How the result is refined; None if it is not."""
+    evaluates: bool = False
+    """Whether the models are evaluated afterwards."""
 
     @property
     def calibration(self) -> Calibration:
@@ -256,6 +259,12 @@ class Workload:
     def inputs(self) -> list[Input]:
         return [found for part in self.parts for found in part]
 
+    @property
+    def sums(self) -> list[tuple[Input, int]]:
+        """The inputs of all blocks, each with the number of rows in the sum of its gradients."""
+        directions = count_directions(len(self.examples))
+        return [(x, count_sum_rows(x.widest, directions, of_experts=x.of_experts)) for x in self.inputs]
+
     @cached_property
     def block_parameters(self) -> list[list[nn.Parameter]]:
         return [list(self.model.get_submodule(block.name).parameters()) for block in self.architecture.blocks]
@@ -268,7 +277,7 @@ class Workload:
     def logit_bytes(self) -> dict[str, int]:
         """Bytes of the logits of one example, by task."""
         choices = len(getattr(self.model.get_output_embeddings(), "weight", ()))
-        return {task: COMPUTE * choices * count_places(rows.fitted[0]) for task, rows in self.examples.items()}
+        return {task: COMPUTE * choices * count_places(rows.largest) for task, rows in self.examples.items()}
 
     @cached_property
     def largest_batch(self) -> float:
@@ -280,6 +289,13 @@ class Workload:
         """The most bytes of logits that are differentiated at once."""
         sizes = self.batch_sizes
         return max(of_one * min(sizes[task], limit_logits(of_one)) for task, of_one in self.logit_bytes.items())
+
+    def mean_size(self, task: str) -> float:
+        """Return the mean size of a task's examples, as they are padded, as a share of that in the largest batch, which
+        `needs` describes."""
+        rows = self.examples[task]
+        sizes = [size_of_example(batch) for batch in rows.batches for _ in range(count_examples(batch))]
+        return fmean(sizes) / size_of_example(rows.largest)
 
     def count_examples(self, task: str) -> tuple[int, int]:
         """Return how many of a task's examples are fitted and on how many drift is measured."""

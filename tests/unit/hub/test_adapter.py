@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 
 from featcal_cli.hub.adapter import split_adapter
 from featcal_cli.hub.snapshot import Snapshot, find_origin
+from featcal_cli.models.loading import load_outline
 from featcal_cli.runtime.errors import HubError
+from featcal_cli.workflows.plan_checks import count_copy
 
 WEIGHTS = "model.safetensors"
 Patch = pytest.MonkeyPatch
@@ -268,6 +270,15 @@ def test_a_copy_is_made_once_for_each_version(hub: HubServer, base: Path, adapte
         os.utime(next(folder.glob("*.safetensors")), (1, 1))
         found.add(resolve(str(adapter)).folder)
         assert len(found) == number
+
+
+def test_a_copy_needs_disk_until_it_is_there(base: Path, adapter: Path) -> None:
+    """As much as its base takes, not as the adapter does."""
+    origin, outline = find_origin(str(adapter)), load_outline("expert red", resolve(str(base)), tf.BertModel, None)
+    needed = count_copy(origin, outline)
+    folder = resolve(str(adapter)).folder
+    assert needed == pytest.approx((folder / WEIGHTS).stat().st_size, rel=0.05)
+    assert count_copy(origin, outline) == count_copy(find_origin(str(base)), outline) == 0
 
 
 def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Path) -> None:

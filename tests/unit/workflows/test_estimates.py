@@ -2,6 +2,7 @@
 stages."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.runtime.hardware import find_core_limits, find_memory_limits, memory_of, use_granted_cores
 from featcal_cli.runtime.progress import Countdown, Listener, Progress, tell_range
 from featcal_cli.workflows import plan as module
-from featcal_cli.workflows.estimates import SPREAD, WRITING, TimeEstimate
+from featcal_cli.workflows.durations import SPREAD, WRITING, TimeEstimate
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.plan import Plan, make_plan
 from featcal_cli.workflows.session import RunOptions, Session
@@ -134,6 +135,45 @@ def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path, mon
     assert needs[0] < needs[1] and needs[1] == pytest.approx(needs[2], rel=0.05)
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is of the job alone, without what every process takes."""
+    monkeypatch.setattr("featcal_cli.workflows.estimates.resident_bytes", lambda: 0)
+    monkeypatch.setattr("featcal_cli.workflows.estimates.LARGEST_REUSED", 0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("done", ["merged", "evaluated"])
+def test_memory_holds_what_is_read_of_whole_models(tmp_path: Path, done: str) -> None:
+    """The largest parameter of all models at once while they are merged, and three models while they are evaluated."""
+    kept = {"num_hidden_layers": 12} if done == "evaluated" else {"vocab_size": 20_000}
+    saved = save_family(tmp_path, replace(BY_NAME["bert"], config={**BY_NAME["bert"].config, **kept}))
+    size = (tmp_path / "merged" / "model.safetensors").stat().st_size
+    recipe = saved.recipe()
+    plain = dry_run(recipe, output=tmp_path / "out").estimate.host_bytes
+    if done == "merged":
+        found, least = dry_run({**recipe, "merged": {"method": "average"}}, output=tmp_path / "out"), 4 * size
+    else:
+        recipe["tasks"]["red"]["evaluate"] = {"split": "train"}  # type: ignore[index]
+        found, least = dry_run(recipe, output=tmp_path / "out", evaluate=True), 3 * size
+    assert plain < 0.95 * least < found.estimate.host_bytes
+
+
+@pytest.mark.usefixtures("alone")
+def test_short_texts_in_the_first_batch_do_not_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in memory nor in time."""
+    monkeypatch.setattr(module, "measure_speed", lambda _: 1e3)
+    saved = save_family(tmp_path, BY_NAME["bert"]).only(1)
+    found = []
+    for lengths in (torch.arange(1, 21), torch.arange(20, 0, -1)):
+        mask = (torch.arange(20) < lengths[:, None]).long()
+        save_file({"input_ids": mask * 5, "attention_mask": mask}, tmp_path / "red.safetensors")
+        estimated = dry_run(saved.recipe(), output=tmp_path / "out", batch_size=4)
+        found.append((estimated.estimate.host_bytes, stages_of(estimated)["calibrating"]))
+    short_first, long_first = found
+    assert short_first == pytest.approx(long_first, rel=0.25)
+
+
 GROUPS = "9:name=systemd:/\n0::/user/mine\n"
 
 
@@ -192,7 +232,7 @@ def test_what_is_done_takes_time_and_twice_the_examples_twice_as_much(
     llama: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How near to the clock it is, benchmarks/estimate.py measures."""
-    monkeypatch.setattr("featcal_cli.workflows.estimates.CALL", 0.0)
+    monkeypatch.setattr("featcal_cli.workflows.durations.CALL", 0.0)
     few, many = (stages_of(planned(llama, monkeypatch, 1e3, **OPEN, examples=n)) for n in (6, 12))
     assert list(few) == list(many) and {name for name, seconds in few.items() if not seconds} == {"checking the result"}
     assert many["measuring the experts' outputs"] == pytest.approx(2 * few["measuring the experts' outputs"], rel=0.2)
