@@ -272,8 +272,8 @@ def _count_merging(work: Workload) -> int:
     if not isinstance(work.recipe.merged, Merge):
         return 0
     largest = max(work.model.parameters(), key=torch.numel)
-    # the sum, an addend and a difference, in float32, and what is stored
-    needed: int = (2 + len(work.examples)) * largest.nbytes + 3 * COMPUTE * largest.numel()
+    # the sum and an addend are in float32
+    needed: int = (1 + len(work.examples)) * largest.nbytes + 2 * COMPUTE * largest.numel()
     return needed
 
 
