@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -39,6 +40,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PLUS = re.compile(r"(?<=.)\+(?=.)", re.DOTALL)
 PREFIX = "base_model.model."
 """The prefix that peft puts before every tensor name of the model that it wraps."""
+_UNREPEATABLE = ("pissa_niter_", "corda", "lora_ga")
+"""Beginnings of the names of initialisations that change the base by random numbers, data or gradients, which no file
+holds: peft would draw others, which are a tenth of the weights apart, or leave the base as it was."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,9 @@ def read_adapter(name: str, folder: Path) -> Adapter:
         raise refusal(f" of the kind {adapter}, which cannot be folded into weights", "give a LoRA or a full model")
     if config.get("layer_replication"):
         raise refusal(" that repeats layers, and cannot be folded into weights", "give the full model")
+    if (how := str(config.get("init_lora_weights"))).startswith(_UNREPEATABLE):
+        fix = "give the full model, or the adapter that peft writes with path_initial_model_for_weight_conversion"
+        raise refusal(f" to weights that {plain(how)} made of its base, and that cannot be made again", fix)
     return adapter
 
 
@@ -321,6 +328,7 @@ def _fold_as(
     fit = _fit(adapter, tensors, model_class, folder)
     model, absent = _load(model_class, folder, fit)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    was_tied = getattr(model.config, "tie_word_embeddings", False)
     folded = _merge(model, adapter, fit)
     # what neither the base nor the adapter holds is random: left out, so that whoever loads it knows
     kept = {name: tensor for name, tensor in folded.state_dict().items() if name in fit.whole or name not in absent}
@@ -328,7 +336,12 @@ def _fold_as(
         from transformers import GenerationConfig
 
         folded.generation_config = GenerationConfig()  # the base's may be one that transformers refuses to write
-    folded.save_pretrained(draft, state_dict={name: tensor.to(dtypes[name]) for name, tensor in kept.items()})
+    # where peft has untied embeddings, each that shares a tensor is written, as none is made of another any more
+    shared = Counter(
+        tensor.data_ptr() for tensor in kept.values() if was_tied and not folded.config.tie_word_embeddings
+    )
+    written = {name: x.to(dtypes[name], copy=shared[x.data_ptr()] > 1) for name, x in kept.items()}
+    folded.save_pretrained(draft, state_dict=written)
     (draft / "generation_config.json").unlink(missing_ok=True)
 
 

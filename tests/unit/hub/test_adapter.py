@@ -34,6 +34,10 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+BART = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99,
+}  # fmt: skip
 VISION = {key: value for key, value in SIZES.items() if key != "vocab_size"} | {"image_size": 32, "patch_size": 8}
 
 BASES: dict[str, tuple[Callable[[], PreTrainedModel], list[str], str]] = {
@@ -127,12 +131,23 @@ def test_the_fold_is_what_peft_makes(tmp_path: Path, name: str, dtype: torch.dty
     assert not list(snapshot.folder.glob("adapter_*"))
 
 
-@pytest.mark.parametrize("ends", [{"embed_tokens"}, {"lm_head"}, {"embed_tokens", "lm_head"}])
-def test_what_was_trained_of_tied_embeddings_alone_changes(tmp_path: Path, ends: set[str]) -> None:
+TIED: list[tuple[type[PreTrainedModel], Any, set[str]]] = [
+    *(
+        (tf.LlamaForCausalLM, tf.LlamaConfig(**LLAMA, tie_word_embeddings=True), ends)
+        for ends in ({"embed_tokens"}, {"lm_head"}, {"embed_tokens", "lm_head"})
+    ),
+    (tf.BartForConditionalGeneration, tf.BartConfig(**BART), {"lm_head"}),
+]
+
+
+@pytest.mark.parametrize(("build", "sizes", "ends"), TIED)
+def test_what_was_trained_of_tied_embeddings_alone_changes(
+    tmp_path: Path, build: type[PreTrainedModel], sizes: Any, ends: set[str]
+) -> None:
     """peft's own merge would change all that share the weight, or add up what was trained of each."""
-    base, build = tmp_path / "base", tf.LlamaForCausalLM
+    base = tmp_path / "base"
     torch.manual_seed(0)
-    build(tf.LlamaConfig(**LLAMA, tie_word_embeddings=True)).save_pretrained(base)
+    build(sizes).save_pretrained(base)
     config = lora("llama", target_modules=["q_proj", *ends])
     adapter = save_adapter(tmp_path / "adapter", base, build.from_pretrained(base), config)
     text = torch.arange(9)[None]
@@ -392,6 +407,7 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "no base": ({"base_model_name_or_path": None}, "does not say which base"),
     "a path that is not there": ({"base_model_name_or_path": "/nowhere/bert"}, "there is no folder /nowhere/bert"),
     "a newer setting": ({"use_something_new": True}, "settings that peft"),
+    **{how: ({"init_lora_weights": how}, f"weights that {how} made") for how in ("pissa_niter_16", "corda", "lora_ga")},
     "a newer kind": ({"peft_type": "NEWLORA"}, "does not know: NEWLORA"),
     "a kind that cannot be merged": (
         '{"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "base_model_name_or_path": "user/nowhere"}',
