@@ -208,8 +208,8 @@ def choose_device(name: str) -> torch.device:
 @contextmanager
 def usual_modes() -> Iterator[None]:
     """Context manager in which torch is in the modes of a fresh process: gradients are on, inference mode and autocast
-    off, the default device is the CPU, and the default dtype float32. How float32 is multiplied, which `choose_device`
-    sets, is as before at the end."""
+    off, the default device is the CPU, and the default dtype float32. How float32 is multiplied and the number of
+    threads, which `choose_device` sets, are as before at the end."""
     with ExitStack() as modes:
         cuda, cudnn, mkldnn = BACKENDS.cuda, BACKENDS.cudnn, BACKENDS.mkldnn
         for of in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv):
@@ -219,6 +219,7 @@ def usual_modes() -> Iterator[None]:
             modes.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
         with suppress(RuntimeError):
             modes.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        modes.callback(torch.set_num_threads, torch.get_num_threads())
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.enable_grad())
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):

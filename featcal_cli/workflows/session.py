@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 EXPERT = "expert "
 """Prefix of an expert's role; the name of its task follows."""
+ONE_AT_A_TIME = threading.RLock()
+"""The lock of the verbs, as torch's modes, random numbers, warning filters and log levels are those of the process."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +158,17 @@ class Session:
 
 
 def in_usual_modes(verb: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Make a verb give the same results in a program that has turned gradients off, or is in another mode of torch."""
+    """Make a verb give the same results in a program that has turned gradients off, is in another mode of torch, or
+    calls verbs in several threads, which then wait for each other."""
 
     @wraps(verb)
     def call(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
-        if "torch" not in sys.modules:
-            return verb(*args, **options)
-        from featcal_cli.runtime.hardware import usual_modes
+        with ONE_AT_A_TIME:
+            if "torch" not in sys.modules:
+                return verb(*args, **options)
+            from featcal_cli.runtime.hardware import usual_modes
 
-        with usual_modes():
-            return verb(*args, **options)
+            with usual_modes():
+                return verb(*args, **options)
 
     return call

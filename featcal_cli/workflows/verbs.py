@@ -190,7 +190,9 @@ def calibrate_modules(
         given = dict(merged.named_parameters())
         for name, parameter in made.named_parameters():
             parameter.requires_grad_(name not in given or given[name].requires_grad)
-        return made.to(merged.device).train(merged.training), result.report
+        # one whose weights accelerate keeps elsewhere names a device without memory
+        device = "cpu" if merged.device.type == "meta" else merged.device
+        return made.to(device).train(merged.training), result.report
 
 
 @contextmanager
@@ -208,6 +210,10 @@ def _save(role: str, model: PreTrainedModel, folder: Path) -> None:
     """Write a model as the class of transformers that it is or extends, and leave its config as it was. Raises
     CheckpointError if transformers cannot write it."""
     kept, file = dict(vars(model.config)), folder / "config.json"
+    parts = [name for name, _ in model.named_parameters() if ".base_layer." in name or ".original_module." in name]
+    if parts:
+        what = f"{role} cannot be written: an adapter is in it, around {parts[0]}"
+        raise CheckpointError(what, fix="fold it into the weights, by merge_and_unload() of its PeftModel")
     try:
         model.save_pretrained(folder)
         config = json.loads(file.read_text(encoding="utf-8"))

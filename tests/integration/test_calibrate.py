@@ -3,6 +3,7 @@ stored, on how many examples share a batch, or on the side on which they are pad
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from families import BY_NAME, TASKS, Saved, changed_tensors, save_family, save_t
 from hub_server import HubServer
 from jobs import Watcher
 from outcome import distance
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from published import change_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from featcal_cli.runtime.errors import FeatCalError, OutputError, RecipeError
 from featcal_cli.workflows import verbs
-from featcal_cli.workflows.verbs import calibrate, calibrate_modules
+from featcal_cli.workflows.verbs import calibrate, calibrate_modules, dry_run
 
 WEIGHTS = "model.safetensors"
 
@@ -90,9 +91,10 @@ def test_modules_are_calibrated_as_their_files_are(
     merged.requires_grad_(False)
     before, config = {name: x.clone() for name, x in merged.state_dict().items()}, merged.config.to_dict()
     options: dict[str, Any] = {"calibration": recipe["calibration"], "device": "cpu"}
-    # save_pretrained writes its adapter alone
-    adapted = load(recipe["base"])
+    # save_pretrained writes the adapter of the first one alone, and the parts of the weights of the second
+    adapted, inner = load(recipe["base"]), load(recipe["base"])
     adapted.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+    get_peft_model(inner, LoraConfig(r=2, target_modules=["query"]))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"inputs": {}}, "there are experts of red"),
         ({"inputs": [inputs]}, "experts and inputs must both be dicts by task"),
@@ -100,7 +102,10 @@ def test_modules_are_calibrated_as_their_files_are(
             ({"inputs": inputs | {"red": x}}, "the inputs of red are not")
             for x in ([], [None], {"input_ids": None}, {0: inputs["red"]["input_ids"]})
         ),
-        ({"experts": experts | {"red": adapted}}, "expert red cannot be written: "),
+        *(
+            ({"experts": experts | {"red": x}}, "expert red cannot be written: an adapter is in it")
+            for x in (adapted, inner)
+        ),
         *(
             ({"inputs": inputs | {"red": {"input_ids": x}}}, "the inputs of red are not tensors by name")
             for x in (torch.tensor(1), torch.zeros(0, 5))
@@ -139,6 +144,42 @@ def test_modules_are_calibrated_as_their_files_are(
     assert report.drift.keys() == experts.keys()
     assert merged.config.to_dict() == config and type(made).__name__ == "Extended"
     assert not any(x.requires_grad for x in made.parameters())
+
+
+def test_modules_that_are_partly_on_the_disk_are_calibrated_in_memory(
+    bert: Saved, plain: dict[str, Tensor], tmp_path: Path
+) -> None:
+    recipe: dict[str, Any] = bert.recipe()
+    load = getattr(transformers, bert.family.model).from_pretrained
+    places = {"embeddings": "disk", "encoder": "disk", "pooler": "cpu"}
+    merged = load(recipe["merged"], device_map=places, offload_folder=tmp_path / "offloaded")
+    experts = {task: load(spec["expert"]) for task, spec in recipe["tasks"].items()}
+    inputs = {task: load_file(spec["data"]) for task, spec in recipe["tasks"].items()}
+    with pytest.warns(UserWarning, match="offloaded modules"):  # transformers' own
+        made, _ = calibrate_modules(merged, load(recipe["base"]), experts, inputs, calibration=recipe["calibration"])
+    assert merged.device.type == "meta"
+    assert all(made.state_dict()[name].equal(x) for name, x in plain.items())
+
+
+def test_calls_in_several_threads_wait_for_each_other(bert: Saved, tmp_path: Path) -> None:
+    """What they set for a while, such as filters of warnings, is the whole process's."""
+    ended: list[str] = []
+
+    def be_refused() -> None:
+        with pytest.raises(RecipeError):
+            dry_run({"unknown": 1})
+        ended.append("other")
+
+    other = threading.Thread(target=be_refused)
+
+    def start() -> None:
+        other.start()
+        other.join(0.2)
+
+    calibrate(bert.recipe(), output=tmp_path / "out", listener=Watcher("calibrating", start))
+    ended.append("first")
+    other.join()
+    assert ended == ["first", "other"]
 
 
 def test_an_interrupted_run_may_change_where_its_result_goes_and_nothing_else(

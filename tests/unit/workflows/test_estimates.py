@@ -20,7 +20,7 @@ from featcal_cli.cli.console import OUT, Screen
 from featcal_cli.cli.results import show_plan
 from featcal_cli.data.batches import Batch, count_examples
 from featcal_cli.models.inventory import list_registered, run_without_values
-from featcal_cli.runtime.hardware import find_core_limits, find_memory_limits, memory_of, use_granted_cores
+from featcal_cli.runtime.hardware import find_core_limits, find_memory_limits, memory_of, use_granted_cores, usual_modes
 from featcal_cli.runtime.progress import Countdown, Listener, Progress, tell_range
 from featcal_cli.workflows import plan as module
 from featcal_cli.workflows.durations import SPREAD, WRITING, TimeEstimate
@@ -206,6 +206,9 @@ def test_threads_are_as_many_as_control_groups_grant_cores(tmp_path: Path, monke
     monkeypatch.setattr("featcal_cli.runtime.hardware.find_core_limits", lambda *_: iter([2.0]))
     use_granted_cores()
     assert threads == [1]
+    with usual_modes():
+        threads.clear()
+    assert threads == [64]
 
 
 OPEN = dict.fromkeys(("ridge", "rho", "alpha"))
