@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,7 +41,8 @@ def main() -> None:
                 _leave(error.exit_code)
         from featcal_cli.cli.console import show_error
 
-        show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
+        with suppress(OSError):  # where messages cannot be written, the exit code is what tells
+            show_error(error, f"rank {launch.rank}: " if launch.by_torchrun else "")
         _leave(error.exit_code)
     except SystemExit as end:
         if end.code and isinstance(end.__context__, BrokenPipeError):  # rich and typer make a 1 of it
@@ -58,7 +59,8 @@ def main() -> None:
         from featcal_cli.runtime.logfile import explain
 
         known = explain(error)
-        show_error(known)
+        with suppress(OSError):
+            show_error(known)
         _leave(known.exit_code)
 
 

@@ -76,6 +76,11 @@ def test_messages_that_nobody_can_read_stop_nothing(job: Path, tmp_path: Path, n
     assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1, done.stderr
 
 
+@pytest.mark.survive
+def test_an_error_that_cannot_be_written_keeps_its_exit_code(job: Path, tmp_path: Path) -> None:
+    assert run(COMMANDS["an error"], job, tmp_path, "2>/dev/full").returncode == 2
+
+
 @pytest.mark.parametrize("name", ["recipes", pytest.param("calibrate", marks=pytest.mark.survive)])
 def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, name: str) -> None:
     (tmp_path / "gone").mkdir()
