@@ -1,14 +1,12 @@
-"""Draw a task's fitted and held-out examples, and read the labelled rows of a split in batches."""
+"""Draw a task's fitted and held-out examples."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from math import ceil
-from random import Random
 from typing import Any
 
 import torch
@@ -23,10 +21,10 @@ from featcal_cli.data.batches import (
     size_of_example,
     take_range,
 )
-from featcal_cli.data.columns import BadRowError, check_columns, find_column, find_media, has_caption
+from featcal_cli.data.columns import BadRowError, check_columns, find_media, has_caption
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
 from featcal_cli.data.preprocessing import Reader, Target
-from featcal_cli.data.rows import draw_rows, naming_task, read_rows
+from featcal_cli.data.rows import draw_rows, naming_task
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
 from featcal_cli.recipe.data_formats import Row, check_single_column
@@ -37,10 +35,6 @@ PEEKED_ROWS = 16
 """First rows of a source that are examined to choose its columns."""
 SOUND = ("input_values", "input_features")
 """Names of the main input of models that read sound."""
-BYTES_READ = 2**25
-"""Bytes of labelled examples that are read before they are put into batches of equal lengths."""
-SEED = 42
-"""Seed for choosing labelled rows when only some of them are evaluated."""
 FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 """One in HELD_OUT_SHARE of FEWEST_ROWS different rows or more is held out, at least FEWEST_IN_HALF a half."""
 TOKENS_AN_EXAMPLE, FEWEST_LONG = 512, 64
@@ -166,7 +160,7 @@ def draw_examples(
         else:
             drawn = draw_rows(data, wanted + further, seed, notes.append)
             first = list(islice(drawn, PEEKED_ROWS))
-            reader, rows = _open_rows(data, first, target), chain(first, drawn)
+            reader, rows = open_rows(data, first, target), chain(first, drawn)
         usable = _read_usable(reader, rows, wanted, further)
     if usable.is_whole and wanted < asked:  # so few say nothing of a larger draw
         return draw_examples(task, data, target, count=asked, seed=seed, hold_out=hold_out, fits=fits)
@@ -184,7 +178,7 @@ def draw_examples(
     return DrawnExamples(reader, usable.fitted, selection, held_out, notes, expected, usable.is_whole)
 
 
-def _open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
+def open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:
     """Open the reader that suits the model and the columns of the first rows. Raises DataError if they do not fit.
     labelled: answers are compared with labels, so that a model with two towers reads only the image."""
     model, main_input = target.model, target.main_input
@@ -323,89 +317,3 @@ def _describe(usable: _UsableRows, count: int, held_out: int | None) -> Iterator
         yield f"only {rows} different usable row{'s' * (rows > 1)}: {found}{rest}"
     if held_out == 0:
         yield "drift is measured on the calibration examples, as no others are left, and updates are not checked"
-
-
-@dataclass(frozen=True)
-class LabelledRows:
-    """Rows of a split with their labels, which are read once, in batches."""
-
-    task: str
-    data: Data
-    reader: Reader
-    rows: Iterable[Any]
-    label_of: Callable[[Any], Any]
-    column: str
-
-    @property
-    def where(self) -> str:
-        """The task and its source, as error messages name them."""
-        return f"{self.task}: {self.data}"
-
-    def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
-        """Yield batches, each with its labels. Raises DataError for a row that cannot be used: accuracy counts all."""
-        rows = enumerate(self.rows, 1)
-        with naming_task(self.task, self.data):
-            while read := self._read_some(rows, size):
-                # padding changes what some models return; what they are to write is not read with it
-                given = [{k: x for k, x in one.inputs.items() if not k.startswith("decoder_")} for one, _ in read]
-                for group in group_examples([*map(Example, given)], size, is_cut=True):
-                    examples, labels = zip(*(read[place] for place in group), strict=True)
-                    yield collate(examples, self.reader.padding), [*labels]
-
-    def _read_some(self, rows: Iterator[tuple[int, Any]], size: int) -> list[tuple[Example, Any]]:
-        """Return the next examples with their labels: whole batches, and enough to find some of equal length."""
-        read, total = list[tuple[Example, Any]](), 0
-        while (total < BYTES_READ or len(read) % size) and (row := next(rows, None)) is not None:
-            read.append((self._read(*row), self.label_of(row[1])))
-            total += sum(tensor.nbytes for tensor in read[-1][0].inputs.values())
-        return read
-
-    def _read(self, number: int, row: Any) -> Example:
-        try:
-            return self.reader.read(row)
-        except BadRowError as reason:
-            fix = "take the bad rows out, or evaluate another split"
-            raise DataError(f"row {number} cannot be used: {reason}", fix=fix) from None
-
-
-def open_labelled(
-    task: str,
-    data: Data,
-    split: str,
-    target: Target,
-    *,
-    limit: int | None = None,
-    labelled: bool = True,
-) -> LabelledRows:
-    """Open all rows of the split in order, or `limit` rows chosen at random with a seed. Without `labelled`, their
-    labels are None. Raises DataError for data that cannot be read or understood, or that lack labels."""
-    data = data.model_copy(update={"split": split})
-    column = ""
-    label_of: Callable[[Any], Any] = lambda _: None  # noqa: E731 - replaced where there are labels
-    reader: Reader
-    rows: Iterable[Any]
-    with naming_task(task, data):
-        if is_tensor_file(data):
-            reader = tensors = open_tensors(data, split, target.model)
-            places = tensors.positions
-            rows = places if limit is None else sorted(Random(SEED).sample(places, min(limit, len(places))))
-            labels = tensors.labels
-            if labelled and labels is None:
-                raise DataError("no tensor holds the labels", fix="add one named label, [rows]")
-            if labelled and labels is not None:
-                column, label_of = "label", lambda position: labels[position].item()
-        else:
-            read = read_rows(data, split) if limit is None else islice(draw_rows(data, limit, SEED), limit)
-            first = list(islice(read, PEEKED_ROWS))
-            reader, rows = _open_rows(data, first, target, labelled=labelled), chain(first, read)
-            if labelled:
-                column = find_column("label", data, {name: () for row in first for name in row})
-                label_of = partial(_read_label, column)
-    return LabelledRows(task, data, reader, rows, label_of, column)
-
-
-def _read_label(column: str, row: Row) -> Any:
-    if (label := row.get(column)) is None:
-        fix = "take the rows without one out, or evaluate another split"
-        raise DataError(f"a row has no label in column {column}", fix=fix)
-    return label

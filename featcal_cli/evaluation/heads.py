@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
-from featcal_cli.data.examples import LabelledRows
+from featcal_cli.data.labelled import LabelledRows
 from featcal_cli.data.preprocessing import map_ids
 from featcal_cli.data.rows import read_classes
 from featcal_cli.evaluation.protocols import LabelledTask, Predictor, check_whole, compare, take_over

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
-from featcal_cli.data.examples import LabelledRows, open_labelled
+from featcal_cli.data.labelled import LabelledRows, open_labelled
 from featcal_cli.data.preprocessing import (
     Target,
     TextModels,

@@ -20,7 +20,8 @@ from vocabularies import word_tokenizer
 
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.columns import number_label
-from featcal_cli.data.examples import TaskExamples, draw_examples, open_labelled
+from featcal_cli.data.examples import TaskExamples, draw_examples
+from featcal_cli.data.labelled import open_labelled
 from featcal_cli.data.preprocessing import Target
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError

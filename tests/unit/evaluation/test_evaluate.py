@@ -31,7 +31,7 @@ from torch.nn.functional import normalize
 
 from featcal_cli.cli.results import _describe_scores
 from featcal_cli.data.batches import Batch
-from featcal_cli.data.examples import LabelledRows
+from featcal_cli.data.labelled import LabelledRows
 from featcal_cli.evaluation import lm_eval_tasks
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
 from featcal_cli.evaluation.protocols import check_whole
