@@ -111,6 +111,37 @@ class LabelledTask:
         return self.text_models.vocabularies.find(role)
 
 
+FIT: Mapping[str, tuple[str, str]] = {
+    "zero-shot": (
+        "has no text tower to read prompts with",
+        "name a full CLIP as base, e.g. openai/clip-vit-base-patch32",
+    ),
+    "generation": (
+        "does not read a text and write another",
+        "measure language models with lm_eval: or metric: perplexity under evaluate",
+    ),
+    "texts": (
+        "does not predict the next token of a text",
+        "leave metric: perplexity out; `featcal recipes recipe.schema.json` describes the other metrics",
+    ),
+}
+"""What a model that a protocol cannot measure lacks, and how to fix it, by protocol."""
+
+
+def suits(protocol: str, model_class: type[PreTrainedModel], config: Any) -> bool:
+    """Return whether a protocol of FIT can measure models of a class, as far as class and config tell. Of zero-shot,
+    this is base, whose texts the images are compared with."""
+    if protocol == "zero-shot":
+        return hasattr(model_class, "get_text_features")
+    return bool(model_class.can_generate()) and bool(config.is_encoder_decoder) == (protocol == "generation")
+
+
+def refuse(protocol: str, role: str, model_class: type[PreTrainedModel], where: str) -> CheckpointError:
+    """Return the error for a model that a protocol of FIT cannot measure."""
+    what, fix = FIT[protocol]
+    return CheckpointError(f"{role} {what} ({model_class.__name__})", where=where, fix=fix)
+
+
 def compare(
     task: LabelledTask,
     rows: LabelledRows,
@@ -187,10 +218,8 @@ def compare_zero_shot(
     Raises CheckpointError for a base without a text tower, and DataError for classes that have no names.
     """
     vision = getattr(base.module, "vision_model", None)
-    if not hasattr(base.module, "get_text_features") or not isinstance(vision, PreTrainedModel):
-        what = f"base has no text tower to read prompts with ({type(base.module).__name__})"
-        fix = "name a full CLIP as base, e.g. openai/clip-vit-base-patch32"
-        raise CheckpointError(what, where=base.snapshot.name, fix=fix)
+    if not suits("zero-shot", type(base.module), None) or not isinstance(vision, PreTrainedModel):
+        raise refuse("zero-shot", "base", type(base.module), base.snapshot.name)
     check_whole(base)
     rows = task.open(vision)
     names = read_classes(task.data, task.how.split, rows.column) or []
@@ -286,12 +315,8 @@ def compare_generation(
     """Compare several models that generate text, by role. Raises CheckpointError for models that are not
     encoder-decoders, and DataError."""
     for model in models.values():
-        if not (model.module.config.is_encoder_decoder and model.module.can_generate()):
-            raise CheckpointError(
-                f"{model.role} does not read a text and write another ({type(model.module).__name__})",
-                where=model.snapshot.name,
-                fix="measure language models with lm_eval: or metric: perplexity under evaluate",
-            )
+        if not suits("generation", type(model.module), model.module.config):
+            raise refuse("generation", model.role, type(model.module), model.snapshot.name)
         check_whole(model)
     rows = task.open(next(iter(models.values())).module)
     cutting, most = task.open_tokens(), task.how.max_new_tokens

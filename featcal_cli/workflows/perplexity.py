@@ -12,13 +12,13 @@ from featcal_cli.data.preprocessing import Vocabulary, map_ids
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.outputs import SAMPLE, Loss, looks_ahead, measure_losses
-from featcal_cli.evaluation.protocols import LabelledTask
+from featcal_cli.evaluation.protocols import LabelledTask, refuse, suits
 from featcal_cli.evaluation.results import BASE, EXPERT, Score, TaskScores, score
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
-from featcal_cli.runtime.errors import CheckpointError, FeatCalError
+from featcal_cli.runtime.errors import FeatCalError
 from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
@@ -161,13 +161,10 @@ def _open(task: LabelledTask, role: str, model: Model, cutting: Vocabulary) -> t
         runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
         if not looks_ahead(runner, architecture):
             return runner, architecture
-    what = f"{model.role} does not predict the next token of a text ({type(model.module).__name__})"
-    fix = "leave metric: perplexity out; `featcal recipes recipe.schema.json` describes the other metrics"
-    raise CheckpointError(what, where=model.snapshot.name, fix=fix)
+    raise refuse("texts", model.role, type(model.module), model.snapshot.name)
 
 
 def _has_head(model: Model) -> bool:
     """Tell whether a model writes text by itself, with a head that its files hold."""
-    module = model.module
     is_whole = not (model.part or model.body or model.missing)
-    return is_whole and not module.config.is_encoder_decoder and bool(module.can_generate())
+    return is_whole and suits("texts", type(model.module), model.module.config)

@@ -35,6 +35,7 @@ from featcal_cli.workflows.plan_checks import (
     Headers,
     check_adapter,
     check_disk,
+    check_measurable,
     check_memory,
     check_models,
     check_refinable,
@@ -155,7 +156,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         for role, origin in origins.items()
     }
     if target is not None:
-        _check_output(session, inputs, work, headers[MERGED])
+        _check_output(session, inputs, work, outlines, headers[MERGED])
     with look():
         if refining:
             check_refinable(examples, outlines)
@@ -213,7 +214,9 @@ def _estimate_time(session: Session, work: Workload, *, has_head: bool) -> TimeE
     return TimeEstimate(time.monotonic() - session.started, stages, is_known)
 
 
-def _check_output(session: Session, inputs: Inputs, work: Workload, header: Headers) -> None:
+def _check_output(
+    session: Session, inputs: Inputs, work: Workload, outlines: Mapping[str, Model], header: Headers
+) -> None:
     """Check what a calibration writes, and what else is asked of it. Raises FeatCalError."""
     options, look, examples = session.options, session.look, work.examples
     with look():
@@ -223,6 +226,7 @@ def _check_output(session: Session, inputs: Inputs, work: Workload, header: Head
     with look():
         if options.evaluate:
             check_evaluable(session, inputs.recipe)
+            check_measurable(inputs.recipe, outlines)
     with look():
         if options.strict:
             check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})

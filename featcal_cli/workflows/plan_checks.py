@@ -13,13 +13,15 @@ from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_
 from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.outputs import NO_PROBABILITIES
-from featcal_cli.hub.model_files import Entry
+from featcal_cli.evaluation.protocols import FIT, refuse, suits
+from featcal_cli.hub.model_files import Entry, load_config
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
 from featcal_cli.hub.snapshot import Origin, find_copy
 from featcal_cli.models.alignment import check_alignment, compare_configs
 from featcal_cli.models.architecture import Architecture
-from featcal_cli.models.loading import Model
+from featcal_cli.models.loading import Model, find_class
 from featcal_cli.models.probing import UNSEEN
+from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError, ShortageError
 from featcal_cli.runtime.files import cache_folder, tell_bytes
@@ -151,6 +153,19 @@ def check_adapter(
     if stacked or any(block.is_mixture for block in architecture.blocks):
         what = "an adapter cannot hold the experts of a mixture, which most of the update is in"
         raise RecipeError(what, where=where, fix="leave out --as-adapter")
+
+
+def check_measurable(recipe: Recipe, outlines: Mapping[str, Model]) -> None:
+    """Raise CheckpointError if a task is to be evaluated in a way that does not suit base, its expert or merged."""
+    for task, spec in recipe.tasks.items():
+        protocol = spec.evaluate.protocol if spec.evaluate else ""
+        for role in () if protocol not in FIT else ("base",) if protocol == "zero-shot" else (EXPERT + task, "merged"):
+            # its own class, which the outline need not have
+            snapshot = outlines[role].snapshot
+            model_class = find_class(snapshot)
+            config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
+            if not suits(protocol, model_class, config):
+                raise refuse(protocol, role, model_class, snapshot.name)
 
 
 def check_unfinished_run(session: Session, inputs: Inputs) -> None:

@@ -42,6 +42,7 @@ from featcal_cli.recipe.schema import Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
 from featcal_cli.runtime.progress import tell_change
 from featcal_cli.workflows.evaluate import evaluate, name_roles
+from featcal_cli.workflows.verbs import dry_run
 
 parquet: Any = pyarrow.parquet  # has no types
 library: Any = transformers
@@ -756,7 +757,9 @@ def test_what_is_won_back_is_counted_in_nats(metric: str, figures: list[tuple[fl
 
 def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t5: Path, llama: Path) -> None:
     data = {"path": str(llama / "data"), "columns": {"text": "text"}}
-    prompts = draft_of(clip, {"prompts": PROMPTS}).model_copy(update={"base": str(clip / "merged")})
+    vision = shutil.copytree(clip / "merged", clip.parent / "vision")
+    shutil.copy(clip / "base" / "preprocessor_config.json", vision)
+    prompts = draft_of(clip, {"prompts": PROMPTS}).model_copy(update={"base": str(vision)})
     heads = draft_of(bert, {"split": "test"})
     body = heads.tasks["it"].model_copy(update={"expert": str(bert / "body")})
     broken = llama.parent / "broken"
@@ -776,3 +779,9 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
     ):
         with pytest.raises(error, match=message):
             evaluate(draft)
+    # before a calibration, and not only after it
+    perplexity_of_t5 = draft_of(t5, {"metric": "perplexity"}, data)
+    for draft, message in ((prompts, "base has no text tower"), (perplexity_of_t5, "does not predict the next token")):
+        with pytest.raises(CheckpointError, match=message):
+            dry_run(draft, evaluate=True)
+        dry_run(draft)
