@@ -125,7 +125,7 @@ FIT: Mapping[str, tuple[str, str]] = {
         "leave metric: perplexity out; `featcal recipes recipe.schema.json` describes the other metrics",
     ),
 }
-"""What a model that a protocol cannot measure lacks, and how to fix it, by protocol."""
+"""A phrase on what a model lacks that a protocol cannot measure, and the fix, by protocol."""
 
 
 def suits(protocol: str, model_class: type[PreTrainedModel], config: Any) -> bool:
