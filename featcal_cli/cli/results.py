@@ -70,7 +70,7 @@ def show_plan(plan: Plan) -> None:
     missing, here, copied = (
         sum(transfer[key] for transfer in plan.transfers.values()) for key in ("missing", "here", "copied")
     )
-    cached = f", and {tell_bytes(copied)} of copies in featcal's cache" if copied else ""
+    cached = f"; {tell_bytes(copied)} more for copies in featcal's cache" if copied else ""
     calibrated = f"{plan.modules} modules in {plan.blocks} blocks" + (f" and {plan.head}" if plan.head else "")
     calibrated += "" if plan.stops else ", which all models have"
     if not plan.blocks:

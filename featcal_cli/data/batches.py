@@ -92,9 +92,16 @@ def count_examples(batch: Batch) -> int:
     return min(len(tensor) for tensor in batch.values())
 
 
+VALUES_AT_A_POSITION = 512
+"""Values of an image or a recording that about one position of a model is made of."""
+
+
 def size_of_example(batch: Batch) -> float:
-    """Return how many values the inputs of one example have in a batch, with padding."""
-    return sum(tensor.numel() for tensor in batch.values()) / count_examples(batch)
+    """Return about how many positions one example takes in a batch, with padding: those of its tokens, and of its
+    images and recordings."""
+    tokens = sum(x.numel() for name, x in batch.items() if name.endswith("input_ids"))
+    values = sum(x.numel() for x in batch.values() if x.is_floating_point())
+    return (tokens + values / VALUES_AT_A_POSITION) / count_examples(batch) or 1.0
 
 
 def take_examples(batch: Batch, positions: Sequence[int]) -> Batch:

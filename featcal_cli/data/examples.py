@@ -149,6 +149,8 @@ def draw_examples(
     Raises DataError for data that cannot be read, understood or preprocessed, and when most rows are bad.
     """
     notes: list[str] = []
+    if is_tensor_file(data):  # the first rows, which are in memory like all others, may be of other lengths
+        sampled = None
     asked, wanted = count, min(count, sampled or count)
     further = most_held_out(wanted)
     reader: Reader

@@ -42,7 +42,8 @@ PREFIX = "base_model.model."
 """The prefix that peft puts before every tensor name of the model that it wraps."""
 _UNREPEATABLE = ("pissa_niter_", "corda", "lora_ga")
 """Beginnings of the names of initialisations that change the base by random numbers, data or gradients, which no file
-holds: peft would draw others, which are a tenth of the weights apart, or leave the base as it was."""
+holds. peft would draw other numbers, so that results differ by a tenth of the weights, fail, or leave the base as it
+was."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def read_adapter(name: str, folder: Path) -> Adapter:
         raise refusal(" that repeats layers, and cannot be folded into weights", "give the full model")
     if (how := str(config.get("init_lora_weights"))).startswith(_UNREPEATABLE):
         fix = "give the full model, or the adapter that peft writes with path_initial_model_for_weight_conversion"
-        raise refusal(f" to weights that {plain(how)} made of its base, and that cannot be made again", fix)
+        raise refusal(f" that was trained beside weights which {plain(how)} had changed, and which no file holds", fix)
     return adapter
 
 

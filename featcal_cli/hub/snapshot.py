@@ -320,7 +320,7 @@ def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
 
 
 def find_copy(origin: Origin) -> Path:
-    """Return the folder in featcal's cache for the full model that an adapter or pickled weights make."""
+    """Return the folder in featcal's cache for the full model that an origin, an adapter or pickled weights, makes."""
     return cache_folder() / {"adapter": "folded", "pickle": "converted"}[origin.form] / origin.key
 
 

@@ -48,6 +48,7 @@ def merge_weights(merge: Merge, base: Model, experts: Sequence[Model]) -> Iterat
             merged[name] = _store(name, combine(name, parameters[name]), parameters[name])
             hardware.give_back(parameters[name])
         yield merged
+        hardware.give_back(source for name in merged for source in parameters[name])  # and small ones
 
 
 def _store(name: str, merged: Tensor, sources: Sources) -> Tensor:

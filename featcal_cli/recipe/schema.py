@@ -306,6 +306,11 @@ class Calibration(Section):
     """Seed for sampling examples."""
 
     @property
+    def next_seed(self) -> int:
+        """The seed for another draw of examples than that of a calibration."""
+        return self.seed + 1 if self.seed < 2**63 - 1 else 0
+
+    @property
     def uses_output_metric(self) -> bool:
         """Whether errors are measured by their effect on the experts' outputs."""
         return self.metric == "output" or (self.metric is None and self.method == "featcal")

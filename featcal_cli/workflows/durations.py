@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from statistics import fmean
 
 import torch
 
@@ -91,8 +92,8 @@ def _count_task(work: Workload, task: str, speed: float, head: int, call: float)
     (given, measured), fitted = work.count_examples(task), work.count_for_blocks(task)
     checked = work.is_guarded * (rows.selection_count if rows.is_whole else measured)
     length = _mean_length(rows.fitted)
-    targets = rows.fitted[0].get("decoder_input_ids")
-    places = length if targets is None else targets.shape[1]
+    targets = [batch["decoder_input_ids"].shape[1] for batch in rows.fitted if "decoder_input_ids" in batch]
+    places = fmean(targets) if targets else length
     # fitted examples whose outputs are read by token
     chosen = min(fitted, ceil(MOST_TOKENS / length)) if length else fitted
     # seconds of one example in all blocks, in the head, and in which a number of its features is summed

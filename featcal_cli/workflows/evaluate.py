@@ -78,8 +78,8 @@ def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
     if session.ranks.size > 1 or not _writes_text(inputs):
         check_evaluable(session, inputs.recipe)
     # a calibration was fitted to the texts of its own seed
-    started, seed = time.monotonic(), inputs.recipe.calibration.seed + 1
-    calibration = inputs.recipe.calibration.model_copy(update={"examples": count, "seed": seed})
+    started, calibration = time.monotonic(), inputs.recipe.calibration
+    calibration = calibration.model_copy(update={"examples": count, "seed": calibration.next_seed})
     recipe = inputs.recipe.model_copy(update={"calibration": calibration})
     inputs = replace(inputs, recipe=recipe)
     plan = make_plan(session, inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,7 @@ def inspect_drift(
 
     recipe: as for `calibrate`; its merged model is inspected.
     compare: a second model to inspect.
-    seed: of the choice of examples. None is the one after the recipe's, as that one chose those that a calibration was
-    fitted to.
+    seed: chooses the examples. None: the recipe's plus one, as the recipe's own chose what a calibration was fitted to.
     plot (.png or .svg), html and markdown (.md): files to write; nothing else is written.
     max_drift: the limit of a gate, which the markdown file reports; to stop a program above it, call
     `verdict.check_gate`.
@@ -64,7 +64,10 @@ def inspect_drift(
             check_file(Path(file), kinds, str(file))
     draft = as_draft(recipe)
     calibration = draft.calibration
-    changed = {"seed": calibration.seed + 1 if seed is None else seed}
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral) or abs(seed) >= 2**63):
+        what = f"seed must be a whole number, not {seed!r}"
+        raise RecipeError(what, where="--seed", fix="leave it out for the recipe's plus one")
+    changed = {"seed": calibration.next_seed if seed is None else int(seed)}
     if "examples" not in calibration.model_fields_set:
         changed["examples"] = EXAMPLES
     draft = draft.model_copy(update={"calibration": calibration.model_copy(update=changed)})
@@ -98,14 +101,17 @@ def _write(file: str | Path | None, make: Callable[[Any], str | bytes]) -> None:
 
 def _measure(session: Session, inputs: Inputs) -> tuple[Plan, Job]:
     """Run the job; return its plan and the job with all measurements. Raises FeatCalError."""
+    from featcal_cli.data.tensors import is_tensor_file
     from featcal_cli.engine.lockstep import forward_order
     from featcal_cli.workflows.plan import make_plan
     from featcal_cli.workflows.setup import set_up
 
     plan = make_plan(session, inputs)
-    known = "the source has few rows, and a calibration with it was fitted to most of them"
-    few = [task for task, examples in plan.examples.items() if examples.is_whole]
-    session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])
+    few, first = "the source has few rows", "the first rows of the file are taken, whatever the seed"
+    known = {task: first for task, spec in plan.recipe.tasks.items() if is_tensor_file(spec.data)}
+    known |= {task: few for task, rows in plan.examples.items() if rows.is_whole}
+    fitted = "a calibration with it was fitted to most of them"
+    session.note_of_tasks(list(plan.examples), [f"{task}: {why}, and {fitted}" for task, why in known.items()])
     setup = set_up(session, plan)
     if session.ranks.is_first:
         session.note(*setup.describe_merge(plan.origins[MERGED]))

@@ -39,7 +39,7 @@ from featcal_cli.workflows.plan_checks import (
     check_memory,
     check_models,
     check_refinable,
-    count_copy,
+    count_copies,
     count_transfer,
 )
 from featcal_cli.workflows.self_written import open_self_written, reserve_examples, write_examples
@@ -151,10 +151,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     needs = probe_batches(merged.module, architecture, {task: rows.largest for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
     work = Workload(recipe, merged, architecture, examples, needs, session.device, refining, options.evaluate)
-    transfers = {
-        role: {**count_transfer(origin), "copied": count_copy(origin, outlines[role])}
-        for role, origin in origins.items()
-    }
+    copies = count_copies(origins, outlines)
+    transfers = {role: {**count_transfer(origin), "copied": copies[role]} for role, origin in origins.items()}
     if target is not None:
         _check_output(session, inputs, work, outlines, headers[MERGED])
     with look():
@@ -166,7 +164,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
 
     to_write = {task: targets[task] for task, spec in recipe.tasks.items() if spec.data.is_self_written}
     if to_write and not options.dry_run:
-        written = write_examples(session, recipe, origins, to_write)
+        written = write_examples(session, recipe, origins, to_write, fits=target is not None)
         examples |= {task: rows.cut(sizes[task]) for task, rows in written.items()}
         work = replace(work, examples=examples)
     token_ids = find_token_ids(recipe, outlines, examples, vocabularies, session.note)

@@ -60,12 +60,18 @@ def count_transfer(origin: Origin) -> dict[str, int]:
     return sizes
 
 
-def count_copy(origin: Origin, outline: Model) -> int:
-    """Count the bytes of the full model that a run adds to featcal's cache, of an adapter or of pickled weights."""
-    if origin.form == "safetensors" or find_copy(origin).is_dir():
-        return 0
-    size: int = sum(x.nbytes for x in outline.module.parameters())
-    return size
+def count_copies(origins: Mapping[str, Origin], outlines: Mapping[str, Model]) -> dict[str, int]:
+    """Count the bytes of the full models that a run adds to featcal's cache for each role, of adapters and of pickled
+    weights, those of an adapter's base included. A copy that several roles share counts once."""
+    seen, sizes = set[Path](), dict.fromkeys(origins, 0)
+    for role, origin in origins.items():
+        made: Origin | None = origin
+        while made is not None:
+            if made.form != "safetensors" and (copy := find_copy(made)) not in seen and not copy.is_dir():
+                seen.add(copy)
+                sizes[role] += sum(x.nbytes for x in outlines[role].module.parameters())
+            made = made.base
+    return sizes
 
 
 def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], target: Path | None) -> None:

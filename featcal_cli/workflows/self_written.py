@@ -79,10 +79,10 @@ def reserve_examples(task: str, reader: TextReader, count: int, sampled: int | N
 
 
 def write_examples(
-    session: Session, recipe: Recipe, origins: Mapping[str, Origin], targets: Mapping[str, Target]
+    session: Session, recipe: Recipe, origins: Mapping[str, Origin], targets: Mapping[str, Target], *, fits: bool
 ) -> dict[str, DrawnExamples]:
     """Let the expert of each task in `targets` write examples, on the rank that has the task; rows in the cache are
-    reused. Raises FeatCalError."""
+    reused. fits: False where they are only measured. Raises FeatCalError."""
     calibration = recipe.calibration
     count, seed = calibration.examples, calibration.seed
     written: dict[str, list[Row]] = {}
@@ -98,7 +98,7 @@ def write_examples(
     for task, rows in session.ranks.unite(written).items():
         _keep(rows, files[task])
         data = Data(path=str(files[task]))
-        drawn[task] = draw_examples(task, data, _shorten(targets[task]), count=count, seed=seed)
+        drawn[task] = draw_examples(task, data, _shorten(targets[task]), count=count, seed=seed, fits=fits)
         session.note(f"{task}: its expert has written the examples, which are in {data}", *drawn[task].notes)
     return drawn
 

@@ -21,6 +21,7 @@ from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.loading import find_class
 from featcal_cli.models.tracing import first_tensor
 from featcal_cli.reporting.report import Inspection, ModelDrift
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.session import Session
 
@@ -196,7 +197,9 @@ def bert_of(blocks: int) -> Family:
     return replace(BY_NAME["bert"], config={**TEXT_SIZES, "num_hidden_layers": blocks}, blocks=names)
 
 
-@pytest.mark.parametrize(("recipes", "given", "taken"), [(42, None, 43), (None, None, 43), (7, None, 8), (7, 7, 7)])
+@pytest.mark.parametrize(
+    ("recipes", "given", "taken"), [(42, None, 43), (None, None, 43), (2**63 - 1, None, 0), (7, 0, 0)]
+)
 def test_examples_are_not_those_that_a_recipe_was_fitted_to(
     recipes: int | None, given: int | None, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,12 +214,17 @@ def test_examples_are_not_those_that_a_recipe_was_fitted_to(
     with pytest.raises(KeyboardInterrupt):
         inspect_drift({"merged": "a/b", "calibration": {} if recipes is None else {"seed": recipes}}, seed=given)
     assert seen == [taken]
+    for wrong in ("x", 1.5, 2**63):
+        with pytest.raises(RecipeError, match="seed"):
+            inspect_drift({"merged": "a/b"}, seed=wrong)  # type: ignore[arg-type]
 
 
 def test_few_examples_are_measured_and_not_fitted(bert: Saved) -> None:
     notes = "; ".join(inspect_drift(bert.recipe(examples=30)).notes)
-    assert "20 are measured (30 requested)" in notes
+    assert "20 are measured (30 requested)" in notes and "the source has few rows, and a calibration" in notes
     assert "are fitted" not in notes and "updates" not in notes
+    # of a .safetensors file no seed takes others
+    assert "the first rows of the file are taken" in "; ".join(inspect_drift(bert.recipe(examples=3), seed=5).notes)
 
 
 def test_one_block_of_each_model_is_converted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

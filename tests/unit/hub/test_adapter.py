@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from featcal_cli.hub.adapter import split_adapter
-from featcal_cli.hub.snapshot import Snapshot, find_origin
+from featcal_cli.hub.snapshot import Snapshot, fetch, find_origin
 from featcal_cli.models.loading import load_outline
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.workflows.plan_checks import count_copy
+from featcal_cli.workflows.plan_checks import count_copies
 
 WEIGHTS = "model.safetensors"
 Patch = pytest.MonkeyPatch
@@ -287,13 +287,22 @@ def test_a_copy_is_made_once_for_each_version(hub: HubServer, base: Path, adapte
         assert len(found) == number
 
 
-def test_a_copy_needs_disk_until_it_is_there(base: Path, adapter: Path) -> None:
-    """As much as its base takes, not as the adapter does."""
-    origin, outline = find_origin(str(adapter)), load_outline("expert red", resolve(str(base)), tf.BertModel, None)
-    needed = count_copy(origin, outline)
-    folder = resolve(str(adapter)).folder
-    assert needed == pytest.approx((folder / WEIGHTS).stat().st_size, rel=0.05)
-    assert count_copy(origin, outline) == count_copy(find_origin(str(base)), outline) == 0
+def test_copies_need_disk_until_they_are_there(tmp_path: Path, base: Path, adapter: Path) -> None:
+    """As much as a base takes, not as an adapter does; one of pickled weights needs it as well, once for all."""
+    outline = load_outline("merged", resolve(str(base)), tf.BertModel, None)
+    pickled = shutil.copytree(base, tmp_path / "pickled")
+    torch.save(load_file(pickled / WEIGHTS), pickled / "pytorch_model.bin")
+    (pickled / WEIGHTS).unlink()
+    names = {"merged": str(base), "base": str(pickled), "one": str(adapter), "two": f"{pickled}+{adapter}"}
+    origins = {role: find_origin(name, allow_pickle=True) for role, name in names.items()}
+    outlines = dict.fromkeys(origins, outline)
+    needed = count_copies(origins, outlines)
+    size = (base / WEIGHTS).stat().st_size
+    assert needed == {"merged": 0, **{role: pytest.approx(size, rel=0.05) for role in ("base", "one", "two")}}
+    assert count_copies({"two": origins["two"]}, outlines)["two"] == pytest.approx(2 * size, rel=0.05)
+    for origin in origins.values():
+        fetch(origin)
+    assert not any(count_copies(origins, outlines).values())
 
 
 def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Path) -> None:
@@ -407,7 +416,7 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "no base": ({"base_model_name_or_path": None}, "does not say which base"),
     "a path that is not there": ({"base_model_name_or_path": "/nowhere/bert"}, "there is no folder /nowhere/bert"),
     "a newer setting": ({"use_something_new": True}, "settings that peft"),
-    **{how: ({"init_lora_weights": how}, f"weights that {how} made") for how in ("pissa_niter_16", "corda", "lora_ga")},
+    **{how: ({"init_lora_weights": how}, f"which {how} had changed") for how in ("pissa_niter_16", "corda", "lora_ga")},
     "a newer kind": ({"peft_type": "NEWLORA"}, "does not know: NEWLORA"),
     "a kind that cannot be merged": (
         '{"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "base_model_name_or_path": "user/nowhere"}',
