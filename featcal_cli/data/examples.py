@@ -20,6 +20,7 @@ from featcal_cli.data.batches import (
     remove_padding,
     size_of_example,
     take_range,
+    token_masks,
 )
 from featcal_cli.data.columns import BadRowError, check_columns, find_media, has_caption
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
@@ -71,8 +72,8 @@ class TaskExamples:
 
     @property
     def largest(self) -> Batch:
-        """The first of the batches with the largest examples."""
-        return max(self.batches, key=size_of_example)
+        """The first of the batches with the largest examples, with padding if any of these has some: models mask it."""
+        return max(self.batches, key=lambda batch: (size_of_example(batch), bool(token_masks(batch))))
 
     @property
     def measured(self) -> list[Batch]:

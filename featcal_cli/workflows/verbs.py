@@ -140,32 +140,9 @@ def calibrate_modules(
     not grow with their number. Raises FeatCalError as `calibrate` does.
     """
     from safetensors.torch import save_file
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
-    if not (isinstance(experts, Mapping) and isinstance(inputs, Mapping)):
-        what, fix = (
-            "experts and inputs must both be dicts by task",
-            'give {"TASK": model} and {"TASK": {"NAME": tensor}}',
-        )
-        raise RecipeError(what, where="calibrate_modules", fix=fix)
-    if calibration is not None and not isinstance(calibration, Mapping):
-        what = f"calibration must be a dict with the keys of a recipe's calibration, not {calibration!r}"
-        raise RecipeError(what, where="calibrate_modules", fix='for example {"method": "paper"}')
-    if not experts or experts.keys() != inputs.keys():
-        what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
-        raise RecipeError(what, where="calibrate_modules", fix="give both for the same tasks, and for one at least")
-    for role, model in [("merged", merged), ("base", base), *experts.items()]:
-        if not isinstance(model, PreTrainedModel):
-            fix = "load it by from_pretrained, and merge an adapter into it by merge_and_unload"
-            what = f"{role} must be a PreTrainedModel of transformers, not {type(model).__name__}"
-            raise RecipeError(what, where="calibrate_modules", fix=fix)
-    for task, given in inputs.items():
-        tensors = given.values() if isinstance(given, Mapping) else ()
-        are_named = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
-        if not tensors or not are_named or not all(isinstance(x, Tensor) and x.ndim and len(x) for x in tensors):
-            fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
-            raise RecipeError(f"the inputs of {task} are not tensors by name", where="calibrate_modules", fix=fix)
+    if fault := next(_find_faults(merged, base, experts, inputs, calibration), None):
+        raise RecipeError(fault[0], where="calibrate_modules", fix=fault[1])
     with _writing(folder):
         room = TemporaryDirectory(dir=folder, prefix="featcal-", ignore_cleanup_errors=True)
     with room:
@@ -193,6 +170,34 @@ def calibrate_modules(
         # one whose weights accelerate keeps elsewhere names a device without memory
         device = "cpu" if merged.device.type == "meta" else merged.device
         return made.to(device).train(merged.training), result.report
+
+
+def _find_faults(
+    merged: object, base: object, experts: object, inputs: object, calibration: object
+) -> Iterator[tuple[str, str]]:
+    """Yield what `calibrate_modules` cannot take, with a fix; each search relies on the absence of earlier faults."""
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    if not (isinstance(experts, Mapping) and isinstance(inputs, Mapping)):
+        yield "experts and inputs must both be dicts by task", 'give {"TASK": model} and {"TASK": {"NAME": tensor}}'
+        return
+    if calibration is not None and not isinstance(calibration, Mapping):
+        what = f"calibration must be a dict with the keys of a recipe's calibration, not {calibration!r}"
+        yield what, 'for example {"method": "paper"}'
+    if not experts or experts.keys() != inputs.keys():
+        what = f"there are experts of {list_some(experts)}, and inputs of {list_some(inputs)}"
+        yield what, "give both for the same tasks, and for one at least"
+    for role, model in [("merged", merged), ("base", base), *experts.items()]:
+        if not isinstance(model, PreTrainedModel):
+            what = f"{role} must be a PreTrainedModel of transformers, not {type(model).__name__}"
+            yield what, "load it by from_pretrained, and merge an adapter into it by merge_and_unload"
+    for task, given in inputs.items():
+        tensors = given.values() if isinstance(given, Mapping) else ()
+        are_named = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+        if not tensors or not are_named or not all(isinstance(x, Tensor) and x.ndim and len(x) for x in tensors):
+            fix = "give a dict with one tensor [examples, ...] for each argument of forward; torch.cat joins batches"
+            yield f"the inputs of {task} are not tensors by name", fix
 
 
 @contextmanager

@@ -163,23 +163,23 @@ def test_modules_that_are_partly_on_the_disk_are_calibrated_in_memory(
 
 def test_calls_in_several_threads_wait_for_each_other(bert: Saved, tmp_path: Path) -> None:
     """What they set for a while, such as filters of warnings, is the whole process's."""
-    ended: list[str] = []
+    waited, refused = list[bool](), list[str]()
 
     def be_refused() -> None:
-        with pytest.raises(RecipeError):
+        with pytest.raises(RecipeError) as error:
             dry_run({"unknown": 1})
-        ended.append("other")
+        refused.append(error.value.what)
 
     other = threading.Thread(target=be_refused)
 
     def start() -> None:
         other.start()
         other.join(0.2)
+        waited.append(other.is_alive())
 
     calibrate(bert.recipe(), output=tmp_path / "out", listener=Watcher("calibrating", start))
-    ended.append("first")
     other.join()
-    assert ended == ["first", "other"]
+    assert waited == [True] and len(refused) == 1
 
 
 def test_an_interrupted_run_may_change_where_its_result_goes_and_nothing_else(

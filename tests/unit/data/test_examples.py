@@ -240,6 +240,15 @@ def test_padding_of_model_ready_inputs_moves_behind_the_text_with_all_that_is_pe
 # --- images ---
 
 
+def test_the_largest_batch_has_padding_if_any_of_its_length_has() -> None:
+    short, full, padded = (
+        {"input_ids": torch.ones(2, n).long(), "attention_mask": torch.ones(2, n)} for n in (3, 5, 5)
+    )
+    padded["attention_mask"][0, 4] = short["attention_mask"][0, 2] = 0
+    rows = TaskExamples(2, [short, full], [padded], [], [], 4, 2, 0, (4, 2))
+    assert rows.largest is padded
+
+
 def test_images_of_every_form_become_float32_pixel_values_that_the_model_takes(at: Folder) -> None:
     at.images({"a.png": encode_image(7)}, "pictures")
     image = {"bytes": encode_image(7), "path": None}
