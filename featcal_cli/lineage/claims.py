@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from featcal_cli.hub.adapter import is_adapter
+from featcal_cli.hub.adapter import Adapter, is_adapter
 from featcal_cli.hub.model_files import ADAPTER_CONFIG
 from featcal_cli.hub.repo import CARD, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
@@ -18,7 +19,7 @@ from featcal_cli.recipe.references import split_revision
 from featcal_cli.recipe.schema import Data, Draft
 from featcal_cli.runtime.errors import LineageError, RecipeError
 from featcal_cli.runtime.sanitise import list_some, quoted
-from featcal_cli.runtime.structured_text import load_documents, split_front_matter
+from featcal_cli.runtime.structured_text import load_documents, parse_json, split_front_matter
 
 MOST_TEXT = 200_000
 _FENCED = re.compile(r"^[ \t>]*(`{3,20}|~{3,20})[ \t]*([\w-]*)[^\n]*\n(.*?)^[ \t>]*\1", re.MULTILINE | re.DOTALL)
@@ -238,10 +239,6 @@ READ_FILES = (*MERGEKIT_FILES, RECIPE_FILE, CARD)
 def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
     """Return the claims of a merged repo's files, the most trustworthy first. `notes` get what could not be read and
     how claims were understood. Raises LineageError if the model is no merge or cannot be calibrated, and HubError."""
-    if is_adapter(repo.files):
-        what = f"{repo.name} is an adapter, not a merged model"
-        fix = "give the merged model; if it is BASE+ADAPTER, name base and experts with it: --base, --expert"
-        raise LineageError(what, where=f"{ADAPTER_CONFIG} of {repo.name}", fix=fix)
     card = read_card(repo.read_card())
     notes += [f"the card of {repo.name}: {card.problem}"] if card.problem else []
     claims = list[Claim]()
@@ -310,11 +307,28 @@ def _read_recipe(repo: Repo, _: Card) -> Claim | None:
 
 
 def _read_base_models(repo: Repo, card: Card) -> Claim | None:
-    """Read base_model of the card: one model is the base; several were merged, perhaps with the base."""
-    source = f"the card of {repo.name} (base_model)"
-    if len(card.base_models) == 1:
-        return Claim(source, card.base_models[0])
-    return Claim(source, experts=dict.fromkeys(card.base_models, ""), mixed=True) if card.base_models else None
+    """Read the models that the repo names as its base: one is the base; several were merged, perhaps with the base."""
+    source, named = find_base_models(repo, card)
+    if len(named) == 1:
+        return Claim(source, named[0])
+    return Claim(source, experts=dict.fromkeys(named, ""), mixed=True) if named else None
+
+
+def find_base_models(repo: Repo, card: Card) -> tuple[str, Sequence[str]]:
+    """Return the place where a repo names its base models, and these: an adapter's config or any other model's card."""
+    if is_adapter(repo.files):
+        base = Adapter(repo.name, Path(), read_config(repo, ADAPTER_CONFIG)).base
+        return f"{ADAPTER_CONFIG} of {repo.name}", [base] if base else []
+    return f"the card of {repo.name} (base_model)", card.base_models
+
+
+def read_config(repo: Repo, file: str) -> dict[str, Any]:
+    """Return a repo's configuration in JSON; an empty one if it cannot be read."""
+    try:
+        config = parse_json(repo.read_text(file) or "{}")
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def names_itself(name: str, repo: Repo) -> bool:

@@ -9,7 +9,7 @@ from featcal_cli.hub.adapter import is_adapter, split_adapter
 from featcal_cli.hub.model_files import ADAPTER_CONFIG, read_class_name
 from featcal_cli.hub.repo import Kind, Opener, Repo, open_repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, same_repo
-from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims
+from featcal_cli.lineage.claims import READ_FILES, Claim, read_claims, read_config
 from featcal_cli.lineage.search import (
     ASSUMED,
     FROM_USER,
@@ -20,7 +20,6 @@ from featcal_cli.lineage.search import (
     as_options,
     find_experts,
     is_gone,
-    read_config,
     show_merged,
     words,
 )
@@ -167,6 +166,9 @@ def _ask_for_all(search: Search, base: Finding | None) -> None:
     if search.repo:
         looked_at = (file if file in search.repo.files else f"{file} (not there)" for file in READ_FILES)
         where = f"looked at {list_some(looked_at, write=str)} of {search.repo.name}"
+        if is_adapter(search.repo.files):
+            where = f"{ADAPTER_CONFIG} of {search.repo.name}"
+            what = f"{search.merged} is an adapter, and nothing says which experts it was merged from"
     first: list[Option] = [] if base else [("--base", "REPO")]
     what = "; ".join([what, *dict.fromkeys(search.notes)])
     search.ask(what, *first, ("--expert", "TASK=REPO"), ("--data", "TASK=SOURCE"), where=where)

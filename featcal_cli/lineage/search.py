@@ -11,21 +11,19 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from featcal_cli.hub.adapter import Adapter, is_adapter, split_adapter
+from featcal_cli.hub.adapter import is_adapter, split_adapter
 from featcal_cli.hub.client import is_lapsed
 from featcal_cli.hub.model_files import ADAPTER_CONFIG
 from featcal_cli.hub.repo import Kind, Opener, Repo
 from featcal_cli.hub.snapshot import UnusableError, find, locate, repo_of, same_repo
-from featcal_cli.lineage.claims import Card, Claim, names_itself, read_card
+from featcal_cli.lineage.claims import Card, Claim, find_base_models, names_itself, read_card
 from featcal_cli.recipe.reading import did_you_mean
 from featcal_cli.recipe.references import existing_path, looks_like_path
 from featcal_cli.recipe.schema import Draft, Merge
 from featcal_cli.runtime.errors import HubError, LineageError, RecipeError, list_causes
 from featcal_cli.runtime.process import at_once
 from featcal_cli.runtime.sanitise import enumerate_names, list_some, quoted
-from featcal_cli.runtime.structured_text import parse_json
 
 FROM_USER = "the command line or recipe"
 ASSUMED = "no data is named"
@@ -174,15 +172,12 @@ class Search:
             return [base]
         try:
             repo = self.open(reference, "model", source or FROM_USER)
-            if is_adapter(repo.files):
-                named = [Adapter(repo.name, Path(), read_config(repo, ADAPTER_CONFIG)).base]
-            else:
-                named = list(self.read_card(reference).base_models)
+            _, named = find_base_models(repo, self.read_card(reference))
         except HubError as error:
             self.notes += [f"{reference} was not asked for its base: {error.what}"] if source else []
             return []
         parents = []
-        for name in filter(None, named):
+        for name in named:
             try:
                 parent = locate(name, repo)
             except UnusableError as error:
@@ -215,14 +210,6 @@ def is_gone(error: HubError, reference: str) -> bool:
         if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (403, 410, 451):
             return not is_lapsed(cause)
     return looks_like_path(reference) and existing_path(reference) is None
-
-
-def read_config(repo: Repo, file: str) -> dict[str, Any]:
-    try:
-        config = parse_json(repo.read_text(file) or "{}")
-    except ValueError:
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 # Experts
