@@ -82,11 +82,8 @@ def renumber(batch: Batch, table: Tensor | None) -> Batch:
     if table is None:
         return batch
     own = table.to(next(iter(batch.values())).device)
-
-    def look_up(ids: Tensor) -> Tensor:
-        return torch.where(ids < len(own), own[ids.clamp(max=len(own) - 1)], ids)
-
-    return batch | {name: look_up(batch[name]) for name in TOKEN_IDS if name in batch}
+    ids = {name: batch[name] for name in TOKEN_IDS if name in batch}
+    return batch | {name: torch.where(x < len(own), own[x.clamp(max=len(own) - 1)], x) for name, x in ids.items()}
 
 
 @dataclass
@@ -95,6 +92,8 @@ class Vocabularies:
 
     folders: Mapping[str, Sequence[Path]]
     """The folders that are searched for each model's tokenizer, by the model's role."""
+    faults: dict[str, str] = field(default_factory=dict)
+    """What is wrong with tokenizers that are there and cannot be loaded, by the model's role; `find` fills it."""
     _found: dict[str, Vocabulary | None] = field(default_factory=dict)
 
     def find(self, role: str) -> Vocabulary | None:
@@ -103,8 +102,9 @@ class Vocabularies:
             try:
                 tokenizer, name = load_preprocessor("tokenizer", self.folders.get(role, ()))
                 self._found[role] = Vocabulary(role, name, tokenizer, tokenizer.get_vocab())
-            except DataError:
+            except DataError as error:
                 self._found[role] = None
+                self.faults |= {role: error.what} if error.__cause__ else {}
         return self._found[role]
 
 
@@ -131,9 +131,9 @@ class TextModels:
         if not self.expert:
             source = cutting.name
         elif cutting.role != self.expert:
-            source = f"{cutting}, as its expert has none"
+            source = f"{cutting}, as its expert has none that can be loaded"
         elif target is None:
-            source = f"its expert, as {self.target} has none" if self.target else "its expert"
+            source = f"its expert, as {self.target} has none that can be loaded" if self.target else "its expert"
         elif table is not None:
             source = f"its expert ({self.target} has another vocabulary: ids are mapped by token)"
         return TextTokens(cutting, others, table, source)
@@ -246,10 +246,11 @@ LACKING = re.compile(r"dependencies: (\w+)|requires the (\w+) library|requires `
 
 def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
     """Load a preprocessor from the first folder that has a usable one, and return it with the name of its model or
-    folder. Raises DataError if none can be loaded."""
+    folder. Raises DataError if none can be loaded, whose cause is None if none is there."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
     fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
     reasons: list[str] = []
+    fault: Exception | None = None
     for folder in folders:
         if any((folder / file).is_file() for file in files):
             try:
@@ -264,8 +265,9 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
                     fix = "write model-ready inputs into a .safetensors file, and give that as the data; or, if a class"
                     fix += " of transformers does the same, take auto_map out of its settings (*_config.json)"
                 reasons.append(f"{_repo_name(folder)}: {why}")
+                fault = error
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
-    raise DataError(f"no {kind} can be loaded ({tried})", fix=fix)
+    raise DataError(f"no {kind} can be loaded ({tried})", fix=fix) from fault
 
 
 def _find_lacking(text: str, folder: Path, kind: str) -> str:

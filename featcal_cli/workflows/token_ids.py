@@ -50,6 +50,8 @@ def find_token_ids(
     tables, classes, left_out = dict[str, Tensor](), dict[str, Tensor](), set()
     merged = vocabularies.find(MERGED)
     used = {task: _collect_ids(rows) for task, rows in examples.items()}
+    if (fault := vocabularies.faults.get(MERGED)) and any(len(ids) for ids, _ in used.values()):
+        note(f"ids of merged are taken to be the experts': {fault}")
     for role, outline in outlines.items():
         tasks = [task for task in examples if role in (f"{EXPERT}{task}", BASE) or not role.startswith(EXPERT)]
         ids, padded = (torch.cat([used[task][number] for task in tasks]).unique() for number in (0, 1))
@@ -58,6 +60,8 @@ def find_token_ids(
         own, table = vocabularies.find(role), None
         if merged is not None and own is not None:
             table = map_ids(merged, own)
+        if own is None and (fault := vocabularies.faults.get(role)):
+            note(f"ids of {role} are taken to be merged's: {fault}")
         what = ""
         if table is not None and merged is not None and own is not None:
             for task in (task for task in tasks if is_tensor_file(recipe.tasks[task].data)):

@@ -213,7 +213,7 @@ def test_a_base_without_the_experts_tokens_is_compared_by_its_weights(tmp_path: 
 @pytest.mark.parametrize(
     ("lacks", "notes"),
     [
-        ("merged", ["tokenizer from its expert, as merged has none"]),
+        ("merged", ["tokenizer from its expert, as merged has none that can be loaded"]),
         ("red", ["red: column text, at most 32 tokens, tokenizer from merged (merged), as its expert",
                  "green: column text, at most 32 tokens, tokenizer from its expert (merged has"]),
     ],
@@ -223,7 +223,21 @@ def test_where_a_model_has_no_tokenizer_anothers_is_read(tmp_path: Path, lacks: 
     for file in (tmp_path / "world" / lacks).glob("token*"):
         file.unlink()
     found = find_notes(job)
-    assert all(note in found for note in notes)
+    assert all(note in found for note in notes) and "are taken to be" not in found
+
+
+@pytest.mark.parametrize(
+    ("broken", "note"),
+    [
+        ("red", "ids of expert red are taken to be merged's: no tokenizer can be"),
+        ("base", "ids of base are taken to be merged's: no tokenizer can be"),
+        ("merged", "ids of merged are taken to be the experts': no tokenizer ca"),
+    ],
+)
+def test_what_a_tokenizer_that_cannot_be_loaded_leaves_open_is_reported(tmp_path: Path, broken: str, note: str) -> None:
+    job = save_family(tmp_path / "world")
+    (tmp_path / "world" / broken / "tokenizer.json").write_text("{")
+    assert note in find_notes(job)
 
 
 def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Path) -> None:
