@@ -129,14 +129,16 @@ SHORTEST = 6
 SHORTEST_IN_FILES = 16
 """Minimum length of a secret that is removed from files, which programs read."""
 HIDDEN = "***"
+TOKEN = re.compile(r"(?:\b|(?=(?:hf|api_org)_[A-Za-z0-9]{30}))(hf|api_org)_[A-Za-z0-9]{20,}")
+"""Pattern of the Hub's tokens. A whole one is found behind a letter too, which may end an escape (`\\n`, `%3D`)."""
 PATTERNS = (
+    (TOKEN, rf"\1_{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), f"hf_{HIDDEN}"),
     (re.compile(r"(?i)\b(bearer\s+|authorization\W+basic\s+)[\w.~+/=-]{6,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^\s/@]+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?i)(https?://[^\s?#\"']+)\?[^\s\"'#]+"), rf"\1?{HIDDEN}"),  # signed addresses open what they name
 )
 """Patterns of secrets in messages and logs, each with its replacement."""
-TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
 
 
 def redact(text: str) -> str:

@@ -40,6 +40,9 @@ def read(file: Path) -> list[dict[str, Any]]:
     [
         (f"Authorization: Bearer {TOKEN}", "Authorization:"),
         (f"the token {TOKEN} was refused", "was refused"),
+        (f"https%3A%2F%2Fhub.example%2Fa%3Ftoken%3D{TOKEN}abcdefgh", "%3Ftoken%3D"),
+        (f"first\\n{TOKEN}abcdefgh in JSON", "in JSON"),
+        (f"api_org_{TOKEN[3:]}", "api_org_"),
         (f"https://alice:{WORD}@hub.example/api/models", "@hub.example/api/models"),
         ("https://cdn.example/file?X-Amz-Signature=opensesame&x=1 failed", "https://cdn.example/file"),
         ("key opensesame in a variable", "in a variable"),
@@ -54,7 +57,8 @@ def test_secrets_are_taken_out_and_the_rest_stays(monkeypatch: pytest.MonkeyPatc
 def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "an-odd-token")
     assert redact("with an-odd-token inside") == "with *** inside"
-    for text in ("loss 0.05 at https://hub.example/a/b", "user/model@main", "basic settings", "C:\\models\\hf_x"):
+    ordinary = ("loss 0.05 at https://hub.example/a/b", "user/model@main", "basic settings", "C:\\models\\hf_x")
+    for text in (*ordinary, "rlhf_preferences"):
         assert redact(text) == text
 
 
