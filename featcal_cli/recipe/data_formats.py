@@ -154,12 +154,26 @@ def _parse_line(line: str, file: Path, number: int) -> Row:
     row = _parse_json(line.rstrip(), file, number)
     if not isinstance(row, dict):
         raise DataError("the line is not a JSON object", where=f"{file}, line {number}", fix=WRITE_LINES)
+    if isinstance(row, _Ambiguous):
+        check_repeated(row.names, f"{file}, line {number}")
     return row
 
 
+class _Ambiguous(Row):
+    """A JSON object with several values under one name, of which it holds the last one."""
+
+    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.names = [name for name, _ in pairs]
+
+
 def _parse_json(text: str, file: Path, line: int) -> Any:
+    def make(pairs: Sequence[tuple[str, Any]]) -> Row:
+        made = dict(pairs)
+        return made if len(made) == len(pairs) else _Ambiguous(pairs)
+
     try:
-        return parse_json(text)
+        return parse_json(text, object_pairs_hook=make)
     except json.JSONDecodeError as error:
         what, where = f"the text is not JSON: {error.msg} at column {error.colno}", line + error.lineno - 1
         raise DataError(what, where=f"{file}, line {where}", fix=WRITE_LINES) from None
@@ -182,6 +196,9 @@ def _open_json(file: Path) -> list[Table]:
     rows = _parse_json("".join(pieces), file, 1)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file.name} is not a list of JSON objects", where=str(file), fix=WRITE_LINES)
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, _Ambiguous):
+            check_repeated(row.names, f"{file}, object {number}")
     return [Table(str(file), len(rows), lambda positions: (rows[position] for position in positions))]
 
 

@@ -148,10 +148,11 @@ def split_front_matter(text: str) -> tuple[dict[Any, Any] | None, str, str]:
     return metadata if isinstance(metadata, dict) else None, body, ""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises JSONDecodeError, or another ValueError for JSON beyond Python's limits."""
+def parse_json(text: str | bytes, **settings: Any) -> Any:
+    """Parse a JSON text; `settings` are those of json.loads. Raises JSONDecodeError, or another ValueError for JSON
+    beyond Python's limits."""
     try:
-        return json.loads(text)
+        return json.loads(text, **settings)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

@@ -215,6 +215,8 @@ def test_lines_in_quotes_belong_to_one_row_and_a_quote_within_a_value_is_one(at:
         ("a.jsonl", json.dumps(ROWS), r"not a JSON object\n[^$]*line 1\n[^$]*\.json file"),
         ("a.jsonl", f'{{"text": "w1", "n": {"9" * 6000}}}\n', r"Exceeds the limit[^$]*, line 1\n"),
         ("a.jsonl", '{"text": "w1\0"}\n', r"not JSON: Invalid control character"),
+        ("a.jsonl", f'{OBJECTS}{{"text": "w1", "text": "w2"}}\n', r"called 'text'\nin: [^\n]*, line \d+\n"),
+        ("a.json", '[{"text": "w1"}, {"text": "w1", "text": "w2"}]', r"called 'text'\nin: [^\n]*, object 2\n"),
         ("a.xlsx", b"PK\x03\x04" + bytes(99), "a.xlsx is not a kind"),
         ("a.parquet", TABLE, r"cannot be read[^$]*a.parquet\n"),
         ("a.arrow", b"ARROW1" + bytes(99), r"cannot be read[^$]*a.arrow\n"),
