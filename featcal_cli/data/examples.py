@@ -25,7 +25,7 @@ from featcal_cli.data.batches import (
 from featcal_cli.data.columns import BadRowError, check_columns, find_media, has_caption
 from featcal_cli.data.media import open_audio, open_dialogues, open_images, open_pairs
 from featcal_cli.data.preprocessing import Reader, Target
-from featcal_cli.data.rows import draw_rows, naming_task
+from featcal_cli.data.rows import draw_rows, naming_task, open_local
 from featcal_cli.data.tensors import is_tensor_file, open_tensors
 from featcal_cli.data.text import open_text
 from featcal_cli.recipe.data_formats import Row, check_single_column
@@ -41,6 +41,8 @@ FEWEST_ROWS, HELD_OUT_SHARE, FEWEST_IN_HALF = 10, 5, 2
 TOKENS_AN_EXAMPLE, FEWEST_LONG = 512, 64
 """When texts are long, FEWEST_LONG of them are taken, and then further ones until they hold TOKENS_AN_EXAMPLE for each
 example that was asked for."""
+MOST_COUNTED = 1024
+"""Rows of a file or folder that are all read where only a few were to be, if a run would take all of them."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,10 @@ def draw_examples(
     notes: list[str] = []
     if is_tensor_file(data):  # the first rows, which are in memory like all others, may be of other lengths
         sampled = None
+    elif sampled:
+        with naming_task(task, data):
+            # how many a run can take does not show in the first ones
+            sampled = None if _is_short(data, min(count + most_held_out(count), MOST_COUNTED)) else sampled
     asked, wanted = count, min(count, sampled or count)
     further = most_held_out(wanted)
     reader: Reader
@@ -179,6 +185,11 @@ def draw_examples(
     described = _describe(usable, count, len(selection) + len(held_out) if fits else None)
     notes = [f"{task}: {note}" for note in (*notes, reader.chosen, *described)]
     return DrawnExamples(reader, usable.fitted, selection, held_out, notes, expected, usable.is_whole)
+
+
+def _is_short(data: Data, count: int) -> bool:
+    """Tell whether a file or folder has fewer rows than `count`. Of a Hub dataset, this is not known beforehand."""
+    return data.dataset is None and sum(table.length for table in open_local(data, data.split)) < count
 
 
 def open_rows(data: Data, first: Sequence[Row], target: Target, *, labelled: bool = False) -> Reader:

@@ -625,6 +625,15 @@ def test_a_sample_of_rows_that_are_much_alike_foresees_what_is_drawn(at: Folder)
     assert [(each.expected, each.notes) for each in found] == [((40, 0), found[1].notes)] * 2
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(20, (16, 4)), (45, (36, 9)), (99, (40, 10))])
+def test_a_sample_foresees_that_a_file_has_too_few_rows(at: Folder, rows: int, expected: tuple[int, int]) -> None:
+    at.tokenizer()
+    data = at.file("few.jsonl", [{"text": f"w{number % 10} w{number // 10} w1 w2"} for number in range(rows)])
+    target = Target(tiny("bert"), [at.expert])
+    found = [draw_examples("red", data, target, count=40, seed=1, hold_out=True, sampled=n) for n in (8, None)]
+    assert [each.expected for each in found] == [expected] * 2
+
+
 _ENGLISH_FIRST = {"columns": {"prompt": "translation.en", "response": "translation.de"}}
 
 
