@@ -20,7 +20,7 @@ from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_he
 from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, describe_regained
 from featcal_cli.hub.snapshot import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
-from featcal_cli.reporting.report import CARD, ITSELF, PICTURE, RECIPE, REPORT, Report, Source
+from featcal_cli.reporting.report import CARD, ITSELF, MERGED_CARD, PICTURE, RECIPE, REPORT, Report, Source
 from featcal_cli.reporting.verdict import join_notes
 from featcal_cli.runtime.files import tell_bytes
 from featcal_cli.runtime.progress import tell_seconds
@@ -31,8 +31,6 @@ MODELS = ("merged", "base", "expert")
 HUB = "https://huggingface.co"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 MARK = "<!-- This card was written by featcal. -->"
-MERGED_CARD = "README.merged.md"
-"""File name of a copy of the merged model's own card, which an output has if that card is not on the Hub."""
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,60}")
 """Pattern that the Hub's names of licences match."""
 TASK_TYPES = {

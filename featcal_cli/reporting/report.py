@@ -131,6 +131,8 @@ class Inspection:
 
 REPORT, RECIPE, CARD, PICTURE = "featcal_report.json", "featcal.yaml", "README.md", "drift.png"
 """File names in an output folder: report, resolved recipe, model card (in any repo), picture of the drift."""
+MERGED_CARD = "README.merged.md"
+"""File name of a copy of the merged model's own card, which an output has if that card is not on the Hub."""
 
 
 @dataclass(frozen=True)

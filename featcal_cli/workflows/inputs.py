@@ -18,7 +18,7 @@ from featcal_cli.hub.snapshot import Origin
 from featcal_cli.lineage.resolve import find_lineage
 from featcal_cli.lineage.search import ASSUMED, FROM_USER, Finding, named_by, tell_source
 from featcal_cli.recipe.schema import Data, Merge, Recipe
-from featcal_cli.reporting.report import CARD, PICTURE, RECIPE, REPORT
+from featcal_cli.reporting.report import CARD, MERGED_CARD, PICTURE, RECIPE, REPORT
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError
 from featcal_cli.runtime.files import check_links, resolve_path, write_requested
 from featcal_cli.runtime.sanitise import list_some, plain, without_tokens
@@ -155,7 +155,8 @@ def check_evaluable(session: Session, recipe: Recipe) -> None:
 def check_copyable(repo: Repo) -> None:
     """Raise CheckpointError if the files of a model cannot be copied to an output: unreadable, linked elsewhere, or a
     folder with the name of a file that featcal writes."""
-    for name in (CARD, REPORT, RECIPE, PICTURE):
+    is_kept = repo.folder is not None and CARD in repo.files  # the card, under another name
+    for name in (CARD, REPORT, RECIPE, PICTURE, *([MERGED_CARD] if is_kept else [])):
         if inside := next((path for path in repo.files if path.startswith(f"{name}/")), None):
             what = f"{name} is the name of a file that featcal writes, and a folder here (it holds {inside})"
             raise CheckpointError(what, where=repo.name, fix="give a copy of the model in which it has another name")

@@ -16,8 +16,17 @@ from markdown_it.token import Token
 
 from featcal_cli.calibration.results import BlockReport, ModuleReport
 from featcal_cli.evaluation.results import Score, TaskScores
-from featcal_cli.reporting.model_card import MARK, MERGED_CARD, copy_merged_card, read_license, write_card
-from featcal_cli.reporting.report import ModelDrift, OutputDrift, PlaceDrift, Report, Source, TaskDrift, TaskInspection
+from featcal_cli.reporting.model_card import MARK, copy_merged_card, read_license, write_card
+from featcal_cli.reporting.report import (
+    MERGED_CARD,
+    ModelDrift,
+    OutputDrift,
+    PlaceDrift,
+    Report,
+    Source,
+    TaskDrift,
+    TaskInspection,
+)
 from featcal_cli.runtime.sanitise import one_line
 from featcal_cli.runtime.structured_text import split_front_matter
 

@@ -258,11 +258,14 @@ def test_components_of_a_repo_are_downloaded_and_those_of_pickled_models_kept(sa
     [
         *((name, f"{name} is the name of a file that featcal writes, and a folder here", {}) for name in
           ("README.md", "drift.png")),
+        ("README.merged.md", "README.merged.md is the name of a file that featcal writes, and a folder here", {}),
         ("", "is the folder that an adapter is written to", {"as_adapter": 2}),  # a file of that name
     ],
 )  # fmt: skip
 def test_taken_names_are_refused(saved: Saved, tmp_path: Path, path: str, what: str, options: dict[str, Any]) -> None:
     (tmp_path / "merged" / "README.md").unlink(missing_ok=True)
+    if path != "README.md":
+        write(tmp_path / "merged", "README.md")
     write(tmp_path / "merged", f"{path}/inside.txt" if path else "adapter")
     with pytest.raises(FeatCalError, match=what):
         dry_run(saved.recipe(), output=tmp_path / "out", **options)
