@@ -269,10 +269,10 @@ def _explain(
     complaints: dict[tuple[str | int, ...], ErrorDetails] = {}
     for problem in error.errors(include_url=False):
         complaints.setdefault(_find_place(problem, keys), problem)
-    errors = []
+    errors, inner = [], {place[:depth] for place in complaints for depth in range(len(place))}
     for place, problem in sorted(complaints.items(), key=lambda item: find_line(text, item[0]) if text else 0):
         # a value that may be of several types is complained of once for each: what lies deeper says more
-        if not any(len(other) > len(place) and other[: len(place)] == place for other in complaints):
+        if place not in inner:
             option = _name_option(place, typed)
             what, fix = _describe_mistake(list(map(str, place)), option, problem)
             at, line = place, f"line {find_line(text, place)}" if text else ""

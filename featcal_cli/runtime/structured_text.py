@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -116,10 +117,16 @@ def load_documents(text: str, *, recipe: bool = False) -> list[Any]:
         raise ValueError(f"it is not YAML (line {mark.line + 1}{reason})" if mark else "it is not YAML") from None
 
 
+@lru_cache(maxsize=1)
+def _compose(text: str) -> yaml.MappingNode | None:
+    """Return the first mapping of a YAML text; kept, as a text may have many mistakes whose lines are asked for."""
+    documents = yaml.compose_all(text, Loader=_RecipeLoader)
+    return next((document for document in documents if isinstance(document, yaml.MappingNode)), None)
+
+
 def find_line(text: str, path: Sequence[str | int]) -> int:
     """Return the line, from 1 on, of the value at `path` in a YAML text, or of the last part that exists."""
-    documents = yaml.compose_all(text, Loader=_RecipeLoader)
-    node = next((document for document in documents if isinstance(document, yaml.MappingNode)), None)
+    node: yaml.Node | None = _compose(text)
     line = 1
     for part in path:
         if isinstance(node, yaml.MappingNode):

@@ -2,6 +2,7 @@
 said at once, with lines."""
 
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from featcal_cli.recipe.reading import (
     shipped_recipes,
 )
 from featcal_cli.recipe.schema import Merge, Recipe
+from featcal_cli.runtime.errors import RecipeError
 from featcal_cli.workflows.inputs import dump_recipe
 
 ODD = """\
@@ -65,6 +67,15 @@ calibration:
   metric: loud
   split: train
 """
+
+
+def test_hundreds_of_mistakes_take_no_minute(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("tasks:\n" + "".join(f"  t{number}: {{exprt: x}}\n" for number in range(300)))
+    start = process_time()
+    with pytest.raises(RecipeError, match="301 mistakes"):
+        read_draft(file, {})
+    assert process_time() - start < 5
 
 
 def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: Path, capsys: Capsys) -> None:
