@@ -17,7 +17,8 @@ from featcal_cli.runtime.structured_text import parse_json
 
 SPEAKERS = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "assistant": "assistant", "system": "system",
+    "chatgpt": "assistant", "assistant": "assistant", "function_call": "assistant", "system": "system",
+    "observation": "tool", "function": "tool",
 }  # fmt: skip
 """The speaker's name in chat templates for each name that datasets use."""
 EXCHANGES = ("user", "assistant"), ("human", "assistant"), ("input", "output")

@@ -461,6 +461,13 @@ CALL = {"function": {"name": "w8", "arguments": "{}"}}
         ([TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "user w1 assistant", "w1"),
         ([TURNS[0], {"role": "assistant", "tool_calls": [CALL]}], "user w1 assistant", "w1"),
         ([TURNS[0], {"role": "tool", "name": "w8", "content": "w3"}], "user w1 tool w3", "w1 w3"),
+        # most templates leave out a message by a speaker whom they do not know
+        ([TURNS[0], {"role": "function", "name": "w8", "content": "w3"}], "user w1 tool w3", "w1 w3"),
+        (
+            [SHARED[0], {"from": "function_call", "value": "w4"}, {"from": "observation", "value": "w3"}, SHARED[1]],
+            "user w1 assistant w4 tool w3 assistant w2",
+            "w1 w4 w3 w2",
+        ),
     ],
 )
 def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, messages: Any, text: str, joined: str) -> None:
