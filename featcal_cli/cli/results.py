@@ -20,10 +20,12 @@ from featcal_cli.evaluation.results import (
     Evaluation,
     Score,
     TaskScores,
+    average_nats,
     average_tasks,
     common_metric,
     describe_regained,
     find_metric,
+    show_nats,
 )
 from featcal_cli.lineage.search import tell_source
 from featcal_cli.recipe.metrics import METRICS
@@ -241,6 +243,11 @@ def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
         rows.append(_write_scores(escape(task) + mark, scored.scores, scored.metric, others))
     if len(tasks) > 1:
         rows.append(_write_scores("mean", means, common_metric(tasks), others))
+    if nats := average_nats(tasks):
+        change = [show_nats(nats[others[0]] - nats[MERGED], "+")] if len(others) == 1 and MERGED in nats else []
+        shown = {role: show_nats(loss) for role, loss in nats.items()}
+        base = [shown.pop(BASE)] if BASE in shown else []
+        rows.append(["nats/token", *shown.values(), *change, *base])
     titles = [metric.title for metric in METRICS.values() if metric in used]
     title = ", and ".join([*titles[:1], *(f"{more} where marked," for more in titles[1:])])
     counts = [score.examples for scored in tasks.values() for score in scored.scores.values()]

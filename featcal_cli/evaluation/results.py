@@ -116,13 +116,28 @@ class Evaluation:
         values = asdict(self)
         about = {key: values.pop(key) for key in ("featcal_version", "names", "tasks")}
         means = {role: asdict(score) for role, score in average_tasks(self.tasks).items()}
-        return {**about, "means": means, "limit": values.pop("limit"), **values}
+        nats = {"nats_per_token": average_nats(self.tasks)}
+        return {**about, "means": means, **nats, "limit": values.pop("limit"), **values}
 
 
 def average_tasks(tasks: Mapping[str, TaskScores]) -> dict[str, Score]:
     """Return the plain mean over the tasks for each role; there must be at least one task."""
     roles = next(iter(tasks.values())).scores
     return {role: combine([task.scores[role] for task in tasks.values()]) for role in roles}
+
+
+def average_nats(tasks: Mapping[str, TaskScores]) -> dict[str, float]:
+    """Return the mean loss over the tasks for each role, in nats per token: the logarithms of perplexities. Empty if
+    scores are others."""
+    if not tasks or not find_metric(common_metric(tasks)).of_texts:
+        return {}
+    roles = next(iter(tasks.values())).scores
+    return {role: sum(log(task.scores[role].value) for task in tasks.values()) / len(tasks) for role in roles}
+
+
+def show_nats(nats: float, sign: str = "") -> str:
+    """Write a loss, or with the sign "+" a difference of losses; a dash if it is not finite."""
+    return f"{nats:{sign}.3f}" if isfinite(nats) else "–"
 
 
 def common_metric(tasks: Mapping[str, TaskScores]) -> str:
@@ -134,11 +149,9 @@ def common_metric(tasks: Mapping[str, TaskScores]) -> str:
 def regained_share(tasks: Mapping[str, TaskScores]) -> float:
     """Return the share of what merging lost that the calibrated model has won back, over all tasks together: of scores
     or, for perplexity, of nats per token. 0 if nothing was lost."""
-    of_texts = find_metric(common_metric(tasks)).of_texts
-    expert, merged, calibrated = (
-        sum(-log(task.scores[role].value) if of_texts else task.scores[role].value for task in tasks.values())
-        for role in (EXPERT, MERGED, CALIBRATED)
-    )
+    nats = average_nats(tasks)
+    means = {role: -loss for role, loss in nats.items()} or {role: x.value for role, x in average_tasks(tasks).items()}
+    expert, merged, calibrated = (means[role] for role in (EXPERT, MERGED, CALIBRATED))
     return (calibrated - merged) / (expert - merged) if expert > merged else 0.0
 
 

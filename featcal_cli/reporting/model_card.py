@@ -17,7 +17,14 @@ from jinja2 import Environment, StrictUndefined, Template, pass_context
 from markupsafe import Markup
 
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
-from featcal_cli.evaluation.results import CALIBRATED, average_tasks, common_metric, describe_regained
+from featcal_cli.evaluation.results import (
+    CALIBRATED,
+    average_nats,
+    average_tasks,
+    common_metric,
+    describe_regained,
+    show_nats,
+)
 from featcal_cli.hub.snapshot import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.report import CARD, ITSELF, MERGED_CARD, PICTURE, RECIPE, REPORT, Report, Source
@@ -82,6 +89,7 @@ def write_card(
         "options": 'dtype="auto", trust_remote_code=True' if runs_code else 'dtype="auto"',
         "variables": VARIABLES,
         "means": average_tasks(report.scores) if report.scores else {},
+        "nats": {role: show_nats(loss) for role, loss in average_nats(report.scores).items()},
         "metric": common_metric(report.scores),
         "regained": describe_regained(report.scores) if report.scores else "",
         "other_metrics": _show_names(

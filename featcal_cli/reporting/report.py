@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from featcal_cli.calibration.results import AdapterReport, BlockReport, Refinement
-from featcal_cli.evaluation.results import TaskScores
+from featcal_cli.evaluation.results import TaskScores, average_nats, regained_share
 from featcal_cli.runtime.progress import tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_folders, without_tokens
 from featcal_cli.runtime.structured_text import write_json
@@ -226,7 +226,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of featcal_report.json."""
-        return {"headline": self.headline, **asdict(self)}
+        scores = {"nats_per_token": average_nats(self.perplexity), "won_back": self.won_back}
+        return {"headline": self.headline, **scores, **asdict(self)}
 
     def to_json(self) -> str:
         # names of files and in data may hold anything, half characters included
@@ -246,6 +247,11 @@ class Report:
     def scores(self) -> dict[str, TaskScores]:
         """Scores of outputs by task: those of labelled data where there are some, else perplexities."""
         return self.accuracy or self.perplexity
+
+    @property
+    def won_back(self) -> float | None:
+        """Share of what merging lost, in `scores`, that the calibrated model has won back; None without scores."""
+        return regained_share(self.scores) if self.scores else None
 
     @property
     def drift_rows(self) -> list[DriftRow]:

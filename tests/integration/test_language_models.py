@@ -112,7 +112,14 @@ def check_report(saved: Saved, texts: Texts, report: Any, out: str) -> None:
     told = {task: {role: score["value"] for role, score in of_task} for task, of_task in scores.items()}
     check_perplexity(saved, texts, told, merged="merged", calibrated=out, base="base")
     assert {scored["metric"] for scored in report["perplexity"].values()} == {"perplexity"}
-    assert "## Perplexity" in (saved.folder / out / "README.md").read_text("utf-8")
+    nats = report["nats_per_token"]
+    for role, mean in nats.items():
+        assert mean == pytest.approx(fmean(math.log(of_task[role]) for of_task in told.values()), 1e-9)
+    won = (nats["merged"] - nats["calibrated"]) / (nats["merged"] - nats["expert"])
+    assert report["won_back"] == pytest.approx(won if nats["merged"] > nats["expert"] else 0.0)
+    card = (saved.folder / out / "README.md").read_text("utf-8")
+    row = " | ".join(f"{mean:.3f}" for mean in nats.values())
+    assert "## Perplexity" in card and f"| nats per token | {row} |" in card
 
 
 @pytest.mark.parametrize("name", few_of(CASES, ("llama", "t5")))

@@ -1,6 +1,7 @@
 """`evaluate` finds what a slow computation, one example at a time, finds."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -9,6 +10,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -727,8 +729,14 @@ def test_perplexity_is_shown_as_it_is_and_less_is_better(
     run = featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "MODEL": "", "./calibrated": "./calibrated"})
     assert run.code == 0, run.stderr
     assert "Perplexity, ± 95 % interval, on 30 texts per task; lower is better:" in run.stdout.replace("\n", " ")
-    means = json.loads(featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "--json": ""}).stdout)["means"]
-    assert f"{means['merged']['value']:.2f} ±" in run.stdout and "change" in run.stdout
+    found = json.loads(featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "--json": ""}).stdout)
+    assert f"{found['means']['merged']['value']:.2f} ±" in run.stdout and "change" in run.stdout
+    # what the share that is won back is counted in: the mean of logarithms, not the logarithm of the mean
+    nats = found["nats_per_token"]
+    of_tasks = [math.log(task["scores"]["merged"]["value"]) for task in found["tasks"].values()]
+    assert nats["merged"] == pytest.approx(fmean(of_tasks), 1e-9) and nats.keys() == found["means"].keys()
+    row = next(line.split() for line in run.stdout.splitlines() if line.startswith("nats/token"))
+    assert row[1:3] == [f"{nats[role]:.3f}" for role in ("expert", "merged")]
 
 
 @pytest.mark.parametrize(
