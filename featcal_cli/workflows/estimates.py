@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import nn
 
 from featcal_cli.calibration.distillation import KEPT, LARGE, RANK
 from featcal_cli.calibration.head import LOGIT_BYTES
@@ -103,7 +104,7 @@ def estimate(work: Workload) -> Estimate:
     else:
         on_host += max(peak, read)
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
-    output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1)
+    output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1) + _count_adapter(work)
     # with finished blocks, the report, the card and other small files
     output += sum(blocks) * stored + new_head + 2**18
     in_files += paused - here - elsewhere + lessons + kept_gradients * len(work.examples)
@@ -143,9 +144,13 @@ def _count_features(work: Workload) -> tuple[float, float, float, float]:
         if on_device:
             paused += scale * (read + sum(x.numel() * (used - x.itemsize) for x in floats))
         else:
-            large = scale * sum(x.nbytes for x in floats if x.nbytes >= offload.LARGE)
-            filed += large
-            in_files += large
+            for size, is_copy in ((x.numel() * used, x.dtype != work.dtype) for x in floats):
+                # a pass holds what was read, or a copy in the dtype in which models run; large ones move to files
+                if size >= offload.LARGE:
+                    in_files += scale * size
+                    filed += scale * size * (not is_copy)
+                else:
+                    paused += scale * size * is_copy
             if begun * work.batch_sizes[task] >= offload.LARGE:
                 in_files += begun * passes
                 begun = 0.0
@@ -196,8 +201,8 @@ def _count_gradients(work: Workload) -> tuple[float, int]:
         return 0.0, 0
     directions, blocks, sums = count_directions(len(work.examples)), len(work.architecture.blocks), work.sums
     needed: float = sum(x.d_out * count for x, count in sums) * COMPUTE + LOGIT_COPIES * work.largest_logits
-    # a CPU that need not convert weights splits batches and groups none
-    if work.device.type != "cpu" or work.model.dtype != work.dtype:
+    # a CPU that runs on float32 weights where they lie splits batches and groups none
+    if work.device.type != "cpu" or not work.model.dtype == work.dtype == torch.float32:
         states = (
             need.state_bytes * work.mean_size(task) * work.count_for_blocks(task) for task, need in work.needs.items()
         )
@@ -223,6 +228,12 @@ def _count_head(work: Workload) -> tuple[float, float, float]:
     return solving, 2 * weight.shape[1] * rows * work.dtype.itemsize, 0.0 if norm else weight.nbytes
 
 
+def _list_calibrated(work: Workload) -> list[nn.Parameter]:
+    """List the parameters of all blocks and, if it is calibrated, of the head or its norm."""
+    weights = [x for block in work.block_parameters for x in block]
+    return [*weights, *work.model.get_submodule(work.head[1] or work.head[0]).parameters()] if work.head else weights
+
+
 def _count_refining(work: Workload) -> tuple[float, float]:
     """Return the bytes of the whole student with its updates and the graph of a batch, and those of the experts'
     probabilities and of the updates on the disk; nothing if the result is not refined."""
@@ -235,8 +246,7 @@ def _count_refining(work: Workload) -> tuple[float, float]:
         logits = max(logits, of_one * texts)
         kept = COMPUTE * (KEPT + 1) * count_places(work.examples[task].largest)
         on_disk += 2 * min(of_one, kept) * work.mean_size(task) * sum(work.count_examples(task))
-    weights = [x for block in work.block_parameters for x in block]
-    weights += work.model.get_submodule(work.head[1] or work.head[0]).parameters() if work.head else ()
+    weights = _list_calibrated(work)
     is_large = sum(x.numel() for x in weights) >= LARGE
     learned = sum(
         RANK * prod(x.shape[:-2]) * sum(x.shape[-2:]) if is_large and x.ndim > 1 else x.numel() for x in weights
@@ -247,8 +257,8 @@ def _count_refining(work: Workload) -> tuple[float, float]:
     values = 4 * COMPUTE * max((x.numel() for x in weights), default=0) + (not is_large) * COMPUTE * learned
     graph = SAVED_TENSORS * taught * (1 if is_large else len(work.architecture.blocks))
     student = sum(x.numel() for x in work.model.parameters()) * work.dtype.itemsize
-    # a state is written beside the one before
-    return student + updates + values + graph + LOGIT_COPIES * logits, on_disk + 2 * updates
+    # a state, which holds no gradients, is written beside the one before
+    return student + updates + values + graph + LOGIT_COPIES * logits, on_disk + 2 * 4 * COMPUTE * learned
 
 
 def _count_writing(work: Workload) -> float:
@@ -262,9 +272,18 @@ def _count_writing(work: Workload) -> float:
     # logits, probabilities, and those sorted or sampled from
     logits: int = 3 * COMPUTE * getattr(config, "vocab_size", 0)
     weights = sum(x.nbytes for x in work.model.parameters())
-    most: int = work.calibration.max_length or TOKENS_AN_EXAMPLE
+    most = min(work.calibration.max_length or TOKENS_AN_EXAMPLE, TOKENS_AN_EXAMPLE)  # they write no longer ones
     whole: float = weights + TEXTS_WRITTEN * (most * cached * width * work.model.dtype.itemsize + logits)
     return whole
+
+
+def _count_adapter(work: Workload) -> int:
+    """Return the bytes of the adapter that is written with the result; 0 if none is wanted. It holds two factors of
+    each matrix's update, and biases and norms as they are."""
+    if work.adapter_rank is None:
+        return 0
+    held = _list_calibrated(work)
+    return sum((work.adapter_rank * sum(x.shape) if x.ndim > 1 else x.numel()) * x.itemsize for x in held)
 
 
 def _count_merging(work: Workload) -> int:

@@ -150,7 +150,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         check_models(session, architecture, outlines, headers)
     needs = probe_batches(merged.module, architecture, {task: rows.largest for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
-    work = Workload(recipe, merged, architecture, examples, needs, session.device, refining, options.evaluate)
+    asked = refining, options.evaluate, options.as_adapter
+    work = Workload(recipe, merged, architecture, examples, needs, session.device, *asked)
     copies = count_copies(origins, outlines)
     transfers = {role: {**count_transfer(origin), "copied": copies[role]} for role, origin in origins.items()}
     if target is not None:

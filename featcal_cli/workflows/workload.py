@@ -224,6 +224,8 @@ class Workload:
     """How the result is refined; None if it is not."""
     evaluates: bool = False
     """Whether the models are evaluated afterwards."""
+    adapter_rank: int | None = None
+    """The rank of an adapter that is written with the result; None if none is."""
 
     @property
     def calibration(self) -> Calibration:

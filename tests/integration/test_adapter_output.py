@@ -46,7 +46,11 @@ def test_peft_loads_the_adapter(hub: HubServer, tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path) -> None:
-    result = calibrate(save_family(tmp_path, BY_NAME["bert"]).recipe(), output=tmp_path / "out", as_adapter=4)
+    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
+    plain, foreseen = (dry_run(recipe, output=tmp_path / "out", as_adapter=rank).estimate for rank in (None, 4))
+    result = calibrate(recipe, output=tmp_path / "out", as_adapter=4)
+    written = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert foreseen.disk_bytes - plain.disk_bytes == pytest.approx(written, rel=0.3)
     merged, calibrated = load(result, tmp_path / "merged"), load(result, tmp_path / "out")
     kept = total = 0.0
     for key, value in calibrated.named_parameters():
