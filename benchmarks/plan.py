@@ -59,6 +59,7 @@ def as_if_on(place: Place) -> Iterator[None]:
     given: dict[str, object] = {
         "workflows.plan_checks.free_bytes": lambda _: 2**60,
         "workflows.plan.memory_of": place.memory_of,
+        "workflows.estimates.memory_of": place.memory_of,
         "workflows.plan_checks.memory_of": place.memory_of,
         "runtime.hardware.memory_of": place.memory_of,
     }

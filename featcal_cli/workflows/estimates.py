@@ -27,7 +27,7 @@ from featcal_cli.engine.output_gradients import (
 )
 from featcal_cli.models.loading import count_fused
 from featcal_cli.recipe.schema import Merge
-from featcal_cli.runtime.hardware import LARGEST_REUSED, room_for_weights, rooms_for_features
+from featcal_cli.runtime.hardware import LARGEST_REUSED, memory_of, room_for_weights, rooms_for_features
 from featcal_cli.runtime.process import read_launch, resident_bytes
 from featcal_cli.workflows.workload import COMPUTE, Workload, count_places, find_inputs
 
@@ -96,6 +96,7 @@ def estimate(work: Workload) -> Estimate:
     )
     evaluated, whole = _count_evaluated(work), sum(x.nbytes for x in work.model.parameters())
     read = max(_count_merging(work), evaluated * whole)  # by the processor
+    mapped, changed = work.copying
     # with what the heap keeps without using it: a freed piece of the largest size, and gaps between features
     on_host = resident_bytes() + unread - filed + head_inputs + 2 * LARGEST_REUSED
     if on_device:  # with CUDA's libraries
@@ -104,15 +105,24 @@ def estimate(work: Workload) -> Estimate:
     else:
         on_host += max(peak, read)
     fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
+    # of one block in parts and fused at once; beside them are the files that they are read from
+    held = max(1, evaluated)
+    loading = _add_mapped(resident_bytes() + held * fused + 2 * block * stored, held * whole) if fused else 0.0
     output = whole * (2 if isinstance(work.recipe.merged, Merge) else 1) + _count_adapter(work)
     # with finished blocks, the report, the card and other small files
     output += sum(blocks) * stored + new_head + 2**18
     in_files += paused - here - elsewhere + lessons + kept_gradients * len(work.examples)
     return Estimate(
-        host_bytes=round(max(on_host, resident_bytes() + fused)),
+        host_bytes=round(max(on_host, loading, _add_mapped(resident_bytes() + changed, mapped))),
         device_bytes=round(peak) if on_device else 0,
         disk_bytes=round(output + in_files + fused * models * read_launch().local_size),
     )
+
+
+def _add_mapped(needed: float, mapped: int) -> float:
+    """Return the memory that a process needs with that of mapped files, from which the system takes back what it lacks
+    elsewhere."""
+    return needed + max(0, min(mapped, memory_of(torch.device("cpu")) - needed))
 
 
 def _count_stem(work: Workload) -> int:

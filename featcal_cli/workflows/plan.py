@@ -40,6 +40,7 @@ from featcal_cli.workflows.plan_checks import (
     check_models,
     check_refinable,
     count_copies,
+    count_copying,
     count_transfer,
 )
 from featcal_cli.workflows.self_written import open_self_written, reserve_examples, write_examples
@@ -150,7 +151,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
         check_models(session, architecture, outlines, headers)
     needs = probe_batches(merged.module, architecture, {task: rows.largest for task, rows in examples.items()})
     refining = LONG if calibration.refine and target is not None else None
-    asked = refining, options.evaluate, options.as_adapter
+    asked = refining, options.evaluate, options.as_adapter, count_copying(origins, outlines)
     work = Workload(recipe, merged, architecture, examples, needs, session.device, *asked)
     copies = count_copies(origins, outlines)
     transfers = {role: {**count_transfer(origin), "copied": copies[role]} for role, origin in origins.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from featcal_cli.calibration.results import ADAPTER
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.outputs import NO_PROBABILITIES
 from featcal_cli.evaluation.protocols import FIT, refuse, suits
-from featcal_cli.hub.model_files import Entry, load_config
+from featcal_cli.hub.adapter import read_adapter
+from featcal_cli.hub.model_files import ADAPTER_CONFIG, Entry, load_config
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
 from featcal_cli.hub.snapshot import Origin, find_copy
 from featcal_cli.models.alignment import check_alignment, compare_configs
@@ -63,15 +64,42 @@ def count_transfer(origin: Origin) -> dict[str, int]:
 def count_copies(origins: Mapping[str, Origin], outlines: Mapping[str, Model]) -> dict[str, int]:
     """Count the bytes of the full models that a run adds to featcal's cache for each role, of adapters and of pickled
     weights, those of an adapter's base included. A copy that several roles share counts once."""
-    seen, sizes = set[Path](), dict.fromkeys(origins, 0)
+    sizes = dict.fromkeys(origins, 0)
+    for role, size, _ in _find_copies(origins, outlines):
+        sizes[role] += size
+    return sizes
+
+
+def count_copying(origins: Mapping[str, Origin], outlines: Mapping[str, Model]) -> tuple[int, int]:
+    """Count the bytes of memory that it takes to make the largest of these copies: those of what is copied, which is
+    mapped and read whole, and of the weights that an adapter changes beside it."""
+    made = [(size, changed) for _, size, changed in _find_copies(origins, outlines)]
+    return max(made, key=sum, default=(0, 0))
+
+
+def _find_copies(origins: Mapping[str, Origin], outlines: Mapping[str, Model]) -> Iterator[tuple[str, int, int]]:
+    """Yield, of each full model that is not in featcal's cache yet, once, its role, its bytes, and those of the weights
+    that an adapter changes."""
+    seen = set[Path]()
     for role, origin in origins.items():
         made: Origin | None = origin
         while made is not None:
             if made.form != "safetensors" and (copy := find_copy(made)) not in seen and not copy.is_dir():
                 seen.add(copy)
-                sizes[role] += sum(x.nbytes for x in outlines[role].module.parameters())
+                # converted weights that are tied are written under each of their names
+                once = made.form == "adapter"
+                weights = dict(outlines[role].module.named_parameters(remove_duplicate=once))
+                changed = _list_changed(made, weights) if once else ()
+                yield role, sum(x.nbytes for x in weights.values()), sum(weights[name].nbytes for name in changed)
             made = made.base
-    return sizes
+
+
+def _list_changed(adapter: Origin, names: Iterable[str]) -> Iterable[str]:
+    """List the weights of its base that an adapter changes, as far as its config names the ends of their modules'
+    paths; else all."""
+    targets = read_adapter(adapter.name, adapter.repo.fetch_text(ADAPTER_CONFIG).parent).config.get("target_modules")
+    ends = tuple(f"{target}.weight" for target in targets) if isinstance(targets, list) else ""
+    return [name for name in names if name.endswith(ends)] or names
 
 
 def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], target: Path | None) -> None:

@@ -25,7 +25,7 @@ from featcal_cli.hub.adapter import split_adapter
 from featcal_cli.hub.snapshot import Snapshot, fetch, find_origin
 from featcal_cli.models.loading import load_outline
 from featcal_cli.runtime.errors import HubError
-from featcal_cli.workflows.plan_checks import count_copies
+from featcal_cli.workflows.plan_checks import count_copies, count_copying
 
 WEIGHTS = "model.safetensors"
 Patch = pytest.MonkeyPatch
@@ -300,9 +300,26 @@ def test_copies_need_disk_until_they_are_there(tmp_path: Path, base: Path, adapt
     size = (base / WEIGHTS).stat().st_size
     assert needed == {"merged": 0, **{role: pytest.approx(size, rel=0.05) for role in ("base", "one", "two")}}
     assert count_copies({"two": origins["two"]}, outlines)["two"] == pytest.approx(2 * size, rel=0.05)
+    # an adapter changes two matrices of each of two layers
+    for those, expected in (({"base": origins["base"]}, 0), (origins, 4 * 32 * 32 * 4)):
+        read, changed = count_copying(those, outlines)
+        assert read == pytest.approx(size, rel=0.05) and changed == expected
     for origin in origins.values():
         fetch(origin)
-    assert not any(count_copies(origins, outlines).values())
+    assert not any(count_copies(origins, outlines).values()) and not any(count_copying(origins, outlines))
+
+
+def test_a_converted_copy_holds_tied_weights_under_each_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tf.BartForConditionalGeneration(tf.BartConfig(**BART | {"vocab_size": 2_000}))
+    model.config.save_pretrained(tmp_path / "bart")
+    torch.save(model.state_dict(), tmp_path / "bart" / "pytorch_model.bin")
+    origins = {"base": find_origin(str(tmp_path / "bart"), allow_pickle=True)}
+    snapshot = Snapshot("bart", tmp_path / "bart", None)
+    outline = load_outline("base", snapshot, tf.BartForConditionalGeneration, None)
+    needed = count_copies(origins, {"base": outline})["base"]
+    written = sum(file.stat().st_size for file in fetch(origins["base"]).weights())
+    assert written == pytest.approx(needed, rel=0.1)
 
 
 def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Path) -> None:

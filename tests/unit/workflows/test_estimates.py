@@ -191,6 +191,19 @@ def test_large_images_take_half_of_the_disk_in_bfloat16(tmp_path: Path) -> None:
     assert read.disk_bytes - converted.disk_bytes == pytest.approx(images.nbytes / 2, rel=0.3)
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_mixture_is_read_beside_its_fused_experts_as_far_as_there_is_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**BY_NAME["mixtral"].config, "num_hidden_layers": 16, "intermediate_size": 512}
+    saved = save_family(tmp_path, replace(BY_NAME["mixtral"], config=config)).only(1)
+    size = (tmp_path / "merged" / "model.safetensors").stat().st_size
+    recipe = saved.recipe(examples=4)
+    assert dry_run(recipe, output=tmp_path / "out").estimate.host_bytes == pytest.approx(2 * size, rel=0.3)
+    monkeypatch.setattr("featcal_cli.workflows.estimates.memory_of", lambda _: 1.4 * size)
+    assert dry_run(recipe, output=tmp_path / "out").estimate.host_bytes == pytest.approx(1.4 * size, rel=0.01)
+
+
 GROUPS = "9:name=systemd:/\n0::/user/mine\n"
 
 
