@@ -24,7 +24,7 @@ from featcal_cli.engine.outputs import OutputMeter
 from featcal_cli.models.loading import share_model
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
-from featcal_cli.runtime.progress import Progress, Watch
+from featcal_cli.runtime.progress import Progress, Watch, tell_apart
 
 PARTLY, ALMOST_WHOLE = 0.5, 0.75
 """The best step up to which a module's update is scaled by just that step, and the one from which the update is applied
@@ -110,12 +110,13 @@ def shrink_updates(
     step = next((t for t in PARTIAL if _holds(halves, t, held_out)), 0.0)
     _take_over(job, other_job if step else job, PARTIAL.get(step, MERGED))
     before, after, now = (_mean(halves[0], t, halves[0]) for t in (0.0, 1.0, step))
+    was, grown = tell_apart(before, after)
     what = "mean distance of outputs" if job.gradients else "mean drift"
-    rows = "held-out rows" if held_out else "the calibration examples"
-    where = "one half of the held-out rows" if after <= before else rows
-    left = f"reduced to {step:g}, and it is {now:.3f}" if step else "undone: the output has the merged model's weights"
-    grown = f"{what} grew on {where} (from {before:.3f} to {after:.3f} on the reported ones)"
-    return step, f"{grown}, so all updates were {left}"
+    rows = "held-out rows" if held_out else "calibration examples"
+    where = rows if after > before else f"a part of the {rows}"
+    left = f"scaled down to {step:g}: it is {tell_apart(now, after)[0]} now"
+    left = left if step else "undone: the output has the merged model's weights"
+    return step, f"{what} grew on {where} (from {was} to {grown} on the reported ones), so all updates were {left}"
 
 
 PIECE = 1 << 24

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from featcal_cli.runtime.files import tell_bytes
+from featcal_cli.runtime.progress import tell_apart
 from featcal_cli.runtime.sanitise import list_some
 
 
@@ -84,8 +85,7 @@ def describe_head(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on the divergence that calibrating the head removed; empty if it was not measured."""
     for block in blocks:
         if block.divergence is not None and block.divergence[1] < block.divergence[0]:
-            form = ".3f" if block.divergence[1] >= 0.01 else ".2g"
-            before, after = (f"{nats:{form}}" for nats in block.divergence)
+            before, after = tell_apart(*block.divergence, 3 if block.divergence[1] >= 0.01 else 4)
             return (
                 f"{block.name} was fitted to the experts' predictions: with it, the divergence from them on held-out "
                 f"examples fell from {before} to {after} nats"
@@ -137,12 +137,14 @@ class Refinement:
 
     def __str__(self) -> str:
         of_merged, before, after = (fmean(of.values()) for of in (self.merged, self.before, self.after))
-        spent = f"{self.steps} steps in {self.seconds:.0f} s"
         if not self.share:
+            spent = f"{self.steps} steps in {self.seconds:.0f} s"
             return f"refining did not help on held-out rows ({spent}), and is left out"
-        part = "" if self.share == 1 else f"{self.share:g} of "
-        updates = f"refined by {part}the updates after step {self.best} ({spent})"
-        return f"{updates}: KL from the experts is {after:.3f} ({of_merged:.3f} merged, {before:.3f} calibrated)"
+        part = "" if self.share == 1 else f"{self.share:g} of the updates of "
+        updates = f"refined by {part}the first {self.best} of {self.steps} steps ({self.seconds:.0f} s)"
+        was, now = tell_apart(before, after)
+        figures = f"KL divergence from the experts is {now} nats (merged: {of_merged:.3f}; before refining: {was})"
+        return f"{updates}, the best on held-out rows: {figures}"
 
 
 def write_share(share: float) -> str:

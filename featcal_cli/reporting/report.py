@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from featcal_cli.calibration.results import AdapterReport, BlockReport, Refinement
 from featcal_cli.evaluation.results import TaskScores, average_nats, regained_share
-from featcal_cli.runtime.progress import tell_change
+from featcal_cli.runtime.progress import tell_apart, tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_folders, without_tokens
 from featcal_cli.runtime.structured_text import write_json
 
@@ -163,7 +163,9 @@ class DriftRow:
     def cells(self) -> list[str]:
         """The row's cells as text: drift before, drift after, the change and, if measured, the base model's drift."""
         base = [] if self.base is None else [f"{self.base:.3f}"]
-        return [f"{self.before:.3f}", f"{self.after:.3f}", tell_change(self.before, self.after), *base]
+        differ = abs(self.after - self.before) >= VISIBLE
+        pair = tell_apart(self.before, self.after) if differ else (f"{self.before:.3f}", f"{self.after:.3f}")
+        return [*pair, tell_change(self.before, self.after), *base]
 
 
 def _add_mean(tasks: Iterable[DriftRow]) -> list[DriftRow]:
@@ -334,10 +336,12 @@ class Report:
     @property
     def headline(self) -> str:
         """The result in one line: the mean of `judged` before and after, and the examples that it is measured on."""
-        before, after = (f"{value:.3f}" for value in self.mean_judged)
+        before, after = self.judged_rows[-1].cells[:2]
         what = f"mean {self.judged_by}"
         if self.is_unchanged:
             return f"no update helps: these are the merged model's weights, with {what} {before} {self.measured_on}"
+        if before == after and not self.has_grown:
+            return f"{what} stayed at {after} {self.measured_on}"
         change = f"WARNING: {what} grew" if self.has_grown else f"{what} went"
         return f"{change} from {before} to {after} {self.measured_on}"
 

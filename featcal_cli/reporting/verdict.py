@@ -13,6 +13,7 @@ from typing import Literal
 from featcal_cli.evaluation.results import EXPERT, average_tasks
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, Report, TaskInspection
 from featcal_cli.runtime.errors import GateError, RecipeError
+from featcal_cli.runtime.progress import tell_apart
 from featcal_cli.runtime.sanitise import enumerate_names, for_markdown, shorten_commits, without_folders
 
 ROLES = ("model", "other", "base")
@@ -81,11 +82,14 @@ class Column:
     role: str
     values: list[float | None]
     kind: Kind = "number"
+    mean: float | None = None
+    """The last value, if it is not the mean of the others."""
 
     @property
     def cells(self) -> list[str]:
         """The values as text and, if there are several, their mean."""
-        values = [*self.values, *([mean_known(self.values)] if len(self.values) > 1 else [])]
+        mean = mean_known(self.values) if self.mean is None else self.mean
+        values = [*self.values, *([mean] if len(self.values) > 1 else [])]
         return [write_figure(value, self.kind) for value in values]
 
 
@@ -116,10 +120,10 @@ def list_columns(inspection: Inspection) -> list[Column]:
     drifts = {role: Column("drift", role, collect(role, lambda drift: drift.last.relative)) for role in roles}
     columns = [drifts[role] for role in judged]
     if "other" in roles:
-        pairs = zip(drifts["model"].values, drifts["other"].values, strict=True)
-        columns.append(
-            Column("other −", "model", [round(b or 0.0, 3) - round(a or 0.0, 3) for a, b in pairs], "difference")
-        )
+        ours, others = ([*column.values, mean_known(column.values)] for column in (drifts["model"], drifts["other"]))
+        # of what the table shows, so that readers who subtract find the same
+        *values, mean = [round(b or 0.0, 3) - round(a or 0.0, 3) for a, b in zip(ours, others, strict=True)]
+        columns.append(Column("other −", "model", [*values], "difference", mean))
     columns += [drifts[role] for role in roles if role == "base"]
     of_outputs: list[Column] = []
     for role in judged:
@@ -181,7 +185,7 @@ def write_verdict(
         drift, other = (fmean(task.models[one].last.relative for task in tasks) for one in (role, than))
         if compared := compare_drift(drift, other, names[than], experts):
             rest = "" if farther or len(tasks) == 1 else ", and farther on no task"
-            yield False, f"{names[role]} is {compared} ({mean} {drift:.3f} against {other:.3f}){rest}."
+            yield False, f"{names[role]} is {compared} ({mean} {_write_pair(drift, other)}){rest}."
         if farther:
             texts = [f"{show_task(task)} (by {write_figure(more)})" for task, more in farther.items()]
             why = ": there merging did worse than no merging. A smaller merging scale usually helps."
@@ -209,7 +213,12 @@ def _compare_outputs(
     experts, mean = ("the experts'", "mean distance") if len(tasks) > 1 else ("the expert's", "distance")
     now, before = fmean(ours), fmean(theirs)
     if compared := compare_drift(now, before, f"those of {names[than]}", experts):
-        yield False, f"Outputs of {names[role]} are {compared} ({mean} of outputs {now:.3f} against {before:.3f})."
+        yield False, f"Outputs of {names[role]} are {compared} ({mean} of outputs {_write_pair(now, before)})."
+
+
+def _write_pair(one: float, other: float) -> str:
+    ours, theirs = (f"{one:.3f}", f"{other:.3f}") if abs(one / other - 1) < VISIBLE else tell_apart(one, other)
+    return f"{ours} against {theirs}"
 
 
 def join_notes(notes: Iterable[str], tasks: Collection[str]) -> list[str]:
@@ -293,10 +302,10 @@ def find_excess(inspection: Inspection, limit: float) -> GateError | None:
         fix = "give --dtype float32, or use another checkpoint"
     elif found.outputs_farther is not None:
         what = f"outputs of {name} on {task} are farther from the expert's than those of {model} by "
-        what += f"{over[task]:.3f}, which is over --max-drift {limit:g}"
+        what += f"{tell_apart(over[task], limit)[0]}, which is over --max-drift {limit:g}"
         where, fix = f"task {task}", "calibrate with more examples or another --alpha, or allow more drift"
     else:
-        by = f"by {over[task]:.3f}" + (f" more than {model}" if "other" in names else "")
+        by = f"by {tell_apart(over[task], limit)[0]}" + (f" more than {model}" if "other" in names else "")
         what = f"{name} drifts from the expert of {task} {by}, which is over --max-drift {limit:g}"
         fix = "calibrate the model, merge with a smaller scale, or allow more drift"
     return GateError(what + _count_others("so it is", len(over) - 1), where=where, fix=fix)
@@ -333,7 +342,8 @@ def check_grown(report: Report, output: Path) -> None:
         return
     task = max(report.worse, key=lambda task: report.judged[task][1] - report.judged[task][0])
     (before, after), also = report.judged[task], _count_others("it did", len(report.worse) - 1)
-    what = f"{report.judged_by} grew on {task}, from {before:.3f} to {after:.3f}{also}"
+    was, now = tell_apart(before, after)
+    what = f"{report.judged_by} grew on {task}, from {was} to {now}{also}"
     fix = "give more examples (-n) or another --alpha; or leave --strict out, with which it is not pushed"
     raise GateError(what, where=str(output), fix=fix)
 

@@ -119,11 +119,19 @@ def explain_full(error: BaseException) -> OutputError | None:
     return OutputError(f"a file cannot be opened, read or written: {name_reason(error)}", where=where, fix=fix)
 
 
-def tell_bytes(count: float) -> str:
-    """Format a number of bytes for people: 1.3 GiB, 0.2 MiB, 3.5 KiB."""
+def tell_bytes(count: float, digits: int = 1) -> str:
+    """Format a number of bytes for people: 1.3 GiB, 0.2 MiB, 43 MiB, 3.5 KiB."""
     if count < 2**16:
-        return f"{count / 2**10:.1f} KiB"
-    return f"{count / 2**30:.1f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+        return f"{count / 2**10:.{digits}f} KiB"
+    if count < 2**27:
+        return f"{count / 2**20:.{digits - (count >= 10 * 2**20)}f} MiB"
+    return f"{count / 2**30:.{digits}f} GiB"
+
+
+def tell_bytes_apart(one: float, other: float) -> tuple[str, str]:
+    """Format two different numbers of bytes with as many digits as it takes until they do not look the same."""
+    pairs = ((tell_bytes(one, digits), tell_bytes(other, digits)) for digits in range(1, 20))
+    return next(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _find_number(error: BaseException) -> int | None:

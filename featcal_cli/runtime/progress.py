@@ -147,6 +147,13 @@ def tell_change(before: float, after: float) -> str:
     return "0 %" if percent in ("+0 %", "-0 %") else percent
 
 
+def tell_apart(one: float, other: float, digits: int = 3) -> tuple[str, str]:
+    """Format two numbers of a sentence that says that they differ: with `digits` decimal places, or with as many as it
+    takes until they do."""
+    places = next((n for n in range(digits, 16) if f"{one:.{n}f}" != f"{other:.{n}f}"), digits)
+    return f"{one:.{places}f}", f"{other:.{places}f}"
+
+
 ENOUGH = 0.05
 """Share of the expected time that must be finished before the time it took corrects what is expected of the rest."""
 

@@ -25,7 +25,7 @@ from featcal_cli.models.probing import UNSEEN
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import REPORT
 from featcal_cli.runtime.errors import OutputError, RecipeError, ShortageError
-from featcal_cli.runtime.files import cache_folder, tell_bytes
+from featcal_cli.runtime.files import cache_folder, tell_bytes_apart
 from featcal_cli.runtime.hardware import disk_of, free_bytes, memory_of
 from featcal_cli.workflows.estimates import Estimate
 from featcal_cli.workflows.inputs import Inputs
@@ -114,8 +114,8 @@ def check_disk(needs: Estimate, transfers: Mapping[str, Mapping[str, int]], targ
         wanted = sum(needed for other, needed, _ in places if disk_of(other) == disk_of(place))
         free = free_bytes(place)
         if free < wanted:
-            what = f"{tell_bytes(wanted)} of disk are needed, and {tell_bytes(free)} are free"
-            raise OutputError(what, where=str(place), fix=fix)
+            asked, left = tell_bytes_apart(wanted, free)
+            raise OutputError(f"{asked} of disk are needed, and {left} are free", where=str(place), fix=fix)
 
 
 def check_memory(needs: Estimate, anyway: Estimate, device: torch.device) -> None:
@@ -126,7 +126,8 @@ def check_memory(needs: Estimate, anyway: Estimate, device: torch.device) -> Non
     ]
     for wanted, without, kind, room in rooms:
         if wanted > max(without, room):
-            what = f"{tell_bytes(wanted)} of {kind} would be needed, and there is {tell_bytes(room)}"
+            needed, there = tell_bytes_apart(wanted, room)
+            what = f"{needed} of {kind} would be needed, and there is {there}"
             raise ShortageError(what, fix="use a machine with more")
 
 

@@ -131,8 +131,8 @@ def test_what_is_reduced_is_said_and_is_the_same_after_an_interruption(tmp_path:
     saved, recipe = random_job(tmp_path / "family", WORSE)
     report = calibrate(recipe, output=tmp_path / "whole").report
     assert report.settings["step"] in (0.25, 0.5)
-    assert any("so all updates were reduced to" in note for note in report.notes)
-    assert "All updates were reduced to" in (tmp_path / "whole" / "README.md").read_text()
+    assert any("so all updates were scaled down to" in note for note in report.notes)
+    assert "All updates were scaled down to" in (tmp_path / "whole" / "README.md").read_text()
     with pytest.raises(KeyboardInterrupt):
         calibrate(recipe, output=tmp_path / "resumed", listener=Watcher(1))
     calibrate(recipe, output=tmp_path / "resumed")

@@ -92,6 +92,22 @@ def test_two_models_are_compared_in_words_both_ways_after_a_verdict() -> None:
     assert "user/other is 30 % nearer to the experts than user/model (mean drift" in text
 
 
+def test_figures_that_are_said_to_differ_do_and_means_are_those_beside_them() -> None:
+    """0.1824 and 0.1816 have the same three digits; the differences of the tasks are 0.001 and 0.002 on average."""
+    inspection = make_inspection(["a", "b"], compare=True)
+    for task, model, other in (("a", 0.1824, 0.1816), ("b", 0.1824, 0.1806)):
+        inspection = set_last(set_last(inspection, task, "model", model), task, "other", other)
+    text = show(inspection, 200)
+    assert "0.7 % nearer to the experts than user/model (mean drift 0.181 against 0.182)" in text
+    assert next(line.split()[1:4] for line in text.splitlines() if line.startswith("mean")) == [
+        "0.182",
+        "0.181",
+        "-0.001",
+    ]
+    near = set_last(set_last(inspection, "a", "other", 0.1822), "b", "other", 0.1822)
+    assert "0.1 % nearer to the experts than user/model (mean drift 0.1822 against 0.1824)" in show(near, 200)
+
+
 def test_without_outputs_there_are_no_columns_for_them() -> None:
     inspection = make_inspection(["a"])
     drift = inspection.tasks["a"].models["model"]

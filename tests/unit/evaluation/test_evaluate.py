@@ -42,7 +42,7 @@ from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
-from featcal_cli.runtime.progress import tell_change
+from featcal_cli.runtime.progress import tell_apart, tell_change
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 from featcal_cli.workflows.verbs import dry_run
 
@@ -628,6 +628,7 @@ def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
     assert (merged.show("accuracy"), calibrated.show("accuracy")) == ("81.0 ±0.0", "93.5 ±0.0")
     assert calibrated.subtract(merged, "accuracy") == 12.5  # and not the 12.4 of further digits
     assert tell_change(0.0014, 0.0011) == "0 %" and tell_change(0.0004, 0.0011) == "new"
+    assert tell_apart(0.18302, 0.18311) == ("0.1830", "0.1831") and tell_apart(0.2, 0.2) == ("0.200", "0.200")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import OutputError
-from featcal_cli.runtime.files import LOCK, hold
+from featcal_cli.runtime.files import LOCK, hold, tell_bytes, tell_bytes_apart
 from featcal_cli.runtime.hardware import MAPS, map_to_files
 from featcal_cli.runtime.logfile import recorded
 from featcal_cli.runtime.progress import Listener
@@ -60,6 +60,11 @@ def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeyp
     ordinary = ("loss 0.05 at https://hub.example/a/b", "user/model@main", "basic settings", "C:\\models\\hf_x")
     for text in (*ordinary, "rlhf_preferences"):
         assert redact(text) == text
+
+
+def test_sizes_are_short_and_two_that_differ_look_so() -> None:
+    assert [tell_bytes(count) for count in (3500, 2e5, 45e6, 3e9)] == ["3.4 KiB", "0.2 MiB", "43 MiB", "2.8 GiB"]
+    assert tell_bytes_apart(27 * 2**30 + 5e6, 27 * 2**30) == ("27.005 GiB", "27.000 GiB")
 
 
 def test_lines_of_a_log_are_json_and_the_last_tells_the_end(bert_job: Path, tmp_path: Path, capsys: Capsys) -> None:
