@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from inspections import make_inspection as make_plain_inspection
 
 from featcal_cli.reporting.html_page import TEMPLATE, write_page
 from featcal_cli.reporting.report import BlockDrift, Inspection, ModelDrift, OutputDrift, PlaceDrift, TaskInspection
@@ -135,6 +136,13 @@ def test_axe_finds_nothing_that_keeps_anybody_out(opened: Open, compare: bool, w
     found = axe.run(page).response
     assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found["violations"]] == []
     assert len(found["passes"]) > 40
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_it_prints_on_two_pages(opened: Open, compare: bool) -> None:
+    """As many tasks and blocks as the CLIP recipes with eight experts have."""
+    printed = opened(make_plain_inspection([f"task{n}" for n in range(8)], 12, compare=compare)).pdf(format="A4")
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 2
 
 
 def cell(page: Page, task: int, block: int, role: str = "model") -> Locator:
