@@ -73,9 +73,10 @@ def choose_hyperparameters(
 
 
 def describe_settings(method: str, used: Hyperparameters, whose: str) -> str:
-    """Describe what `choose_hyperparameters` returned, with the words of a recipe."""
+    """Describe what `choose_hyperparameters` returned."""
     numbers = ", ".join(f"{name} {getattr(used, name):g}" for name in NUMBERS)
-    return f"method {method}, {numbers} ({whose}), metric {used.metric}, order {used.order}"
+    errors = "at the outputs" if used.metric == "output" else "on features"
+    return f"method {method}, {numbers} ({whose}), errors measured {errors}, {used.order} by {used.order}"
 
 
 def kind_of(model: PreTrainedModel) -> str:

@@ -276,7 +276,13 @@ def describe_differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             case (*_, key):
                 of_task = f" of {path[2]}" if path[:2] == ("recipe", "tasks") else ""
                 option = f"--{key.replace('_', '-')}" if key in TYPED and not of_task else key
-                clauses.append(f"{option}{of_task} was {_show(key, was)}, and is {_show(key, now)}")
+                texts = _show(key, was), _show(key, now)
+                if texts[0] == texts[1] and isinstance(was, Mapping) and isinstance(now, Mapping):
+                    for inside, old, new in _differing_keys(was, now):
+                        part = f"{'.'.join(inside)} of the {option}{of_task}"
+                        clauses.append(f"{part} was {_show('', old)}, and is {_show('', new)}")
+                else:
+                    clauses.append(f"{option}{of_task} was {texts[0]}, and is {texts[1]}")
     return clauses
 
 

@@ -283,12 +283,9 @@ def _explain(
     where = only.where if only.where == COMMAND_LINE else ", ".join(filter(None, (whole, only.where)))
     option = only.what.split(" ")[0].rstrip(":")
     hint = MERGE_FORM if option == "--merge" else f"change {option}"
-    if (
-        at[:1] == ("calibration",)
-        and (field := Calibration.model_fields.get(str(at[-1])))
-        and field.default is not None
-    ):
-        hint = f"the default is {field.default}"
+    if at[:1] == ("calibration",) and (field := Calibration.model_fields.get(str(at[-1]))):
+        other = f"give {option} another value, or leave it out"
+        hint = other if field.default is None else f"the default is {field.default}"
     return RecipeError(only.what, where=where, fix=only.fix or hint)
 
 

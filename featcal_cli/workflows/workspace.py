@@ -109,7 +109,7 @@ def read_finished(target: Path, recipe: Recipe, as_adapter: int | None, draft: D
         what = f"this is the output of another job: {list_some(clauses, between='; ', write=str)}"
         fix = "give --overwrite to replace it, or another --output"
         if not changed:
-            fix += f"; to go on with what is there, give -r {target / RECIPE} -o {target} in place of what differs"
+            fix += f"; to go on with what is there, give -r {target / RECIPE} -o {target} instead of what differs"
         raise OutputError(what, where=str(target), fix=fix)
     return report
 

@@ -12,6 +12,7 @@ from jobs import Watcher
 from outcome import weights
 from safetensors.torch import load_file, save_file
 
+from featcal_cli.calibration.journal import describe_differences
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError
 from featcal_cli.workflows.verbs import calibrate
 
@@ -191,6 +192,13 @@ def test_what_differs_is_named_as_it_is_typed_and_blocks_of_another_job_stay(ber
         assert "--restart" in refused.value.fix and "examples of" not in refused.value.what
     assert {path.name: path.read_bytes() for path in journal.glob("block-*")} == before
     calibrate(bert.recipe(examples=9, alpha=0.5), output=journal.parent.parent / "out", restart=True)
+
+
+def test_data_whose_names_are_alike_are_told_apart_by_what_differs_in_them() -> None:
+    known, wanted = (
+        {"recipe": {"tasks": {"red": {"data": {"path": "red.txt", **more}}}}} for more in ({}, {"split": "fresh"})
+    )
+    assert describe_differences(known, wanted) == ["split of the data of red was not given, and is fresh"]
 
 
 def test_another_size_of_batches_goes_on_with_the_same_blocks(bert: Saved, journal: Path) -> None:
