@@ -170,7 +170,7 @@ def _finish(done: Result, how: RunOptions, push_to: str | None, seconds: float, 
         _print_json(done.to_dict())
     elif how.evaluate or not done.was_done:
         made = done.report, done.output, done.pushed
-        next_steps = [] if quiet else results.list_next_steps(*made)
+        next_steps = [] if quiet else results.list_next_steps(*made, how)
         results.show_calibration(*made, seconds if done.models else None, next_steps)
     elif quiet:
         typer.echo(ALREADY_DONE.format(done.output))

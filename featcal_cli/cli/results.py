@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from featcal_cli.workflows.doctor import Finding
     from featcal_cli.workflows.inputs import Inputs
     from featcal_cli.workflows.plan import Plan
+    from featcal_cli.workflows.session import RunOptions
 
 OWN_MODEL = "Next, a model of your own: featcal calibrate USER/MERGED --dry-run"
 """Hint after the demo."""
@@ -105,7 +106,7 @@ def _describe_refining(plan: Plan) -> str:
     how = f"by {plan.refining.steps} steps of distillation, with {plan.refining.texts} examples per task in each"
     most = max(fitted for fitted, _ in plan.example_counts.values())
     if plan.refining.blocks_on and plan.refining.blocks_on < most:
-        how += f", after blocks are calibrated on {plan.refining.blocks_on} of each task's"
+        how += f", after blocks are calibrated on {plan.refining.blocks_on} examples of each task"
     return how if plan.recipe.calibration.refine else f"{how} (--no-refine leaves it out)"
 
 
@@ -157,12 +158,14 @@ def show_calibration(
         _hint(step)
 
 
-def list_next_steps(report: Report, output: Path, pushed: Pushed | None) -> list[str]:
-    """List what a user may want to do with a calibrated model, in at most three lines."""
+def list_next_steps(report: Report, output: Path, pushed: Pushed | None, how: RunOptions) -> list[str]:
+    """List what a user may want to do with a calibrated model, in at most three lines. how: the run's options, which
+    a suggested command keeps as far as it has them."""
     folder = shlex.quote(str(output))
     lines = [f"{folder}/{PICTURE} shows the drift by block, {CARD} how to load the model."]
     can_be_measured = any(task.get("evaluate") for task in report.recipe["tasks"].values())
-    commands = [f"`featcal evaluate {folder}`"] if can_be_measured and not report.accuracy else []
+    line = ["featcal", *list_launch_words(), "evaluate", str(output), *_list_options(how)]
+    commands = [f"`{shlex.join(line)}`"] if can_be_measured and not report.accuracy else []
     if not (pushed or report.has_grown):
         commands.append("this command with --push-to USER/NAME")
     if commands:
@@ -170,6 +173,14 @@ def list_next_steps(report: Report, output: Path, pushed: Pushed | None) -> list
     if str(report.loading.get("model_class")).endswith("ForCausalLM"):
         lines.append("vLLM serves the folder as it is; llama.cpp's convert_hf_to_gguf.py makes a GGUF.")
     return lines
+
+
+def _list_options(how: RunOptions) -> Iterator[str]:
+    """Yield the words of the options by which models are loaded and run."""
+    yield from ["--device", how.device] if how.device != "auto" else []
+    yield from ["--batch-size", str(how.batch_size)] if how.batch_size else []
+    flags = {"--allow-pickle": how.allow_pickle, "--trust-remote-code": how.trust_remote_code}
+    yield from (name for name, given in {**flags, "--allow-code-execution": how.allow_code}.items() if given)
 
 
 def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
@@ -187,10 +198,8 @@ def describe_saved(context: Context, file: Path, said: Iterable[str]) -> str:
 
 def _describe_drift(report: Report) -> str:
     change, what = tell_change(*report.mean_judged), f"mean {report.judged_by}"
-    if change == "0 %":
-        return f"{what} stayed as it was"
-    if change == "new":
-        return f"{what} grew"
+    if change in ("0 %", "new"):
+        return f"{what} {'grew' if change == 'new' or report.has_grown else 'stayed as it was'}"
     return f"{what} {'fell' if change[0] == '-' else 'grew'} by {change[1:]}"
 
 

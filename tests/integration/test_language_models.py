@@ -314,7 +314,7 @@ def test_blocks_take_fewer_texts_than_refining(tmp_path: Path, monkeypatch: pyte
         show_plan(dry_run(saved.recipe(examples=24, method="featcal", refine=asked), output=tmp_path / "plan"))
         shown = " ".join(capsys.readouterr().out.split())
         assert "24 to fit and 8 to hold out per task" in shown
-        assert "after blocks are calibrated on 8 of each task's" in shown
+        assert "after blocks are calibrated on 8 examples of each task" in shown
 
 
 def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from featcal_cli.recipe.reading import collect_overrides, print_shipped, read_dr
 from featcal_cli.recipe.schema import AsOption, Calibration, Data
 from featcal_cli.reporting.report import Report, TaskDrift
 from featcal_cli.runtime.errors import EXIT_CODES, FeatCalError, SeveralErrors
+from featcal_cli.workflows.session import RunOptions
 
 
 def test_what_libraries_warn_their_developers_of_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +103,16 @@ def test_what_comes_next_fits_in_three_short_lines() -> None:
     recipe = {"tasks": {"red": {"evaluate": {"split": "test"}}}}
     drift = {"red": TaskDrift(0.4, 0.2, None, 0.9, 0.95, held_out=True)}
     report = Report("0.1.0", recipe, {}, {}, [], drift, {}, loading={"model_class": "LlamaForCausalLM"})
-    lines = list_next_steps(report, Path("my out"), None)
+    lines = list_next_steps(report, Path("my out"), None, RunOptions())
     assert lines[1] == "Next: `featcal evaluate 'my out'`, or this command with --push-to USER/NAME."
     assert "vLLM" in lines[2] and "GGUF" in lines[2] and len(lines) == 3
     assert max(map(len, lines)) <= 80
     pushed = Pushed("https://huggingface.co/user/it", "0" * 40, None)
-    assert list_next_steps(report, Path("out"), pushed)[1] == "Next: `featcal evaluate out`."
+    how = RunOptions(device="cpu", trust_remote_code=True, overwrite=True)
+    kept = "Next: `featcal evaluate out --device cpu --trust-remote-code`."
+    assert list_next_steps(report, Path("out"), pushed, how)[1] == kept
     worse = replace(report, drift={"red": replace(drift["red"], after=0.5)})
-    assert "--push-to" not in "".join(list_next_steps(worse, Path("out"), None))
+    assert "--push-to" not in "".join(list_next_steps(worse, Path("out"), None, how))
 
 
 def test_recipes_are_listed_and_printed(capsys: Capsys) -> None:
@@ -192,6 +195,7 @@ def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: Hub
         "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
         "calibrate x --alpha": ("featcal calibrate", "see its options and examples: featcal calibrate --help"),
         "calibrate x -n 0": ("featcal calibrate", "the default is 256"),
+        "calibrate x --ridge -1": ("featcal calibrate", "give --ridge another value, or leave it out"),
         "calibrate x --device gpu": ("featcal calibrate --device", "give auto, cpu or cuda[:K]"),
         "calibrat x": ("featcal", "did you mean 'calibrate'?"),
     }.items(),
