@@ -81,6 +81,8 @@ class GradientGroup:
     projections: int
     """Number of random projections of each example's outputs."""
     seed: int
+    places: Tensor | None
+    """The place of each of the expert's token ids in an order that does not depend on ids; None if it is not known."""
     keeps_weights: bool
     """Whether the weights of all blocks stay on the device."""
     graph_room: int = GRAPH_BYTES
@@ -108,9 +110,9 @@ class GradientPass:
         expert = group.expert
         self.paused = start_forward(expert, expert.place(batch), entry)
         self._expert, self._group = expert, group
-        # by the expert's own ids: those of merged may be in any order
         own_ids = None if expert.token_ids is None else expert.token_ids.cpu()
-        self._seeds = seed_examples(renumber(batch, own_ids), group.seed)
+        # by tokens, not by ids: these may be in any order, merged's as well as the expert's
+        self._seeds = seed_examples(renumber(renumber(batch, own_ids), group.places), group.seed)
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
         """Inputs of blocks at which the backward pass ends, by id, each with the leaf tensor that replaces it."""
         self.sizes: dict[str, Tensor] = {}
@@ -235,13 +237,22 @@ class GradientPass:
         for projection in range(self._group.projections if rows.requires_grad else 0):
             pairs = zip(chosen, generators, strict=True)
             drawn = torch.cat([draw_noise(len(own), rows.shape[1], generator) for own, generator in pairs])
-            direction = project_randomly(rows, drawn, are_logits=are_logits)
+            direction = project_randomly(rows, self._sort_by_class(drawn.to(rows.device)), are_logits=are_logits)
             again = projection + 1 < self._group.projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
         for of_modules in (self.sizes, self.counts):
             fetched = fetch_weights(list(of_modules.values()))
             of_modules.update(zip(of_modules, (x.clone() for x in fetched), strict=True))
         self.close()
+
+    def _sort_by_class(self, drawn: Tensor) -> Tensor:
+        """Return noise [rows, c] that was drawn for classes in the order of `places`, in the order of the head."""
+        places, head = self._group.places, self._expert.model.module.get_output_embeddings()
+        classes = len(getattr(head, "weight", ()))
+        if places is None or not len(places) <= classes == drawn.shape[1]:
+            return drawn  # classes are no tokens
+        # rows of padding behind the tokens have no place
+        return drawn[:, torch.cat([places, torch.arange(len(places), classes)]).to(drawn.device)]
 
     def close(self) -> None:
         """End the pass and drop its graph, wherever it is."""
@@ -258,9 +269,11 @@ def measure_output_gradients(
     directions: int,
     seed: int,
     ranks: Ranks,
+    places: Tensor | None = None,
 ) -> OutputGradients:
     """Measure the gradients of random projections of an expert's outputs at its Linear modules, on the first of its
-    calibration examples, and keep so many directions of each module's output. Every rank measures its part of the
+    calibration examples, and keep so many directions of each module's output. `places`: the place of each of the
+    expert's token ids in an order of tokens that does not depend on ids. Every rank measures its part of the
     examples and returns the whole result. Raises RuntimeError on all ranks if a pass fails on one.
 
     Batches are processed in groups whose stored block arguments take about KEPT_BYTES. Each block runs forward on all
@@ -274,7 +287,7 @@ def measure_output_gradients(
             hooks.callback(module.register_forward_hook(keep_layout).remove)
     used = take_range(batches, 0, count_chosen(batches))
     projections = min(MOST_PROJECTIONS, max(1, round(ENOUGH_GRADIENTS / max(1, sum(map(count_examples, used))))))
-    group = GradientGroup(expert, sums, projections, seed, expert.keeps_weights())
+    group = GradientGroup(expert, sums, projections, seed, places, expert.keeps_weights())
     done, problem = list[tuple[range, GradientPass]](), ""
     try:
         try:

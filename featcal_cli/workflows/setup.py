@@ -191,7 +191,8 @@ class Setup:
             expert = self._make_runner(share_model(model), dtype)
             try:
                 batches = limit_batches({task: examples.fitted}, [expert])[task]
-                how = count_directions(len(self.examples)), self.calibration.seed, self.ranks
+                places = self.token_ids.places.get(model.role)
+                how = count_directions(len(self.examples)), self.calibration.seed, self.ranks, places
                 measured = measure_output_gradients(expert, self.architecture, entry, batches, *how)
                 if not all(factor.isfinite().all() for factor in measured.factors.values()):
                     expert.check_no_huge_weight()

@@ -33,6 +33,9 @@ class TokenIds:
     """Tables from the classes of merged's head, which are token ids, to those of the model's own head, by role; −1 or a
     number beyond its rows for tokens that the model lacks. The same models have one, if merged has a head, and models
     whose head has another number of rows."""
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    """The place of each of an expert's own ids in the alphabetical order of its tokens, by role. Random numbers follow
+    this order, as ids may be in any."""
     left_out: frozenset[str] = frozenset()
     """Roles of the models that do not run because they lack tokens of the examples."""
 
@@ -47,7 +50,7 @@ def find_token_ids(
     """Compare every model's vocabulary with merged's on the tokens of the examples. If base lacks some, it is left out.
     Raises CheckpointError if any other model lacks some, and DataError if ids in a data file mean other tokens in the
     expert than in merged."""
-    tables, classes, left_out = dict[str, Tensor](), dict[str, Tensor](), set()
+    tables, classes, places, left_out = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor](), set()
     merged = vocabularies.find(MERGED)
     used = {task: _collect_ids(rows) for task, rows in examples.items()}
     if (fault := vocabularies.faults.get(MERGED)) and any(len(ids) for ids, _ in used.values()):
@@ -58,6 +61,8 @@ def find_token_ids(
         if role == MERGED or not len(ids):
             continue
         own, table = vocabularies.find(role), None
+        if own is not None and role != BASE:
+            places[role] = find_places(own)
         if merged is not None and own is not None:
             table = map_ids(merged, own)
         if own is None and (fault := vocabularies.faults.get(role)):
@@ -87,7 +92,7 @@ def find_token_ids(
             raise CheckpointError(what, where=outline.snapshot.name, fix=fix)
         left_out.add(BASE)
         note(f"{what}: base is compared by its weights, and its drift is left out")
-    return TokenIds(tables, classes, frozenset(left_out))
+    return TokenIds(tables, classes, places, frozenset(left_out))
 
 
 def match_classes(source: Vocabulary, target: Vocabulary, count: int) -> Tensor:
@@ -101,6 +106,14 @@ def match_classes(source: Vocabulary, target: Vocabulary, count: int) -> Tensor:
         return -1 if number in taken else number
 
     return torch.tensor([match(number) for number in range(count)])
+
+
+def find_places(vocabulary: Vocabulary) -> Tensor:
+    """Return the place of each token id in the alphabetical order of the tokens. Ids without a token come last."""
+    size = max(vocabulary.ids.values(), default=-1) + 1
+    order = [number for _, number in sorted(vocabulary.ids.items())]
+    order += sorted(set(range(size)).difference(order))
+    return torch.tensor(order).argsort()
 
 
 def check_mergeable(outlines: Mapping[str, Model], vocabularies: Vocabularies, note: Callable[..., None]) -> None:

@@ -132,10 +132,11 @@ def test_the_order_of_tokens_changes_nothing(
         assert "merged has the same vocabulary" in (plain.output / "README.md").read_text()
 
 
-def test_head_and_refining_do_not_depend_on_the_order_of_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [{}, {"red": 2, "green": 3}], ids=["merged alone", "experts too"])
+def test_the_default_method_does_not_depend_on_the_order_of_tokens(tmp_path: Path, experts: dict[str, int]) -> None:
     found = []
     for name, order in (("plain", 0), ("other", 1)):
-        job = save_family(tmp_path / name, orders={"merged": order})
+        job = save_family(tmp_path / name, orders={"merged": order, **(experts if order else {})})
         job["calibration"] |= {"method": "featcal"}
         for seed, task in enumerate(TASKS):
             common = " ".join(Random(seed).choices(WORDS, k=10))  # so that what is learnt helps with other rows
