@@ -93,7 +93,7 @@ class Vocabularies:
     folders: Mapping[str, Sequence[Path]]
     """The folders that are searched for each model's tokenizer, by the model's role."""
     faults: dict[str, str] = field(default_factory=dict)
-    """What is wrong with tokenizers that are there and cannot be loaded, by the model's role; `find` fills it."""
+    """Reasons why tokenizers that are there cannot be loaded, by the model's role; `find` fills it."""
     _found: dict[str, Vocabulary | None] = field(default_factory=dict)
 
     def find(self, role: str) -> Vocabulary | None:

@@ -227,8 +227,8 @@ class Workload:
     adapter_rank: int | None = None
     """The rank of an adapter that is written with the result; None if none is."""
     copying: tuple[int, int] = (0, 0)
-    """For the full model in featcal's cache that takes most memory to make, of those that are made: the bytes of what
-    is copied, which is mapped, and of the weights that an adapter changes."""
+    """Bytes of memory for the largest copy that is made in featcal's cache: of the model that is copied, which is
+    mapped, and of the weights that an adapter changes."""
 
     @property
     def calibration(self) -> Calibration:
