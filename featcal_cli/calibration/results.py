@@ -85,7 +85,7 @@ def describe_head(blocks: Sequence[BlockReport]) -> str:
     """Return a sentence on the divergence that calibrating the head removed; empty if it was not measured."""
     for block in blocks:
         if block.divergence is not None and block.divergence[1] < block.divergence[0]:
-            before, after = tell_apart(*block.divergence, 3 if block.divergence[1] >= 0.01 else 4)
+            before, after = tell_apart(*block.divergence, _digits_of(block.divergence[1]))
             return (
                 f"{block.name} was fitted to the experts' predictions: with it, the divergence from them on held-out "
                 f"examples fell from {before} to {after} nats"
@@ -142,9 +142,15 @@ class Refinement:
             return f"refining did not help on held-out rows ({spent}), and is left out"
         part = "" if self.share == 1 else f"{self.share:g} of the updates of "
         updates = f"refined by {part}the first {self.best} of {self.steps} steps ({self.seconds:.0f} s)"
-        was, now = tell_apart(before, after)
-        figures = f"KL divergence from the experts is {now} nats (merged: {of_merged:.3f}; before refining: {was})"
+        digits = _digits_of(after)
+        was, now = tell_apart(before, after, digits)
+        figures = f"KL divergence from the experts is {now} nats (merged: {of_merged:.{digits}f}; before refining: {was})"
         return f"{updates}, the best on held-out rows: {figures}"
+
+
+def _digits_of(nats: float) -> int:
+    """Return how many decimal places show a divergence, which can be small."""
+    return 3 if nats >= 0.01 else 4 if nats >= 0.001 else 6
 
 
 def write_share(share: float) -> str:
