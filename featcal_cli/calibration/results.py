@@ -144,7 +144,9 @@ class Refinement:
         updates = f"refined by {part}the first {self.best} of {self.steps} steps ({self.seconds:.0f} s)"
         digits = _digits_of(after)
         was, now = tell_apart(before, after, digits)
-        figures = f"KL divergence from the experts is {now} nats (merged: {of_merged:.{digits}f}; before refining: {was})"
+        figures = (
+            f"KL divergence from the experts is {now} nats (merged: {of_merged:.{digits}f}; before refining: {was})"
+        )
         return f"{updates}, the best on held-out rows: {figures}"
 
 
