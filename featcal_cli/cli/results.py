@@ -25,7 +25,10 @@ from featcal_cli.evaluation.results import (
     common_metric,
     describe_regained,
     find_metric,
+    show_change,
     show_nats,
+    show_scores,
+    show_values,
 )
 from featcal_cli.lineage.search import tell_source
 from featcal_cli.recipe.metrics import METRICS
@@ -211,13 +214,18 @@ def _describe_scores(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
     before, after, of_texts = means[MERGED], means[CALIBRATED], find_metric(metric).of_texts
     verb = "fell" if after.value < before.value else "rose"
     if of_texts:
-        was, now = f"{before.value:.2f}", f"{after.value:.2f}"
-        moved = f"perplexity {verb} from {was} to {now}" if was != now else f"perplexity stayed at {now}"
+        shown, what = show_values(means, metric), "perplexity"
+        nats = {role: show_nats(loss) for role, loss in average_nats(tasks).items()}
+        if shown[MERGED] == shown[CALIBRATED] and nats[MERGED] != nats[CALIBRATED]:
+            # the mean over texts is less certain than a difference on the same texts
+            shown, what = nats, "nats per token"
+        was, now = shown[MERGED], shown[CALIBRATED]
+        moved = f"{what} {verb} from {was} to {now}" if was != now else f"{what} stayed at {now}"
         yield f"won back {regained} ({moved})" if regained and was != now else moved
         return
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
     won = f" ({regained})" if regained else ""
-    points = f"{abs(after.subtract(before, metric)):.1f}"
+    points = show_change(means, MERGED, CALIBRATED, metric).lstrip("+-")
     yield f"{word} {verb} by {points} points{won}" if points != "0.0" else f"{word} stayed as it was"
 
 
@@ -272,11 +280,10 @@ def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
 
 def _write_scores(name: str, scores: Mapping[str, Score], metric: str, others: Sequence[str]) -> list[str]:
     """Return a row of scores. The difference of one further model from merged comes after it, a base last."""
-    cells = [name, *(score.show(metric) for role, score in scores.items() if role != BASE)]
-    if len(others) == 1 and MERGED in scores:
-        gain = scores[others[0]].subtract(scores[MERGED], metric)
-        cells.append(f"{gain:{'+' if gain else ''}.{find_metric(metric).digits}f}")
-    return cells + ([scores[BASE].show(metric)] if BASE in scores else [])
+    shown = show_scores(scores, metric)
+    base = [shown.pop(BASE)] if BASE in shown else []
+    change = [show_change(scores, MERGED, others[0], metric)] if len(others) == 1 and MERGED in scores else []
+    return [name, *shown.values(), *change, *base]
 
 
 def show_inventory(inventory: Inventory) -> None:

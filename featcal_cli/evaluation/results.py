@@ -34,18 +34,6 @@ class Score:
     """Standard deviation of the score over the bootstrap draws."""
     examples: int
 
-    def show(self, metric: str) -> str:
-        """Write the value, as scores of this metric are shown, and half its interval; a dash if it is not finite."""
-        if not isfinite(self.value):
-            return "–"
-        scale, digits = (known := find_metric(metric)).scale, known.digits
-        return f"{scale * self.value:.{digits}f} ±{scale / 2 * (self.high - self.low):.{digits}f}"
-
-    def subtract(self, other: Score, metric: str) -> float:
-        """Return the difference of two values as they are shown, so that readers who subtract find the same."""
-        scale, digits = (known := find_metric(metric)).scale, known.digits
-        return round(round(scale * self.value, digits) - round(scale * other.value, digits), digits)
-
 
 def find_metric(name: str) -> Metric:
     """Return the metric of this name; accuracy for one of lm-eval's, as these are in percent too."""
@@ -138,6 +126,52 @@ def average_nats(tasks: Mapping[str, TaskScores]) -> dict[str, float]:
 def show_nats(nats: float, sign: str = "") -> str:
     """Write a loss, or with the sign "+" a difference of losses; a dash if it is not finite."""
     return f"{nats:{sign}.3f}" if isfinite(nats) else "–"
+
+
+def show_scores(scores: Mapping[str, Score], metric: str) -> dict[str, str]:
+    """Write a row of scores, each with half its interval; a dash if it is not finite."""
+    scale, places = find_metric(metric).scale, _find_places(scores, metric)
+    margins = {role: _write(scale / 2 * (score.high - score.low), places[role]) for role, score in scores.items()}
+    values = show_values(scores, metric)
+    return {role: f"{text} ±{margins[role]}" if isfinite(scores[role].value) else text for role, text in values.items()}
+
+
+def show_values(scores: Mapping[str, Score], metric: str) -> dict[str, str]:
+    """Write the values of a row of scores; a dash if one is not finite."""
+    scale, places = find_metric(metric).scale, _find_places(scores, metric)
+    return {role: _write(scale * score.value, places[role]) for role, score in scores.items()}
+
+
+def show_change(scores: Mapping[str, Score], before: str, after: str, metric: str) -> str:
+    """Write the difference of two scores of a row as they are shown, so that readers who subtract find the same."""
+    scale, places = find_metric(metric).scale, _find_places(scores, metric)
+    was, now = (round(scale * scores[role].value, places[role]) for role in (before, after))
+    return _write(now - was, min(places[before], places[after]), "+")
+
+
+def _write(number: float, places: int, sign: str = "") -> str:
+    """Write a number rounded to decimal places, or to tens or hundreds if `places` is negative."""
+    number = round(number, places)
+    return f"{number:{sign if number else ''}.{max(places, 0)}f}" if isfinite(number) else "–"
+
+
+def _find_places(scores: Mapping[str, Score], metric: str) -> dict[str, int]:
+    """Return the number of decimal places of each score in a row: of all, that of the widest interval with two
+    significant digits, at most two places. A score whose own interval would then be written as zero has its own."""
+    known = find_metric(metric)
+    if known.digits is not None:
+        return dict.fromkeys(scores, known.digits)
+    margins = {role: known.scale / 2 * (score.high - score.low) for role, score in scores.items()}
+    own = {role: _count_places(margins[role], known.scale * score.value) for role, score in scores.items()}
+    common = min((own[role] for role, margin in margins.items() if margin > 0), default=min(own.values()))
+    return {role: common if round(margins[role], common) else places for role, places in own.items()}
+
+
+def _count_places(margin: float, value: float) -> int:
+    """Return at most two decimal places: those of two digits of a margin or, without one, of three of the value."""
+    digits, number = (2, margin) if isfinite(margin) and margin > 0 else (3, value)
+    exponent = int(f"{number:.{digits - 1}e}".partition("e")[2]) if isfinite(number) else 0
+    return min(2, digits - 1 - exponent)
 
 
 def common_metric(tasks: Mapping[str, TaskScores]) -> str:

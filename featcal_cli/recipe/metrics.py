@@ -36,7 +36,8 @@ class Metric:
     of_texts: bool = False
     """Whether it says how well a language model predicts a task's own texts; there are no labels then."""
     scale: float = 100
-    digits: int = 1
+    digits: int | None = 1
+    """Decimal places of the figures; None: as many as their intervals justify."""
 
 
 def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
@@ -101,6 +102,6 @@ METRICS: dict[str, Metric] = {
     ),
     "perplexity": Metric(
         "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, "a language model's, on the task's own texts",
-        of_texts=True, scale=1, digits=2,
+        of_texts=True, scale=1, digits=None,
     ),
 }  # fmt: skip

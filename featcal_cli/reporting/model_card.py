@@ -24,6 +24,7 @@ from featcal_cli.evaluation.results import (
     common_metric,
     describe_regained,
     show_nats,
+    show_scores,
 )
 from featcal_cli.hub.snapshot import is_hub_id
 from featcal_cli.recipe.metrics import METRICS
@@ -211,6 +212,7 @@ def _load_template() -> Template:
         "python": lambda text: Markup(json.dumps(one_line(text), ensure_ascii=False)),
         "sh": lambda text: Markup(shlex.quote(one_line(text))),
         "drift_cells": lambda row: [cell.replace("-", "−") for cell in row.cells],
+        "scores": show_scores,
         "share": write_share,
         "size": tell_bytes,
         "seconds": tell_seconds,

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from featcal_cli.evaluation.results import EXPERT, average_tasks
+from featcal_cli.evaluation.results import EXPERT, average_tasks, common_metric, show_values
 from featcal_cli.reporting.report import VISIBLE, Inspection, ModelDrift, Report, TaskInspection
 from featcal_cli.runtime.errors import GateError, RecipeError
 from featcal_cli.runtime.progress import tell_apart
@@ -193,7 +193,7 @@ def write_verdict(
             what = f"{names[role]} is farther from the expert than {names[than]} on {on}"
             yield than == "base", what + (why if than == "base" else ".")
     if inspection.perplexity:
-        means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
+        means = show_values(average_tasks(inspection.perplexity), common_metric(inspection.perplexity))
         of_roles = enumerate_names([f"{means[role]} of {names[role]}" for role in ROLES if role in means])
         what = "Mean perplexity" if len(tasks) > 1 else "Perplexity"
         yield False, f"{what}: {of_roles}; {means[EXPERT]} of {experts}."

@@ -27,7 +27,7 @@ from featcal_cli.calibration.journal import Journal, describe_differences
 from featcal_cli.cli.results import show_plan
 from featcal_cli.data.batches import Batch
 from featcal_cli.engine.job import Job
-from featcal_cli.evaluation.results import TaskScores, average_tasks
+from featcal_cli.evaluation.results import TaskScores, average_tasks, show_values
 from featcal_cli.reporting.verdict import write_verdict
 from featcal_cli.runtime.errors import RecipeError, ShortageError
 from featcal_cli.runtime.progress import Listener, Progress
@@ -186,7 +186,7 @@ def test_inspect_drift_tells_them(tmp_path: Path, measured: Texts) -> None:
     inspection = inspect_drift(saved.recipe(examples=8))
     check_perplexity(saved, measured, values_of(inspection.perplexity), model="merged", base="base")
     sentences = [text for _, text in write_verdict(inspection, {"model": "it"}, str)]
-    means = {role: f"{score.value:.2f}" for role, score in average_tasks(inspection.perplexity).items()}
+    means = show_values(average_tasks(inspection.perplexity), "perplexity")
     roles = f"{means['model']} of it and {means['base']} of the base model; {means['expert']} of the experts"
     assert f"Mean perplexity: {roles}." in sentences
 

@@ -37,7 +37,16 @@ from featcal_cli.data.labelled import LabelledRows
 from featcal_cli.evaluation import lm_eval_tasks
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
 from featcal_cli.evaluation.protocols import check_whole
-from featcal_cli.evaluation.results import Evaluation, Score, TaskScores, combine, score
+from featcal_cli.evaluation.results import (
+    Evaluation,
+    Score,
+    TaskScores,
+    combine,
+    score,
+    show_change,
+    show_scores,
+    show_values,
+)
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Draft, Evaluate
@@ -624,11 +633,35 @@ def test_the_table_fits_and_the_json_holds_every_figure(bert: Path, tmp_path: Pa
 
 
 def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
-    merged, calibrated = (Score(value, value, value, 0.0, 10) for value in (0.81038, 0.93462))
-    assert (merged.show("accuracy"), calibrated.show("accuracy")) == ("81.0 ±0.0", "93.5 ±0.0")
-    assert calibrated.subtract(merged, "accuracy") == 12.5  # and not the 12.4 of further digits
+    scores = {role: Score(x, x, x, 0.0, 10) for role, x in {"merged": 0.81038, "calibrated": 0.93462}.items()}
+    assert show_scores(scores, "accuracy") == {"merged": "81.0 ±0.0", "calibrated": "93.5 ±0.0"}
+    assert show_change(scores, "merged", "calibrated", "accuracy") == "+12.5"  # and not the +12.4 of further digits
     assert tell_change(0.0014, 0.0011) == "0 %" and tell_change(0.0004, 0.0011) == "new"
     assert tell_apart(0.18302, 0.18311) == ("0.1830", "0.1831") and tell_apart(0.2, 0.2) == ("0.200", "0.200")
+
+
+@pytest.mark.parametrize(
+    ("figures", "shown", "change"),
+    [
+        ([(183.63, 52.48), (170.21, 47.1)], ["184 ±52", "170 ±47"], "-14"),
+        ([(4.161, 0.0399), (4.208, 0.041)], ["4.16 ±0.04", "4.21 ±0.04"], "+0.05"),
+        ([(5.401, 0.013), (5.401, 0.002)], ["5.40 ±0.01", "5.40 ±0.00"], "0.00"),
+        ([(12.26, 0.996), (11.64, 0.94)], ["12.3 ±1.0", "11.6 ±0.9"], "-0.7"),
+        ([(12345.6, 5218.0), (11760.2, 4988.0)], ["12300 ±5200", "11800 ±5000"], "-500"),
+        ([(183.63, 52.48), (5.234, 0.051)], ["184 ±52", "5.23 ±0.05"], "-179"),
+        ([(183.63, 0.0), (9.876, 0.0)], ["184 ±0", "9.88 ±0.00"], "-174"),
+        ([(183.63, 52.48), (math.nan, math.nan)], ["184 ±52", "–"], "–"),
+    ],
+)
+def test_perplexities_have_the_digits_that_their_intervals_justify(
+    figures: list[tuple[float, float]], shown: list[str], change: str
+) -> None:
+    """A row has one place, so that its change is the difference of its cells, unless an interval would vanish there."""
+    pairs = zip(("merged", "calibrated"), figures, strict=True)
+    scores = {role: Score(value, value - half, value + half, half / 2, 10) for role, (value, half) in pairs}
+    assert list(show_scores(scores, "perplexity").values()) == shown
+    assert list(show_values(scores, "perplexity").values()) == [text.partition(" ")[0] for text in shown]
+    assert show_change(scores, "merged", "calibrated", "perplexity") == change
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -731,7 +764,8 @@ def test_perplexity_is_shown_as_it_is_and_less_is_better(
     assert run.code == 0, run.stderr
     assert "Perplexity, ± 95 % interval, on 30 texts per task; lower is better:" in run.stdout.replace("\n", " ")
     found = json.loads(featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "--json": ""}).stdout)
-    assert f"{found['means']['merged']['value']:.2f} ±" in run.stdout and "change" in run.stdout
+    means = show_scores({role: Score(**score) for role, score in found["means"].items()}, "perplexity")
+    assert means["merged"] in run.stdout and "change" in run.stdout
     # what the share that is won back is counted in: the mean of logarithms, not the logarithm of the mean
     nats = found["nats_per_token"]
     of_tasks = [math.log(task["scores"]["merged"]["value"]) for task in found["tasks"].values()]
@@ -749,6 +783,8 @@ def test_perplexity_is_shown_as_it_is_and_less_is_better(
          "won back all of the nats that merging lost (perplexity fell from 5.00 to 2.00)"),
         ("perplexity", [(2.0, 4.0, 8.0)], "perplexity rose from 4.00 to 8.00"),
         ("perplexity", [(2.0, 4.0, 4.0 - 1e-9)], "perplexity stayed at 4.00"),
+        ("perplexity", [(150.0, 184.4, 183.6)],
+         "won back 2 % of the nats that merging lost (nats per token fell from 5.217 to 5.213)"),
         ("accuracy", [(0.9, 0.5, 0.7)], "accuracy rose by 20.0 points (50 % of what merging lost)"),
         ("accuracy", [(0.9, 0.5, 0.5)], "accuracy stayed as it was"),
     ],
