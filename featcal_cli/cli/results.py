@@ -173,9 +173,14 @@ def list_next_steps(report: Report, output: Path, pushed: Pushed | None, how: Ru
         commands.append("this command with --push-to USER/NAME")
     if commands:
         lines.append(f"Next: {', or '.join(commands)}.")
+    last = []
     if str(report.loading.get("model_class")).endswith("ForCausalLM"):
-        lines.append("vLLM serves the folder as it is; llama.cpp's convert_hf_to_gguf.py makes a GGUF.")
-    return lines
+        last.append("vLLM serves it, llama.cpp makes a GGUF.")
+    if pushed and how.overwrite_repo:
+        last.append(f"`git revert {pushed.commit[:7]}` undoes the push.")
+    elif isinstance(report.recipe.get("merged"), str):
+        last.append("The merged model is unchanged.")
+    return [*lines, " ".join(last)] if last else lines
 
 
 def _list_options(how: RunOptions) -> Iterator[str]:

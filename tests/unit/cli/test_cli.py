@@ -84,9 +84,10 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(vit_job: Path, capsys: Caps
     assert "red" in run.stdout and "calibrated" in run.stdout and "out" in run.stdout
     assert "settings: method featcal, ridge" in run.stderr and "README.md how to load" in run.stderr
     assert max(map(len, run.stdout.splitlines())) <= 80
-    assert run.shown.splitlines()[-2:] == [  # vit's task says nothing of evaluation, and it writes no text
+    assert run.shown.splitlines()[-3:] == [  # vit's task says nothing of evaluation, and it writes no text
         "out/drift.png shows the drift by block, README.md how to load the model.",
         "Next: this command with --push-to USER/NAME.",
+        "The merged model is unchanged.",
     ]
     quiet = featcal_inside(capsys, "calibrate", {**LOCAL, "-o": "out", "-q": "", "--overwrite": ""})
     assert (quiet.code, quiet.stderr, quiet.stdout.partition(" in ")[0]) == (0, "", run.stdout.partition(" in ")[0])
@@ -100,17 +101,22 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(vit_job: Path, capsys: Caps
 
 
 def test_what_comes_next_fits_in_three_short_lines() -> None:
-    recipe = {"tasks": {"red": {"evaluate": {"split": "test"}}}}
+    recipe = {"merged": "user/merged", "tasks": {"red": {"evaluate": {"split": "test"}}}}
     drift = {"red": TaskDrift(0.4, 0.2, None, 0.9, 0.95, held_out=True)}
     report = Report("0.1.0", recipe, {}, {}, [], drift, {}, loading={"model_class": "LlamaForCausalLM"})
     lines = list_next_steps(report, Path("my out"), None, RunOptions())
     assert lines[1] == "Next: `featcal evaluate 'my out'`, or this command with --push-to USER/NAME."
-    assert "vLLM" in lines[2] and "GGUF" in lines[2] and len(lines) == 3
+    assert lines[2] == "vLLM serves it, llama.cpp makes a GGUF. The merged model is unchanged." and len(lines) == 3
     assert max(map(len, lines)) <= 80
     pushed = Pushed("https://huggingface.co/user/it", "0" * 40, None)
     how = RunOptions(device="cpu", trust_remote_code=True, overwrite=True)
     kept = "Next: `featcal evaluate out --device cpu --trust-remote-code`."
     assert list_next_steps(report, Path("out"), pushed, how)[1] == kept
+    over = list_next_steps(report, Path("out"), pushed, replace(how, overwrite_repo=True))
+    assert over[2] == "vLLM serves it, llama.cpp makes a GGUF. `git revert 0000000` undoes the push."
+    assert max(map(len, over)) <= 80
+    by_method = replace(report, recipe={**recipe, "merged": {"method": "average"}}, loading={})
+    assert len(list_next_steps(by_method, Path("out"), None, how)) == 2, "there is no merged model to go back to"
     worse = replace(report, drift={"red": replace(drift["red"], after=0.5)})
     assert "--push-to" not in "".join(list_next_steps(worse, Path("out"), None, how))
 
