@@ -324,7 +324,8 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     ).replace("a valid tuple", "a list")
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
-    return f"{name} must be {wanted}" + (f", not {quoted(str(given))}" if is_short else ""), ""
+    shown = quoted(given) if isinstance(given, str) else plain(str(given))
+    return f"{name} must be {wanted}" + (f", not {shown}" if is_short else ""), ""
 
 
 def _name_option(place: Sequence[str | int], typed: Mapping[str, Any]) -> str:
