@@ -170,6 +170,22 @@ def test_every_map_has_a_cell_for_every_task_and_block(opened: Open, compare: bo
     assert cell(page, 4, 0).get_attribute("aria-label") == "مهمة10, encoder.layers.0: not reached"
 
 
+@pytest.mark.parametrize(
+    ("drifts", "shown"),
+    [
+        ((0.734, 0.678), ["0.73", "0.68", "−0.05"]),
+        ((0.0712, 0.0748), ["0.071", "0.075", "+0.004"]),
+        ((0.0982, 0.121), ["0.098", "0.12", "+0.02"]),
+        ((1234.0, 120.4), ["1.23e+3", "120", "−1110"]),
+        ((0.5012, 0.4991), ["0.50", "0.50", "0.00"]),
+    ],
+)
+def test_a_difference_is_that_of_the_cells(opened: Open, drifts: tuple[float, float], shown: list[str]) -> None:
+    models = {role: model_drift(last, BLOCKS) for role, last in zip(("model", "other"), drifts, strict=True)}
+    page = opened(replace(make_inspection(), tasks={"cars": TaskInspection(64, models)}))
+    assert [cell(page, 0, 3, role).inner_text() for role in ("model", "other", "change")] == shown
+
+
 def test_what_was_not_measured_is_a_dash_and_what_no_task_has_is_no_column(opened: Open) -> None:
     inspection = make_inspection()
     for task in inspection.tasks.values():
