@@ -172,7 +172,7 @@ def test_processes_do_what_one_does(done: dict[str, Done], families: dict[str, S
 
 
 def without_seconds(notes: Sequence[str]) -> list[str]:
-    return [re.sub(r"in \d+ s", "", note) for note in notes]
+    return [re.sub(r"\(\d+ s\)|in \d+ s", "", note) for note in notes]
 
 
 def test_only_the_first_writes(folder: Path) -> None:
