@@ -109,9 +109,10 @@ def match_classes(source: Vocabulary, target: Vocabulary, count: int) -> Tensor:
 
 
 def find_places(vocabulary: Vocabulary) -> Tensor:
-    """Return the place of each token id in the alphabetical order of the tokens. Ids without a token come last."""
+    """Return the place of each token id in the alphabetical order of the tokens, of several tokens of one id the first.
+    Ids without a token come last."""
     size = max(vocabulary.ids.values(), default=-1) + 1
-    order = [number for _, number in sorted(vocabulary.ids.items())]
+    order = list(dict.fromkeys(number for _, number in sorted(vocabulary.ids.items())))
     order += sorted(set(range(size)).difference(order))
     return torch.tensor(order).argsort()
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config,
 from vocabularies import WORDS, add_tokens, make_texts, make_tokenizer, reorder, shuffled, spell, write_rows
 
 from featcal_cli.calibration.distillation import SHORT, Schedule
+from featcal_cli.data.preprocessing import Vocabulary
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.workflows import plan
 from featcal_cli.workflows.evaluate import evaluate
@@ -25,6 +26,7 @@ from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.plan import make_plan
 from featcal_cli.workflows.session import RunOptions, Session
+from featcal_cli.workflows.token_ids import find_places
 from featcal_cli.workflows.verbs import calibrate
 
 TASKS = ("red", "green")
@@ -239,6 +241,15 @@ def test_what_a_tokenizer_that_cannot_be_loaded_leaves_open_is_reported(tmp_path
     job = save_family(tmp_path / "world")
     (tmp_path / "world" / broken / "tokenizer.json").write_text("{")
     assert note in find_notes(job)
+
+
+def test_places_follow_tokens_where_several_have_one_id() -> None:
+    ids = {"a": 5, "b": 0, "c": 2, "d": 1, "z": 5}
+    other = {token: (3, 0, 5, 1, 4, 2)[number] for token, number in ids.items()}
+    places = [find_places(Vocabulary("", "", None, known)) for known in (ids, other)]
+    for found, known in zip(places, (ids, other), strict=True):
+        assert [int(found[known[token]]) for token in "abcdz"] == [0, 1, 2, 3, 0]
+    assert all(sorted(found.tolist()) == list(range(len(found))) for found in places)
 
 
 def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Path) -> None:
