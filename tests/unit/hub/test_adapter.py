@@ -322,6 +322,12 @@ def test_a_converted_copy_holds_tied_weights_under_each_name(tmp_path: Path) -> 
     assert written == pytest.approx(needed, rel=0.1)
 
 
+def test_every_process_writes_a_whole_copy(adapter: Path, monkeypatch: Patch) -> None:
+    # as transformers has it in all processes of torchrun but the first
+    monkeypatch.setattr(tf.PreTrainedModel, "should_save_on_this_rank", lambda *_: False, raising=False)
+    assert resolve(str(adapter)).weights()
+
+
 def test_a_copy_that_has_lost_its_weights_names_the_folder_to_delete(adapter: Path) -> None:
     copy = resolve(str(adapter)).folder
     for file in copy.glob("*.safetensors*"):
