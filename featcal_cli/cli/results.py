@@ -167,7 +167,8 @@ def list_next_steps(report: Report, output: Path, pushed: Pushed | None, how: Ru
     folder = shlex.quote(str(output))
     lines = [f"{folder}/{PICTURE} shows the drift by block, {CARD} how to load the model."]
     can_be_measured = any(task.get("evaluate") for task in report.recipe["tasks"].values())
-    line = ["featcal", *list_launch_words(), "evaluate", str(output), *_list_options(how)]
+    # without --gpus, as evaluation is made for one process
+    line = ["featcal", "evaluate", str(output), *_list_options(how)]
     commands = [f"`{shlex.join(line)}`"] if can_be_measured and not report.accuracy else []
     if not (pushed or report.has_grown):
         commands.append("this command with --push-to USER/NAME")

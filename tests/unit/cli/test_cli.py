@@ -100,7 +100,7 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(vit_job: Path, capsys: Caps
     assert report == json.loads((vit_job / "out" / "featcal_report.json").read_text())
 
 
-def test_what_comes_next_fits_in_three_short_lines() -> None:
+def test_what_comes_next_fits_in_three_short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = {"merged": "user/merged", "tasks": {"red": {"evaluate": {"split": "test"}}}}
     drift = {"red": TaskDrift(0.4, 0.2, None, 0.9, 0.95, held_out=True)}
     report = Report("0.1.0", recipe, {}, {}, [], drift, {}, loading={"model_class": "LlamaForCausalLM"})
@@ -117,6 +117,9 @@ def test_what_comes_next_fits_in_three_short_lines() -> None:
     assert max(map(len, over)) <= 80
     by_method = replace(report, recipe={**recipe, "merged": {"method": "average"}}, loading={})
     assert len(list_next_steps(by_method, Path("out"), None, how)) == 2, "there is no merged model to go back to"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "featcal")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert list_next_steps(report, Path("out"), pushed, how)[1] == kept  # evaluate refuses --gpus
     worse = replace(report, drift={"red": replace(drift["red"], after=0.5)})
     assert "--push-to" not in "".join(list_next_steps(worse, Path("out"), None, how))
 
