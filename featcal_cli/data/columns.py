@@ -110,7 +110,7 @@ def read_messages(value: Any) -> list[Message]:
             texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
             content = "\n".join(texts) if texts or not content else content  # images are no text
         named = {"role": SPEAKERS.get(role.lower(), role), "content": "" if content is None else content}
-        messages.append({**message, **named})
+        messages.append({key: kept for key, kept in given.items() if key not in ("from", "value")} | named)
     contents = (message["content"] for message in messages)
     held = [content.strip() if isinstance(content, str) else content for content in contents]
     if not any(held) and not any(map(_calls, messages)):

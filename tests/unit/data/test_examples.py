@@ -583,6 +583,8 @@ REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previt
         [{"role": "system", "content": "w3"}, *TURNS],
         [{"role": "system", "content": ""}, {"role": "user", "content": "w3"}, *TURNS],
         [{"role": "user", "content": "w3"}, *TURNS],
+        [{"from": "system", "value": "w3"}, *SHARED],
+        [{**message, "name": None} for message in ({"role": "system", "content": "w3"}, *TURNS)],
     ],
 )
 def test_messages_are_joined_for_a_template_that_refuses_them(at: Folder, messages: Any) -> None:
