@@ -267,7 +267,9 @@ def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
     if len(tasks) > 1:
         rows.append(_write_scores("mean", means, common_metric(tasks), others))
     if nats := average_nats(tasks):
-        change = [show_nats(nats[others[0]] - nats[MERGED], "+")] if len(others) == 1 and MERGED in nats else []
+        # of what is shown, so that readers who subtract find the same
+        rounded = {role: round(loss, 3) for role, loss in nats.items()}
+        change = [show_nats(rounded[others[0]] - rounded[MERGED], "+")] if len(others) == 1 and MERGED in nats else []
         shown = {role: show_nats(loss) for role, loss in nats.items()}
         base = [shown.pop(BASE)] if BASE in shown else []
         rows.append(["nats/token", *shown.values(), *change, *base])
