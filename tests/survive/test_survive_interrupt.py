@@ -80,7 +80,7 @@ def interrupt(
         return False
     assert (code, seconds < SECONDS) == (128 + number, True), (code, seconds, said)
     assert said.count(message) == 1 and said.rstrip().endswith(message), said
-    assert "Traceback" not in said and "error" not in said, said
+    assert "Traceback" not in said and "error:" not in said, said
     return True
 
 
