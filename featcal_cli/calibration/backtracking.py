@@ -113,10 +113,12 @@ def shrink_updates(
     was, grown = tell_apart(before, after)
     what = "mean distance of outputs" if job.gradients else "mean drift"
     rows = "held-out rows" if held_out else "calibration examples"
-    where = rows if after > before else f"a part of the {rows}"
+    where = f"{rows} (from {was} to {grown} on the reported ones)"
+    if after <= before:
+        where = f"a part of the {rows} (on the reported ones it went from {was} to {grown})"
     left = f"scaled down to {step:g}: it is {tell_apart(now, after)[0]} now"
     left = left if step else "undone: the output has the merged model's weights"
-    return step, f"{what} grew on {where} (from {was} to {grown} on the reported ones), so all updates were {left}"
+    return step, f"{what} grew on {where}, so all updates were {left}"
 
 
 PIECE = 1 << 24
