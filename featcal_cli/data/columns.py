@@ -23,7 +23,6 @@ SPEAKERS = {
 """The speaker's name in chat templates for each name that datasets use."""
 EXCHANGES = ("user", "assistant"), ("human", "assistant"), ("input", "output")
 """Keys of items that hold a question and its answer, as the_cauldron's and XTuner's do."""
-
 OTHER_COLUMNS = "name the right columns with --columns TASK=ROLE:COLUMN, fix these rows, or give other data"
 LONGEST_CONVERSATION = 1 << 20
 """Most characters of a text that is parsed to see whether it is a conversation: parsed, it takes many times as much."""

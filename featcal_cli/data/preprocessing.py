@@ -249,8 +249,7 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
     folder. Raises DataError if none can be loaded, whose cause is None if none is there."""
     files = {"tokenizer": TOKENIZER_FILES, "processor": SETTINGS[::-1]}.get(kind, SETTINGS)
     fix = f"copy {files[0]} and the files it needs, as they were published, into a copy of the merged model"
-    reasons: list[str] = []
-    fault: Exception | None = None
+    reasons: dict[str, Exception] = {}
     for folder in folders:
         if any((folder / file).is_file() for file in files):
             try:
@@ -264,10 +263,9 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
                     why = "it needs code of the repo's own, which is never run"
                     fix = "write model-ready inputs into a .safetensors file, and give that as the data; or, if a class"
                     fix += " of transformers does the same, take auto_map out of its settings (*_config.json)"
-                reasons.append(f"{_repo_name(folder)}: {why}")
-                fault = error
+                reasons[f"{_repo_name(folder)}: {why}"] = error
     tried = "; ".join(reasons) or f"none of {list_some(map(_repo_name, folders))} has {' or '.join(files[:2])}"
-    raise DataError(f"no {kind} can be loaded ({tried})", fix=fix) from fault
+    raise DataError(f"no {kind} can be loaded ({tried})", fix=fix) from next(iter(reasons.values()), None)
 
 
 def _find_lacking(text: str, folder: Path, kind: str) -> str:

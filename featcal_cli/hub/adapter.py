@@ -338,8 +338,7 @@ def _fold_as(
 
         folded.generation_config = GenerationConfig()  # the base's may be one that transformers refuses to write
     # where peft has untied embeddings, each that shares a tensor is written, as none is made of another any more
-    is_untied = was_tied and not folded.config.tie_word_embeddings
-    shared = Counter(tensor.data_ptr() for tensor in kept.values() if is_untied)
+    shared = Counter(x.data_ptr() for x in kept.values() if was_tied and not folded.config.tie_word_embeddings)
     written = {name: x.to(dtypes[name], copy=shared[x.data_ptr()] > 1) for name, x in kept.items()}
     # of several processes transformers lets only the first one write, but each fills a folder of its own
     vars(folded)["should_save_on_this_rank"] = lambda _: True
