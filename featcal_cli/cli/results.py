@@ -144,16 +144,17 @@ def show_calibration(
     """Show the result of a calibration, its output folder, and its duration (None if an earlier run computed it), and
     lines on what to do next."""
     _show_drift(report)
-    if report.scores:
+    of_run = {0: "held-out ", len(report.drift): "calibration "}.get(len(report.fitted_tasks), "")
+    for scores in report.scores:
         OUT.print()
-        of_run = {0: "held-out ", len(report.drift): "calibration "}.get(len(report.fitted_tasks), "")
-        _show_scores(report.scores, "" if report.accuracy else of_run)
+        _show_scores(scores, "" if scores is report.accuracy else of_run)
     OUT.print()
     if report.worse:
         grown = f"{report.judged_by} grew on {', '.join(report.worse)}"
         _print(f"warning: {grown}: look at this before you publish", ERR, "bold red")
     places = [str(output), *([pushed.url] if pushed else [])]
-    text = " and ".join([*_describe_scores(report.scores), _describe_drift(report)])
+    told = [_describe_scores(scores, leads=not place) for place, scores in enumerate(report.scores)]
+    text = f"{', '.join(told)} and {_describe_drift(report)}" if told else _describe_drift(report)
     where = " and at ".join(places)
     took = "" if seconds is None else f" in {tell_seconds(seconds)}"
     _print(f"{text[:1].upper()}{text[1:]}{took}; the calibrated model is in {where}.")
@@ -212,10 +213,8 @@ def _describe_drift(report: Report) -> str:
     return f"{what} {'fell' if change[0] == '-' else 'grew'} by {change[1:]}"
 
 
-def _describe_scores(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
-    """Yield a phrase on what the calibrated model has won back of what merging lost; nothing without scores."""
-    if not tasks:
-        return
+def _describe_scores(tasks: Mapping[str, TaskScores], *, leads: bool = True) -> str:
+    """Return a phrase on what the calibrated model has won back of what merging lost. leads: it begins the sentence."""
     means, metric, regained = average_tasks(tasks), common_metric(tasks), describe_regained(tasks)
     before, after, of_texts = means[MERGED], means[CALIBRATED], find_metric(metric).of_texts
     verb = "fell" if after.value < before.value else "rose"
@@ -227,12 +226,13 @@ def _describe_scores(tasks: Mapping[str, TaskScores]) -> Iterator[str]:
             shown, what = nats, "nats per token"
         was, now = shown[MERGED], shown[CALIBRATED]
         moved = f"{what} {verb} from {was} to {now}" if was != now else f"{what} stayed at {now}"
-        yield f"won back {regained} ({moved})" if regained and was != now else moved
-        return
+        if not regained or was == now:
+            return moved
+        return f"won back {regained} ({moved})" if leads else f"{moved} ({regained})"
     word = "accuracy" if {scores.metric for scores in tasks.values()} == {"accuracy"} else "the mean score"
     won = f" ({regained})" if regained else ""
     points = show_change(means, MERGED, CALIBRATED, metric).lstrip("+-")
-    yield f"{word} {verb} by {points} points{won}" if points != "0.0" else f"{word} stayed as it was"
+    return f"{word} {verb} by {points} points{won}" if points != "0.0" else f"{word} stayed as it was"
 
 
 def _show_drift(report: Report) -> None:

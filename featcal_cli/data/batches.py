@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 from featcal_cli.runtime.distributed import Ranks
 
 Batch = dict[str, Tensor]
-"""Forward arguments by name; dimension 0 of every tensor counts the examples."""
+"""Forward arguments by name; dimension 0 of every tensor counts the examples. Beside them, LABELS may be there."""
+LABELS = "decoder_labels"
+"""Name of the tokens that a decoder is to write, one for each of its inputs; no model is given them."""
+
+
+def forward_inputs(batch: Batch) -> Batch:
+    """Return the tensors of a batch that a model is given."""
+    return {name: tensor for name, tensor in batch.items() if name != LABELS}
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,9 @@ class Example:
     @cached_property
     def key(self) -> bytes:
         """A hash of names, dtypes, shapes and values; it is equal for two examples that a model cannot tell apart."""
-        dtypes = {name: tensor.dtype for name, tensor in sorted(self.inputs.items())}
-        return _hash(str(dtypes), self.inputs)
+        inputs = forward_inputs(self.inputs)
+        dtypes = {name: tensor.dtype for name, tensor in sorted(inputs.items())}
+        return _hash(str(dtypes), inputs)
 
 
 def _hash(prefix: str, inputs: Batch) -> bytes:
@@ -168,8 +176,8 @@ def forward_names(model: nn.Module) -> set[str]:
 
 
 def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
-    """Return the inputs of a decoder that writes `target`: tokens shifted to the right, and their mask; without a
-    target, its start token, unless it makes its input itself."""
+    """Return the inputs of a decoder that writes `target`: tokens shifted to the right, and their mask, with the target
+    as LABELS; without a target, its start token, unless it makes its input itself."""
     names, config = forward_names(model), model.config
     if not config.is_encoder_decoder or "decoder_input_ids" not in names:
         return {}
@@ -182,7 +190,8 @@ def decoder_inputs(model: Any, target: Sequence[int]) -> Batch:
         except (AttributeError, TypeError, ValueError):  # it has no such method, or its config no start token
             shifted = torch.tensor([[start, *target[:-1]]])
         made = {"decoder_input_ids": shifted, "decoder_attention_mask": torch.ones_like(shifted)}
-        return {name: tensor for name, tensor in made.items() if name in names}
+        labels = {LABELS: torch.tensor([target])} if shifted.shape == (1, len(target)) else {}
+        return {name: tensor for name, tensor in made.items() if name in names} | labels
     if "labels" in names and not model.can_generate():
         return {}  # a head that classifies builds the decoder's input from input_ids
     return {"decoder_input_ids": torch.tensor([[start]])}
@@ -320,7 +329,8 @@ def seed_examples(batch: Batch, seed: int) -> list[int]:
     """Return a seed for each example, made from its content without padding, not from its batch or place."""
     examples = (cut_padding(take_examples(batch, [number])) for number in range(count_examples(batch)))
     # a text without padding may have no mask
-    kept = ({name: tensor for name, tensor in example.items() if not is_mask(name, tensor)} for example in examples)
+    given = map(forward_inputs, examples)
+    kept = ({name: tensor for name, tensor in example.items() if not is_mask(name, tensor)} for example in given)
     return [int.from_bytes(_hash(str(seed), inputs)[:7], "little") for inputs in kept]
 
 

@@ -41,14 +41,17 @@ class LabelledRows:
         """The task and its source, as error messages name them."""
         return f"{self.task}: {self.data}"
 
-    def batches(self, size: int) -> Iterator[tuple[Batch, list[Any]]]:
-        """Yield batches, each with its labels. Raises DataError for a row that cannot be used: accuracy counts all."""
+    def batches(self, size: int, *, with_targets: bool = False) -> Iterator[tuple[Batch, list[Any]]]:
+        """Yield batches, each with its labels. with_targets: what a decoder is to write is read, too. Raises DataError
+        for a row that cannot be used: accuracy counts all."""
         rows = enumerate(self.rows, 1)
         with naming_task(self.task, self.data):
             while read := self._read_some(rows, size):
-                # padding changes what some models return; what they are to write is not read with it
-                given = [{k: x for k, x in one.inputs.items() if not k.startswith("decoder_")} for one, _ in read]
-                for group in group_examples([*map(Example, given)], size, is_cut=True):
+                inputs = [one.inputs for one, _ in read]
+                if not with_targets:
+                    inputs = [{k: x for k, x in one.items() if not k.startswith("decoder_")} for one in inputs]
+                # padding changes what some models return
+                for group in group_examples([*map(Example, inputs)], size, is_cut=True):
                     examples, labels = zip(*(read[place] for place in group), strict=True)
                     yield collate(examples, self.reader.padding), [*labels]
 

@@ -18,6 +18,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from featcal_cli.data.batches import (
+    LABELS,
     Batch,
     Example,
     count_positions,
@@ -32,7 +33,7 @@ from featcal_cli.runtime.progress import quiet_transformers
 from featcal_cli.runtime.sanitise import exception_text, list_some, plain
 from featcal_cli.runtime.structured_text import parse_json, walk
 
-TOKEN_IDS = ("input_ids", "decoder_input_ids")
+TOKEN_IDS = ("input_ids", "decoder_input_ids", LABELS)
 MAX_TOKENS = 2048
 """Most tokens of a text where the user does not say how many."""
 SHOWN = 3

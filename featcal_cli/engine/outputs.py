@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from featcal_cli.data.batches import DECODER_AXIS, Batch, count_examples, token_masks
+from featcal_cli.data.batches import DECODER_AXIS, LABELS, Batch, count_examples, token_masks
 from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Meter, add_up, relate
@@ -183,7 +183,8 @@ SAMPLE: Batch = {
 }
 """Two texts that differ in the last token."""
 Loss = tuple[float, int]
-"""Negative log-likelihood of one text in nats, and the number of its tokens that have others before them."""
+"""Negative log-likelihood of one text in nats, and the number of its tokens that count: those with others before them,
+or all tokens of what a decoder is to write."""
 
 
 def measure_losses(
@@ -192,8 +193,9 @@ def measure_losses(
     batches: Mapping[str, Sequence[Batch]],
     load: Callable[[int], None] = lambda _: None,
 ) -> dict[str, list[Loss]]:
-    """Return each text's loss, by task, under a causal model with its own head. `load` is called with the number of
-    each block before that runs, and first of all with the number after the last one's, for the head."""
+    """Return each text's loss, by task, under a model that predicts the next token with its own head. `load` is called
+    with the number of each block before that runs, and first of all with the number after the last one's, for the
+    head."""
     losses: dict[str, list[Loss]] = {task: [] for task in batches}
     for task, paused in _run_through(runner, architecture, batches, load):
         losses[task] += _read_losses(paused)
@@ -234,12 +236,14 @@ def _read_losses(paused: PausedForward) -> list[Loss]:
     logits = read_output(paused.output)
     # in the model's own numbers, as its logits are
     batch = renumber(paused.batch, paused.runner.token_ids)
-    ids, mask = batch["input_ids"], batch.get("attention_mask", torch.ones_like(batch["input_ids"])) > 0
-    counted = mask[:, 1:] & mask[:, :-1]
+    if LABELS in batch:
+        wanted = batch[LABELS]
+        counted = batch.get("decoder_attention_mask", torch.ones_like(wanted)) > 0
+    else:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) > 0
+        wanted, counted = batch["input_ids"][:, 1:], mask[:, 1:] & mask[:, :-1]
     nats = logits.new_zeros(counted.shape, dtype=torch.float32)
-    at = counted.nonzero()
-    for rows in at.split(ROWS_AT_ONCE):
+    for rows in counted.nonzero().split(ROWS_AT_ONCE):
         example, place = rows.T
-        given = cross_entropy(logits[example, place].float(), ids[example, place + 1], reduction="none")
-        nats[example, place] = given
+        nats[example, place] = cross_entropy(logits[example, place].float(), wanted[example, place], reduction="none")
     return list(zip(nats.double().sum(1).tolist(), counted.sum(1).tolist(), strict=True))

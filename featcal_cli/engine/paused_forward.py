@@ -14,7 +14,7 @@ from greenlet import GreenletExit, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from featcal_cli.data.batches import Batch, seed_examples, token_masks
+from featcal_cli.data.batches import Batch, forward_inputs, seed_examples, token_masks
 from featcal_cli.data.preprocessing import renumber
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.models.architecture import Block
@@ -79,7 +79,7 @@ class PausedForward(greenlet):
     """Marks this greenlet as one in which blocks pause."""
 
     def __init__(self, runner: BlockRunner, module: nn.Module, batch: Batch) -> None:
-        run = partial(lambda: module(**renumber(batch, runner.token_ids)))
+        run = partial(lambda: module(**forward_inputs(renumber(batch, runner.token_ids))))
         for _ in range(FOUNDATION):
             run = partial(_call, run)
         super().__init__(run)

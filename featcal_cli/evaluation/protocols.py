@@ -133,7 +133,7 @@ def suits(protocol: str, model_class: type[PreTrainedModel], config: Any) -> boo
     this is base, whose texts the images are compared with."""
     if protocol == "zero-shot":
         return hasattr(model_class, "get_text_features")
-    return bool(model_class.can_generate()) and bool(config.is_encoder_decoder) == (protocol == "generation")
+    return bool(model_class.can_generate()) and (protocol == "texts" or bool(config.is_encoder_decoder))
 
 
 def refuse(protocol: str, role: str, model_class: type[PreTrainedModel], where: str) -> CheckpointError:

@@ -25,6 +25,7 @@ from featcal_cli.data.batches import (
     collate,
     count_examples,
     find_along,
+    forward_inputs,
     forward_names,
     is_mask,
     padding_id,
@@ -130,6 +131,7 @@ def probe_model(model: PreTrainedModel, task: str, batch: Batch) -> ProbeRun:
     """Run two probes through the model, or through a tower that takes these inputs. Raises DataError if neither can
     run."""
     problem: Exception | None = None
+    batch = forward_inputs(batch)
     for entry in _entries(model, batch):
         for resize in ({ENCODER_AXIS, DECODER_AXIS}, {DECODER_AXIS}, {ENCODER_AXIS}, set[str]()):
             (first, second), axes = make_probes(batch, resize)

@@ -247,7 +247,7 @@ class TaskDraft(Section):
     """Examples without labels: DATASET[:CONFIG[:SPLIT]], a path, self, or a group of keys."""
     evaluate: Evaluate | None = None
     """How the task is measured; `{}` means with the expert's own head. Tasks without it are left out; if none has it,
-    `featcal evaluate` measures the perplexity of language models."""
+    `featcal evaluate` measures the perplexity of models that write text."""
 
 
 class Task(TaskDraft):

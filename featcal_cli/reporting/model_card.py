@@ -19,6 +19,7 @@ from markupsafe import Markup
 from featcal_cli.calibration.results import ADAPTER, describe_guard, describe_head, describe_kinds, write_share
 from featcal_cli.evaluation.results import (
     CALIBRATED,
+    TaskScores,
     average_nats,
     average_tasks,
     common_metric,
@@ -89,10 +90,7 @@ def write_card(
         "runs_code": runs_code,
         "options": 'dtype="auto", trust_remote_code=True' if runs_code else 'dtype="auto"',
         "variables": VARIABLES,
-        "means": average_tasks(report.scores) if report.scores else {},
-        "nats": {role: show_nats(loss) for role, loss in average_nats(report.scores).items()},
-        "metric": common_metric(report.scores),
-        "regained": describe_regained(report.scores) if report.scores else "",
+        "measured": [_average(scores) for scores in report.scores],
         "other_metrics": _show_names(
             f"{task}: 100 · {METRICS[scores.metric].title}"
             for task, scores in report.accuracy.items()
@@ -112,6 +110,17 @@ def write_card(
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     metadata = data.to_dict()  # type: ignore[no-untyped-call]
     return without_tokens(f"---\n{dump_yaml(metadata)}---\n\n{text}\n")
+
+
+def _average(scores: Mapping[str, TaskScores]) -> dict[str, Any]:
+    """Return scores by task with their means, for the template."""
+    return {
+        "tasks": scores,
+        "means": average_tasks(scores),
+        "nats": {role: show_nats(loss) for role, loss in average_nats(scores).items()},
+        "metric": common_metric(scores),
+        "regained": describe_regained(scores),
+    }
 
 
 def copy_merged_card(report: Report, readme: str | None) -> dict[str, bytes]:

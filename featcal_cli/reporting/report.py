@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from featcal_cli.calibration.results import AdapterReport, BlockReport, Refinement
-from featcal_cli.evaluation.results import TaskScores, average_nats, regained_share
+from featcal_cli.evaluation.results import TaskScores, average_nats, common_metric, find_metric, regained_share
 from featcal_cli.runtime.progress import tell_apart, tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_folders, without_tokens
 from featcal_cli.runtime.structured_text import write_json
@@ -246,14 +246,17 @@ class Report:
             return TypeAdapter(cls).validate_python(values)
 
     @property
-    def scores(self) -> dict[str, TaskScores]:
-        """Scores of outputs by task: those of labelled data where there are some, else perplexities."""
-        return self.accuracy or self.perplexity
+    def scores(self) -> list[dict[str, TaskScores]]:
+        """Scores of outputs by task, once for each measure: those on labelled data, then perplexities, unless the
+        former are perplexities too."""
+        is_known = bool(self.accuracy) and find_metric(common_metric(self.accuracy)).of_texts
+        return [scores for scores in (self.accuracy, {} if is_known else self.perplexity) if scores]
 
     @property
     def won_back(self) -> float | None:
-        """Share of what merging lost, in `scores`, that the calibrated model has won back; None without scores."""
-        return regained_share(self.scores) if self.scores else None
+        """Share of what merging lost, in the first of `scores`, that the calibrated model has won back; None without
+        scores."""
+        return regained_share(self.scores[0]) if self.scores else None
 
     @property
     def drift_rows(self) -> list[DriftRow]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # these import torch, which is not waited for before it is ne
 BATCH = {"cpu": 16, "cuda": 128}
 """Examples in a batch by kind of device, if the user does not set it."""
 TEXTS = 256
-"""Texts of a task on which language models are measured if the recipe does not say how, and the user not how many."""
+"""Texts of a task on which perplexity is measured if the recipe does not say how, and the user not how many."""
 
 
 @in_usual_modes
@@ -49,8 +49,8 @@ def evaluate(
     on all tasks.
 
     recipe: as for `calibrate`; only tasks whose recipe has an `evaluate` key are measured. If no task has one, the
-    perplexity of language models is measured instead, base's included, on texts that are drawn from each task's data
-    with another seed than a calibration's: some may be the same, unless the source is much larger.
+    perplexity of models that write text is measured instead, base's included, on texts that are drawn from each task's
+    data with another seed than a calibration's: some may be the same, unless the source is much larger.
     limit: examples per task, drawn at random and the same for all models; None for all examples, or TEXTS texts.
     allow_code: let lm-eval tasks run code that a model wrote.
     Raises FeatCalError (what, where, fix) when something that the user can fix is wrong.
@@ -68,8 +68,8 @@ def evaluate(
 
 
 def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
-    """Measure the perplexity of all models on texts of the tasks' own data. Raises FeatCalError, also if they are no
-    language models."""
+    """Measure the perplexity of all models on texts of the tasks' own data. Raises FeatCalError, also if they do not
+    write text."""
     from featcal_cli.data.tensors import is_tensor_file
     from featcal_cli.workflows.perplexity import has_perplexity, measure_perplexity
     from featcal_cli.workflows.plan import make_plan
@@ -99,17 +99,16 @@ def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
 
 
 def _writes_text(inputs: Inputs) -> bool:
-    """Tell from its config whether the merged model, or the first expert, may be a language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
+    """Tell from its config whether the merged model, or the first expert, may write text."""
     from featcal_cli.hub.model_files import read_class_name
     from featcal_cli.models.loading import find_transformers_class
     from featcal_cli.workflows.plan import describing_folder
 
     origin = inputs.origins.get(MERGED) or next(of for role, of in inputs.origins.items() if role != BASE)
     name = read_class_name(Snapshot(origin.name, describing_folder(origin.body.repo), None).config)
+    named = find_transformers_class(name)
     # a repo's own class may be anything
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or find_transformers_class(name) is None
+    return named is None or bool(named.can_generate())
 
 
 def evaluate_models(session: Session, inputs: Inputs, others: Iterable[str], *, limit: int | None = None) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Measure the perplexity of language models on a job's own texts: no labels are needed."""
+"""Measure the perplexity of models that write text on a job's own texts: no labels are needed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from itertools import islice
 
 from featcal_cli.calibration.backtracking import read_updates
 from featcal_cli.calibration.journal import Journal
+from featcal_cli.data.batches import LABELS, Batch
 from featcal_cli.data.preprocessing import Vocabulary, map_ids
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
-from featcal_cli.engine.outputs import SAMPLE, Loss, looks_ahead, measure_losses
+from featcal_cli.engine.outputs import Loss, looks_ahead, measure_losses
 from featcal_cli.evaluation.protocols import LabelledTask, refuse, suits
 from featcal_cli.evaluation.results import BASE, EXPERT, Score, TaskScores, score
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
-from featcal_cli.runtime.errors import FeatCalError
+from featcal_cli.runtime.errors import CheckpointError, DataError, FeatCalError
 from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
@@ -76,13 +77,25 @@ def measure_if_possible(
 
 def has_perplexity(job: Job) -> bool:
     """Tell whether the job's merged model and experts predict each token of a text from those before, and its examples
-    are plain texts. Every rank must call it."""
-    batches = [batch for of_task in job.drift.batches.values() for batch in of_task]
-    are_texts = all(batch.keys() <= TEXT and "input_ids" in batch for batch in batches)
+    are plain texts, or hold what a decoder is to write. Every rank must call it."""
     runners = (job.merged, *job.experts.values())
-    if not all(job.ranks.gather(are_texts)) or not all(_has_head(runner.model) for runner in runners):
+    if not all(_has_head(runner.model) for runner in runners):
         return False
-    return not looks_ahead(_copy(job, job.merged), job.architecture)
+    has_decoder = has_own_decoder(job.merged.model)
+    batches = [batch for of_task in job.drift.batches.values() for batch in of_task]
+    if not all(job.ranks.gather(all(_holds_text(batch, has_decoder) for batch in batches))):
+        return False
+    return has_decoder or not looks_ahead(_copy(job, job.merged), job.architecture)
+
+
+def _holds_text(batch: Batch, has_decoder: bool) -> bool:
+    """Tell whether the examples of a batch are what the perplexity of a model is measured on."""
+    return LABELS in batch if has_decoder else batch.keys() <= TEXT and "input_ids" in batch
+
+
+def has_own_decoder(model: Model) -> bool:
+    """Tell whether a model reads one sequence and writes another."""
+    return bool(model.module.config.is_encoder_decoder)
 
 
 def _copy(job: Job, runner: BlockRunner) -> BlockRunner:
@@ -136,32 +149,45 @@ def measure_perplexity(
 
 
 def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callable[[int], None]) -> dict[str, Score]:
-    """Return the scores, by role, of language models on the texts of a task's split. tell: called with the number of
-    finished texts. Raises CheckpointError for a model that does not predict the next token, and DataError."""
-    cutting = task.open_tokens()
-    opened = {role: _open(task, role, model, cutting) for role, model in models.items()}
-    rows = task.open(next(iter(models.values())).module)
-    losses: dict[str, list[Loss]] = {role: [] for role in models}
+    """Return the scores, by role, of models that write text on the texts of a task's split. tell: called with the
+    number of finished texts. Raises CheckpointError for a model that does not predict the next token, and DataError."""
+    for model in models.values():
+        if not _has_head(model):
+            raise _refuse(model)
+    first = next(iter(models.values()))
+    cutting, rows = task.open_tokens(), task.open(first.module)
     # one by one: logits are large, and some models would count padding
-    texts = (batch for batch, _ in rows.batches(1))
-    while group := list(islice(texts, TEXTS_AT_ONCE)):
+    texts = (batch for batch, _ in rows.batches(1, with_targets=True))
+    group = list(islice(texts, TEXTS_AT_ONCE))
+    if has_own_decoder(first) and LABELS not in group[0]:
+        fix = "name the column with what the model is to write: columns: {response: COLUMN}"
+        raise DataError("no column holds what the model is to write", where=rows.where, fix=fix)
+    opened = {role: _open(task, role, model, cutting, group[0]) for role, model in models.items()}
+    losses: dict[str, list[Loss]] = {role: [] for role in models}
+    while group:
         for role, (runner, architecture) in opened.items():
             losses[role] += measure_losses(runner, architecture, {"": group})[""]
             runner.give_back()
         tell(len(losses[EXPERT]))
+        group = list(islice(texts, TEXTS_AT_ONCE))
     return {role: score(METRICS[PERPLEXITY], found, found) for role, found in losses.items()}
 
 
-def _open(task: LabelledTask, role: str, model: Model, cutting: Vocabulary) -> tuple[BlockRunner, Architecture]:
-    """Return a runner of a language model with its blocks. Raises CheckpointError if it is none."""
-    if _has_head(model):
-        own = task.find_vocabulary(role)
-        architecture = find_architecture(model.module, {"": SAMPLE}, norms="none")
-        parts = share_model(model), architecture, task.device, model.module.dtype
-        runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
-        if not looks_ahead(runner, architecture):
-            return runner, architecture
-    raise refuse("texts", model.role, type(model.module), model.snapshot.name)
+def _open(
+    task: LabelledTask, role: str, model: Model, cutting: Vocabulary, sample: Batch
+) -> tuple[BlockRunner, Architecture]:
+    """Return a runner of a model with its blocks, found on a batch. Raises CheckpointError if it reads ahead."""
+    own = task.find_vocabulary(role)
+    architecture = find_architecture(model.module, {"": sample}, norms="none")
+    parts = share_model(model), architecture, task.device, model.module.dtype
+    runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
+    if not has_own_decoder(model) and looks_ahead(runner, architecture):
+        raise _refuse(model)
+    return runner, architecture
+
+
+def _refuse(model: Model) -> CheckpointError:
+    return refuse("texts", model.role, type(model.module), model.snapshot.name)
 
 
 def _has_head(model: Model) -> bool:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from featcal_cli.calibration.distillation import FEWEST_TEXTS, TOKENS_PER_WIDTH, Schedule
-from featcal_cli.data.batches import Batch, count_examples, count_tokens, size_of_example, take_examples
+from featcal_cli.data.batches import (
+    Batch,
+    count_examples,
+    count_tokens,
+    forward_inputs,
+    size_of_example,
+    take_examples,
+)
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import count_directions, count_sum_rows
@@ -83,7 +90,7 @@ def probe_batch(model: nn.Module, architecture: Architecture, entry: str, batch:
     dtype = next(model.parameters()).dtype
     shapes = {
         name: x.to("meta", dtype if x.is_floating_point() else x.dtype)
-        for name, x in batch.items()
+        for name, x in forward_inputs(batch).items()
         if "mask" not in name
     }
     try:

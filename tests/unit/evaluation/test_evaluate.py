@@ -34,6 +34,7 @@ from torch.nn.functional import normalize
 from featcal_cli.cli.results import _describe_scores
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.labelled import LabelledRows
+from featcal_cli.engine.job import Job
 from featcal_cli.evaluation import lm_eval_tasks
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
 from featcal_cli.evaluation.protocols import check_whole
@@ -49,11 +50,12 @@ from featcal_cli.evaluation.results import (
 )
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
-from featcal_cli.recipe.schema import Draft, Evaluate
+from featcal_cli.recipe.schema import Calibration, Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
 from featcal_cli.runtime.progress import tell_apart, tell_change
+from featcal_cli.workflows import perplexity
 from featcal_cli.workflows.evaluate import evaluate, name_roles
-from featcal_cli.workflows.verbs import dry_run
+from featcal_cli.workflows.verbs import calibrate, dry_run
 
 parquet: Any = pyarrow.parquet  # has no types
 library: Any = transformers
@@ -743,6 +745,56 @@ def test_perplexity_is_that_of_every_text_alone(llama: Path) -> None:
         assert low < value < high
 
 
+def test_perplexity_of_a_decoder_is_that_of_all_that_it_is_to_write(
+    t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each command what transformers' own loss is, the last token included, which the decoder's inputs lack."""
+    random = Random(5)
+    rows = [{"prompt": write_text(random), "response": write_text(random)[: 2 + n % 5]} for n in range(24)]
+    (tmp_path / "data").mkdir()
+    write_table(tmp_path / "data" / "test.parquet", rows, {})
+    tokenizer = library.AutoTokenizer.from_pretrained(t5 / "base")
+
+    def measure_slowly(folder: Path, given: Sequence[Batch]) -> float:
+        model, losses, counts = library.T5ForConditionalGeneration.from_pretrained(folder).double(), [], []
+        for inputs in given:
+            counts.append(int(inputs["labels"].shape[1]))
+            with torch.no_grad():
+                losses.append(float(model(**inputs).loss) * counts[-1])
+        return math.exp(sum(losses) / sum(counts))
+
+    texts = [tokenizer(row["prompt"], text_target=row["response"], return_tensors="pt") for row in rows]
+    slow = {name: measure_slowly(t5 / name, texts) for name in ("expert", "merged", "base")}
+    draft = draft_of(t5, {"metric": "perplexity"}, {"path": str(tmp_path / "data"), "split": "test"})
+    without_base = {name: slow[name] for name in ("expert", "merged")}
+    assert values(evaluate(draft, batch_size=5)) == pytest.approx(without_base, 1e-5)
+    without_key = draft.model_copy(update={"tasks": {"it": draft.tasks["it"].model_copy(update={"evaluate": None})}})
+    assert values(evaluate(without_key, limit=24)) == pytest.approx(slow, 1e-5)
+    held_out: list[Batch] = []
+    whole = perplexity.measure_perplexity
+
+    def watch(job: Job, *rest: Any) -> Any:
+        held_out.extend(job.drift.batches["it"])
+        return whole(job, *rest)
+
+    monkeypatch.setattr(perplexity, "measure_perplexity", watch)
+    method = {"calibration": Calibration(method="paper", examples=16)}
+    report = calibrate(draft.model_copy(update=method), output=tmp_path / "out").report
+    alone = [
+        {"input_ids": ids[mask > 0][None], "labels": labels[given > 0][None]}
+        for x in held_out
+        for ids, mask, labels, given in zip(
+            *(x[name] for name in ("input_ids", "attention_mask", "decoder_labels", "decoder_attention_mask")),
+            strict=True,
+        )
+    ]
+    assert len(alone) == 4
+    folders = {name: t5 / name for name in ("expert", "merged", "base")} | {"calibrated": tmp_path / "out"}
+    slow = {name: measure_slowly(folder, alone) for name, folder in folders.items()}
+    found = {role: score.value for role, score in report.perplexity["it"].scores.items()}
+    assert found == pytest.approx(slow, 1e-5)
+
+
 def test_padding_before_a_text_changes_no_loss(tmp_path: Path) -> None:
     """Positions that a model has learned would count it."""
     config = library.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=100, initializer_range=0.5)
@@ -797,7 +849,7 @@ def test_what_is_won_back_is_counted_in_nats(metric: str, figures: list[tuple[fl
             role: Score(x, x, x, 0, 9) for role, x in zip(("expert", "merged", "calibrated"), values, strict=True)
         }
         tasks[str(number)] = TaskScores("", metric, "", "", scores)
-    assert list(_describe_scores(tasks)) == [told]
+    assert _describe_scores(tasks) == told
 
 
 def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t5: Path, llama: Path) -> None:
@@ -819,14 +871,15 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
         (heads.model_copy(update={"tasks": {"it": body}}), CheckpointError, "has no head"),
         (of_llama, CheckpointError, "does not read a text and write another[^$]*lm_eval"),
         (written.model_copy(update={"merged": str(broken)}), CheckpointError, "merged has no decoder.block.0"),
-        (draft_of(t5, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
+        (draft_of(bert, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
+        (draft_of(t5, {"metric": "perplexity"}, data), DataError, "no column holds what the model is to write"),
         (perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}), RecipeError, "no common mean"),
     ):
         with pytest.raises(error, match=message):
             evaluate(draft)
     # before a calibration, and not only after it
-    perplexity_of_t5 = draft_of(t5, {"metric": "perplexity"}, data)
-    for draft, message in ((prompts, "base has no text tower"), (perplexity_of_t5, "does not predict the next token")):
+    of_bert = draft_of(bert, {"metric": "perplexity"}, data)
+    for draft, message in ((prompts, "base has no text tower"), (of_bert, "does not predict the next token")):
         with pytest.raises(CheckpointError, match=message):
             dry_run(draft, evaluate=True)
         dry_run(draft)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isnan, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from featcal_cli.calibration.results import BlockReport, ModuleReport
+from featcal_cli.cli.results import show_calibration
 from featcal_cli.evaluation.results import Score, TaskScores
 from featcal_cli.reporting.model_card import MARK, copy_merged_card, read_license, write_card
 from featcal_cli.reporting.report import (
@@ -358,6 +360,24 @@ def test_perplexity_on_held_out_rows_is_in_the_card_and_not_in_the_index() -> No
     assert table in card and f"{report.measured_on[0].upper()}{report.measured_on[1:]}; lower is better" in card
     assert not ModelCard(card).data.eval_results  # type: ignore[attr-defined]
     assert Report.from_json(report.to_json()) == report
+
+
+def test_accuracy_and_perplexity_are_both_shown_but_no_perplexity_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy = {"law": make_scores("accuracy", 0.05, expert=0.9, merged=0.5, calibrated=0.75)}
+    held_out = {"law": make_scores("perplexity", 0.25, "held-out rows", expert=6.0, merged=9.0, calibrated=7.0)}
+    report = make_report(accuracy=accuracy, perplexity=held_out)
+    card = write_card(report, name="x")
+    assert card.index("| law | 90.0 ±10.0 |") < card.index("## Perplexity") < card.index("| law | 6.00 ±0.50 |")
+    assert "Mean accuracy: **50.0" in card and "Mean perplexity: **9.00" in card
+    assert report.won_back == pytest.approx((0.75 - 0.5) / (0.9 - 0.5))
+    show_calibration(report, Path("x"), None, 10.0)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "labelled examples per task:" in shown and "held-out texts per task; lower is better:" in shown
+    told = "Accuracy rose by 25.0 points (62 % of what merging lost), perplexity fell from 9.00 to 7.00 "
+    assert f"{told}(62 % of the nats that merging lost) and mean drift fell" in shown
+    of_split = {"law": make_scores("perplexity", 0.25, "test", expert=6.5, merged=9.0, calibrated=7.0)}
+    card = write_card(make_report(accuracy=of_split, perplexity=held_out), name="x")
+    assert "| law | 6.50 ±0.50 |" in card and "| law | 6.00 ±0.50 |" not in card
 
 
 def test_code_commands_and_notes_are_those_of_the_place() -> None:

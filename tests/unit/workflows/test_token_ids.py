@@ -349,14 +349,17 @@ def test_a_model_in_another_order_writes_the_same_answers(tmp_path: Path) -> Non
     write_labelled(tmp_path / "data.jsonl", texts, [answers.index(text) for text in written])
     found = accuracies(tmp_path, "other", {"answers": answers, "max_new_tokens": 3})
     assert found == {"expert": 1.0, "merged": 1.0} and len(answers) > 1
+    columns = {"columns": {"text": "text", "response": "text"}}
+    plain, other = (accuracies(tmp_path, name, {"metric": "perplexity"}, columns) for name in ("plain", "other"))
+    assert plain == pytest.approx(other, 1e-5)
 
 
 def write_labelled(file: Path, texts: Sequence[str], labels: Sequence[int]) -> None:
     file.write_text(lines({"text": text, "label": label} for text, label in zip(texts, labels, strict=True)))
 
 
-def accuracies(folder: Path, merged: str, how: Mapping[str, Any]) -> dict[str, float]:
-    task = {"expert": str(folder / "expert"), "data": {"path": str(folder / "data.jsonl")}}
+def accuracies(folder: Path, merged: str, how: Mapping[str, Any], more: Mapping[str, Any] = {}) -> dict[str, float]:
+    task: dict[str, Any] = {"expert": str(folder / "expert"), "data": {"path": str(folder / "data.jsonl"), **more}}
     task["evaluate"] = {"split": "train", "metric": "accuracy", **how}
     found = evaluate({"merged": str(folder / merged), "base": str(folder / "plain"), "tasks": {"it": task}})
     return {role: score.value for role, score in found.tasks["it"].scores.items()}
