@@ -81,7 +81,7 @@ def has_perplexity(job: Job) -> bool:
     runners = (job.merged, *job.experts.values())
     if not all(_has_head(runner.model) for runner in runners):
         return False
-    has_decoder = has_own_decoder(job.merged.model)
+    has_decoder = _has_decoder(job.merged.model)
     batches = [batch for of_task in job.drift.batches.values() for batch in of_task]
     if not all(job.ranks.gather(all(_holds_text(batch, has_decoder) for batch in batches))):
         return False
@@ -93,7 +93,7 @@ def _holds_text(batch: Batch, has_decoder: bool) -> bool:
     return LABELS in batch if has_decoder else batch.keys() <= TEXT and "input_ids" in batch
 
 
-def has_own_decoder(model: Model) -> bool:
+def _has_decoder(model: Model) -> bool:
     """Tell whether a model reads one sequence and writes another."""
     return bool(model.module.config.is_encoder_decoder)
 
@@ -159,7 +159,7 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
     # one by one: logits are large, and some models would count padding
     texts = (batch for batch, _ in rows.batches(1, with_targets=True))
     group = list(islice(texts, TEXTS_AT_ONCE))
-    if has_own_decoder(first) and LABELS not in group[0]:
+    if _has_decoder(first) and LABELS not in group[0]:
         fix = "name the column with what the model is to write: columns: {response: COLUMN}"
         raise DataError("no column holds what the model is to write", where=rows.where, fix=fix)
     opened = {role: _open(task, role, model, cutting, group[0]) for role, model in models.items()}
@@ -181,7 +181,7 @@ def _open(
     architecture = find_architecture(model.module, {"": sample}, norms="none")
     parts = share_model(model), architecture, task.device, model.module.dtype
     runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
-    if not has_own_decoder(model) and looks_ahead(runner, architecture):
+    if not _has_decoder(model) and looks_ahead(runner, architecture):
         raise _refuse(model)
     return runner, architecture
 
