@@ -321,6 +321,10 @@ def parse_config(config_class: Any, folder: Path, **options: Any) -> Any:
             part.use_cache = use_cache
         part.gradient_checkpointing = False
         part.return_dict = True
+        part.chunk_size_feed_forward = 0
+        # RWKV's first run would halve weights in place, and they would be written so
+        if hasattr(part, "rescale_every"):
+            part.rescale_every = 0
     return config
 
 

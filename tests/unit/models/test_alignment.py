@@ -91,6 +91,25 @@ def test_what_a_config_prefers_at_run_time_is_not_obeyed(tmp_path: Path, key: st
     assert found[False][1:] == found[True][1:] == (torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("name", "preference"), [("Bert", {"chunk_size_feed_forward": 4}), ("Rwkv", {"rescale_every": 1})]
+)
+def test_models_run_neither_in_chunks_nor_on_rescaled_weights(
+    tmp_path: Path, name: str, preference: dict[str, int]
+) -> None:
+    """Chunks fit texts of some lengths alone. RWKV's halved weights would be calibrated, written, and halved again when
+    the result is loaded."""
+    torch.manual_seed(0)
+    saved = getattr(tf, f"{name}Model")(getattr(tf, f"{name}Config")(**TEXT_SIZES, attention_hidden_size=32))
+    saved.save_pretrained(tmp_path)
+    file, ids = tmp_path / "config.json", torch.arange(3, 9)[None]
+    file.write_text(json.dumps(json.loads(file.read_text()) | preference))
+    model = load_model("merged", Snapshot("model", tmp_path, None), type(saved)).module
+    torch.testing.assert_close(model(ids)[0], saved.eval()(ids)[0])
+    for key, value in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
 POOLED: dict[str, Any] = {
     '{"pooling_mode": "mean"}': lambda states: states.mean(0),
     '{"pooling_mode_cls_token": true, "pooling_mode_lasttoken": false}': lambda states: states[0],
