@@ -166,11 +166,13 @@ def reusing_outputs(
 
     final: the Linear modules whose weights and inputs stay as they are until the pass goes on. Submodules that are
     final at this `depth` are so too. Their outputs are kept with the pass as far as there is room, and returned again
-    instead of being computed; not if the block has changed one in place since. unneeded: modules on whose outputs
+    instead of being computed; not if the block has changed one in place since. A further call in the same run is
+    computed. unneeded: modules on whose outputs
     nothing depends that the run is for: they return zeros.
     """
     linear = {x.name for x in block.modules if not (x.functional or x.is_routed) and len(x.rows) == 1}
     plain = {name for name in linear if type(_held(paused, block, name)).forward in PLAIN_FORWARDS}
+    ran = set[str]()
     reused = {*(plain & {*final}), *(path for path, final_at in block.final_at if final_at <= depth)}
     with ExitStack() as undo:
         for name in reused | (plain & {*unneeded}):
@@ -178,7 +180,7 @@ def reusing_outputs(
             if "forward" in held.__dict__:
                 continue
             if name in reused:
-                held.forward = partial(_reuse, paused.outputs, name, room, held.forward)
+                held.forward = partial(_reuse, paused.outputs, ran, name, room, held.forward)
             else:
                 held.forward = partial(_return_zeros, len(read_parameters(held).weight))
             undo.callback(held.__dict__.pop, "forward")
@@ -191,6 +193,7 @@ def _held(paused: PausedForward, block: Block, name: str) -> nn.Module:
 
 def _reuse(
     outputs: dict[str, KeptOutput],
+    ran: set[str],
     name: str,
     room: OutputRoom,
     forward: Callable[..., Any],
@@ -199,6 +202,10 @@ def _reuse(
 ) -> Any:
     """Return the kept output of a module; or compute it, and keep it if there is room. What was kept inside of the
     module is not needed any more then."""
+    # a long text may need more calls than the probes, each with other rows
+    if name in ran:
+        return forward(*given, **named)
+    ran.add(name)
     kept = outputs.get(name)
     if kept is not None and kept.is_unchanged:
         return kept.value

@@ -3,6 +3,7 @@ outputs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -157,11 +158,13 @@ class GradientPass:
         """Hook the outputs of a block's Linear modules, so that gradients at them are received later."""
         linear = [module for module in block.modules if module.kind in LINEAR_KINDS]
         functional = {module.functional.weight: module for module in linear if module.functional is not None}
+        calls = Counter[str]()
 
         def watch(module: Module, y: Any) -> None:
             if isinstance(y, Tensor) and y.requires_grad:
                 self._group.graph_room -= SAVED_TENSORS * y.nbytes
-                y.register_hook(partial(self._receive, block, module, masks, lengths))
+                calls[module.name] += 1
+                y.register_hook(partial(self._receive, block, module, masks, lengths, calls))
 
         def watch_output(module: Module, y: Any) -> Any:
             # a view, as a Linear may return, would lose its hook when the block changes it in place
@@ -184,14 +187,21 @@ class GradientPass:
             yield
 
     def _receive(
-        self, block: Block, module: Module, masks: PerToken, lengths: Mapping[str, int], gradient: Tensor
+        self,
+        block: Block,
+        module: Module,
+        masks: PerToken,
+        lengths: Mapping[str, int],
+        calls: Mapping[str, int],
+        gradient: Tensor,
     ) -> None:
         """Add the gradient at a module's output to the module's sums, and to the sizes at tokens."""
         path = f"{block.name}.{module.name}"
         self._group.enter(block)
         held = self._expert.module(path)
         gradient = channels_last(held, gradient)
-        if not module.is_routed:
+        # a long text may need more calls than the probes, as CANINE's in parts does
+        if not module.is_routed and calls[module.name] == len(module.rows):
             self._add_sizes(path, module, gradient, masks, lengths)
         # a row that all examples read has the sum of their gradients, which depends on the batch
         if not any(rows.is_shared for rows in module.rows):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, Family, build_lively, shake
+from family import TEXT_SIZES, text
 from outcome import distance
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,8 +43,17 @@ LESS_PRECISE = {
 hardly have some directions, as BEiT's and ViViT's, the rounding of their sums shows in these. Solving in float64 does
 not help."""
 
+CANINE = Family(
+    "canine",
+    "CanineModel",
+    TEXT_SIZES | {"num_hash_buckets": 50, "local_transformer_stride": 8},
+    lambda count: text(count, 20),
+    "initial_char_encoder.layer.0 encoder.layer.{} final_char_encoder.layer.0",
+)
+"""Its attention reads long texts in parts, of which the probes have one, so that its modules are called again."""
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+@pytest.mark.parametrize("family", [*FAMILIES, CANINE], ids=lambda family: family.name)
 def test_no_family_depends_on_batches_order_and_padding(
     tmp_path: Path, family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
