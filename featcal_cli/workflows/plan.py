@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from featcal_cli.calibration.distillation import LONG, PEAK_FOR_TEXTS, SHORT, Schedule
+from featcal_cli.calibration.distillation import LONG, PEAK_FOR_TEXTS, SHORT, STEPS_PER_TEXT, Schedule
 from featcal_cli.calibration.hyperparameters import choose_hyperparameters, describe_settings, kind_of
 from featcal_cli.data.batches import Batch
 from featcal_cli.data.examples import DrawnExamples, TaskExamples, draw_examples
@@ -242,8 +242,9 @@ def _refine_shortly(
 ) -> tuple[Workload, Estimate]:
     """Return the work of a job that also refines its result for a short while, as language models are by default, and
     what it needs; where any of the processes cannot do it, what is given, and a note on the reason."""
-    fitted = (rows.expected[0] for rows in work.examples.values())
-    short = replace(SHORT, steps=min(SHORT.steps, *fitted), blocks_on=work.texts_for_blocks)
+    fewest = min(rows.expected[0] for rows in work.examples.values())
+    steps = min(SHORT.steps, STEPS_PER_TEXT * fewest)
+    short = replace(SHORT, steps=steps, blocks_on=work.texts_for_blocks)
     larger = replace(work, refining=short)
     obstacle = ""
     try:
