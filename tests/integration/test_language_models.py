@@ -259,7 +259,7 @@ def test_refining_is_done_once_and_goes_on(llama: Saved, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(
     ("settings", "steps"),
-    [({}, 24), ({"refine": False}, None), ({"head": False}, None), ({"method": "paper"}, None)],
+    [({}, 3 * 24), ({"refine": False}, None), ({"head": False}, None), ({"method": "paper"}, None)],
     ids=["by default", "left out", "without the head", "the paper's method"],
 )
 def test_language_models_are_refined_for_a_while(tmp_path: Path, settings: dict[str, Any], steps: int | None) -> None:
