@@ -22,6 +22,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # it writes of every retry, with the address
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads to read what is mapped would only take time
+    # matplotlib refuses what it does not know, such as the backend that Jupyter's shells hand on to other environments
+    os.environ |= {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}
     # libraries mean them for their developers; PYTHONWARNINGS shows them
     warnings.simplefilter("ignore", append=True)
     launch = Launch()

@@ -65,6 +65,12 @@ class Chart:
         return max(filter(isfinite, drifts), default=0.0)
 
 
+def load_plotting() -> None:
+    """Import what draws. Settings of the user's may stop it, so call this before anything is computed for a picture."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+
+
 @contextmanager
 def own_style() -> Iterator[None]:
     """Use matplotlib's defaults, not the user's style, and ids in an SVG that depend on the picture alone."""

@@ -76,6 +76,10 @@ def inspect_drift(
         raise RecipeError("there is no model to inspect yet", where="merged", fix="name one, or calibrate first")
     inputs = find_inputs(session, {OTHER: str(compare)} if compare else None)
     session.load_libraries()
+    from featcal_cli.reporting.drift_plots import load_plotting, plot_inspection
+
+    if plot:
+        load_plotting()
     plan, job = _measure(session, inputs)
     job.retire()
     from featcal_cli.workflows.perplexity import measure_if_possible
@@ -85,8 +89,6 @@ def inspect_drift(
     inspection = replace(_describe(plan, session, job), perplexity=perplexity)
     if session.ranks.is_first:
         excess = None if max_drift is None else find_excess(inspection, max_drift)
-        from featcal_cli.reporting.drift_plots import plot_inspection
-
         _write(plot, partial(plot_inspection, inspection))
         _write(html, lambda _: write_page(inspection))
         _write(markdown, lambda _: write_summary(inspection, excess))

@@ -23,6 +23,7 @@ from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
+from featcal_cli.reporting.drift_plots import load_plotting
 from featcal_cli.reporting.verdict import check_held_out
 from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
 from featcal_cli.runtime.hardware import measure_speed, memory_of
@@ -156,6 +157,7 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     copies = count_copies(origins, outlines)
     transfers = {role: {**count_transfer(origin), "copied": copies[role]} for role, origin in origins.items()}
     if target is not None:
+        load_plotting()
         _check_output(session, inputs, work, outlines, headers[MERGED])
     with look():
         if refining:

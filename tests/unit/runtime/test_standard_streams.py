@@ -147,6 +147,17 @@ def test_a_package_that_cannot_be_imported_is_one_message(package: str, code: st
     assert told in " ".join(run.stderr.split()), run.stderr
 
 
+def test_settings_of_matplotlib_cost_no_result(job: Path, tmp_path: Path) -> None:
+    line = ("calibrate", "-r", job / "job.yaml", "-o", "out")
+    (tmp_path / "broken").write_bytes(b"backend: \xff")
+    run = featcal(*line, folder=tmp_path, MPLBACKEND="module://matplotlib_inline.nothing", MATPLOTLIBRC="broken")
+    assert run.returncode == 0 and (tmp_path / "out" / "drift.png").is_file(), run.stderr
+    # the current folder's is always read, and said to be wrong before anything is computed
+    (tmp_path / "broken").rename(tmp_path / "matplotlibrc")
+    run = featcal(*line, "--overwrite", "--dry-run", folder=tmp_path)
+    assert run.returncode == 2 and "matplotlib cannot be imported" in run.stderr, run.stderr
+
+
 def test_what_is_written_to_a_closed_stream_goes_into_no_file(job: Path, tmp_path: Path) -> None:
     done = run("recipes demo", job, tmp_path, "2>&- >out.txt")
     assert done.returncode == 0 and (tmp_path / "out.txt").read_text().startswith("#")
