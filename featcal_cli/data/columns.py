@@ -178,11 +178,8 @@ def join_turns(messages: Sequence[Message]) -> list[Message]:
         turn = {**message, "role": "user" if message["role"] == "system" else message["role"]}
         last = joined[-1] if joined else {}
         texts = (last.get("content"), turn["content"])
-        if (
-            last.keys() == turn.keys() == {"role", "content"}
-            and last["role"] == turn["role"]
-            and all(isinstance(text, str) for text in texts)
-        ):
+        goes_on = last.keys() == turn.keys() == {"role", "content"} and last["role"] == turn["role"]
+        if goes_on and all(isinstance(text, str) for text in texts):
             turn["content"] = "\n\n".join(filter(is_text, texts))
             joined.pop()
         joined.append(turn)
@@ -347,6 +344,10 @@ def _find_text_columns(samples: Samples, kind: TextKind, chat: bool) -> dict[str
     messages = [names[name] for name in NAMES["messages"] if name in talks]
     if messages and kind == "causal" and (chat or "text" not in texts):
         return {"messages": messages[0]}
+    for name in NAMES["messages"]:
+        if any(is_text(value) and value.lstrip().startswith("[{'") for value in bare.get(name, ())):
+            what = f"column {plain(names[name])} holds lists as Python prints them, which is not JSON"
+            raise DataError(what, fix="write them with json.dumps, or keep them as lists in .jsonl or .parquet")
     languages = [name for name in samples if bare_name(name).startswith(f"{TRANSLATION}.")]
     if kind != "encoder" and len(languages) == 2:
         return {"prompt": languages[0], "response": languages[1]}

@@ -370,6 +370,7 @@ REFUSED: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("bert", [{"text": 1, **dict.fromkeys(map(str, range(3000)), "x")}], {"columns": {"text": "txt"}},
      "text, 0, 1, 2, 3 and 2,996 more"),
     ("bert", [{"text": "w1"}], {"columns": {"messages": "text"}}, "not a list of messages"),
+    ("llama", [{"messages": "[{'role': 'user', 'content': 'w1'}]", "source": "w2 w3"}], {}, "as Python prints them"),
     ("bert", [{"text": "w1"}], {"template": "{texts}"}, "names a column that does not exist: {texts}"),
     ("bert", [{"text": "w1"}], {"template": "{text"}, r"template is broken[^$]*\{premise\}"),
     ("bert", [{"text": "w1"}], {"template": "{text.__class__}"}, "column that does not exist: {text.__class__}"),
