@@ -177,10 +177,9 @@ def join_turns(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         turn = {**message, "role": "user" if message["role"] == "system" else message["role"]}
         last = joined[-1] if joined else {}
-        texts = (last.get("content"), turn["content"])
         goes_on = last.keys() == turn.keys() == {"role", "content"} and last["role"] == turn["role"]
-        if goes_on and all(isinstance(text, str) for text in texts):
-            turn["content"] = "\n\n".join(filter(is_text, texts))
+        if goes_on and all(isinstance(one["content"], str) for one in (last, turn)):
+            turn["content"] = "\n\n".join(filter(is_text, (last["content"], turn["content"])))
             joined.pop()
         joined.append(turn)
     return joined

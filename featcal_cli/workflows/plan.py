@@ -157,7 +157,8 @@ def make_plan(session: Session, inputs: Inputs, target: Path | None = None) -> P
     copies = count_copies(origins, outlines)
     transfers = {role: {**count_transfer(origin), "copied": copies[role]} for role, origin in origins.items()}
     if target is not None:
-        load_plotting()
+        if not session.options.dry_run:  # which is not to take longer
+            load_plotting()
         _check_output(session, inputs, work, outlines, headers[MERGED])
     with look():
         if refining:

@@ -154,8 +154,9 @@ def test_settings_of_matplotlib_cost_no_result(job: Path, tmp_path: Path) -> Non
     assert run.returncode == 0 and (tmp_path / "out" / "drift.png").is_file(), run.stderr
     # the current folder's is always read, and said to be wrong before anything is computed
     (tmp_path / "broken").rename(tmp_path / "matplotlibrc")
-    run = featcal(*line, "--overwrite", "--dry-run", folder=tmp_path)
+    run = featcal(*line, "--overwrite", folder=tmp_path)
     assert run.returncode == 2 and "matplotlib cannot be imported" in run.stderr, run.stderr
+    assert "settings:" not in run.stderr
 
 
 def test_what_is_written_to_a_closed_stream_goes_into_no_file(job: Path, tmp_path: Path) -> None:
