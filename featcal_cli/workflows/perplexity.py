@@ -159,12 +159,13 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
     # one by one: logits are large, and some models would count padding
     texts = (batch for batch, _ in rows.batches(1, with_targets=True))
     group = list(islice(texts, TEXTS_AT_ONCE))
-    if _has_decoder(first) and LABELS not in group[0]:
-        fix = "name the column with what the model is to write: columns: {response: COLUMN}"
-        raise DataError("no column holds what the model is to write", where=rows.where, fix=fix)
     opened = {role: _open(task, role, model, cutting, group[0]) for role, model in models.items()}
     losses: dict[str, list[Loss]] = {role: [] for role in models}
     while group:
+        # a conversation may end with a question
+        if _has_decoder(first) and not all(LABELS in batch for batch in group):
+            fix = "name the column that holds it: columns: {response: COLUMN}; and take out the rows without it"
+            raise DataError("a row lacks what the model is to write", where=rows.where, fix=fix)
         for role, (runner, architecture) in opened.items():
             losses[role] += measure_losses(runner, architecture, {"": group})[""]
             runner.give_back()

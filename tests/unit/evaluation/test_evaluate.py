@@ -865,6 +865,10 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
     written = draft_of(t5, {"split": "test", "answers": ["a"]}, data | {"columns": {"text": "text", "label": "text"}})
     of_llama = written.model_copy(update={"merged": str(llama / "merged")})
     perplexity = draft_of(llama, {"metric": "perplexity"}, data)
+    question, answer = ({"role": role, "content": "abc"} for role in ("user", "assistant"))
+    chats = llama.parent / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in ([question, answer], [question])))
+    unanswered = draft_of(t5, {"metric": "perplexity", "split": "train"}, {"path": str(chats)})
     mixed = perplexity.tasks["it"].model_copy(update={"evaluate": Evaluate()})
     for draft, error, message in (
         (prompts, CheckpointError, "base has no text tower"),
@@ -872,7 +876,8 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
         (of_llama, CheckpointError, "does not read a text and write another[^$]*lm_eval"),
         (written.model_copy(update={"merged": str(broken)}), CheckpointError, "merged has no decoder.block.0"),
         (draft_of(bert, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
-        (draft_of(t5, {"metric": "perplexity"}, data), DataError, "no column holds what the model is to write"),
+        (draft_of(t5, {"metric": "perplexity"}, data), DataError, "a row lacks what the model is to write"),
+        (unanswered, DataError, "a row lacks what the model is to write"),
         (perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}), RecipeError, "no common mean"),
     ):
         with pytest.raises(error, match=message):
