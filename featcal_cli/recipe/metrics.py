@@ -101,7 +101,7 @@ METRICS: dict[str, Metric] = {
         "Spearman's ρ", "ρ", "spearmanr", True, _pair_numbers, _correlate_ranks, "rank correlation of numbers"
     ),
     "perplexity": Metric(
-        "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, "a language model's, on the task's own texts",
+        "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, "how well models write the task's own texts",
         of_texts=True, scale=1, digits=None,
     ),
 }  # fmt: skip

@@ -115,7 +115,7 @@ class Inspection:
     calibrated: list[str] = field(default_factory=list)
     """Roles of the models that featcal has calibrated before, which pictures draw in one colour."""
     perplexity: dict[str, TaskScores] = field(default_factory=dict)
-    """Perplexities of experts and roles by task, on the same examples; empty but for language models."""
+    """Perplexities of experts and roles by task, on the same examples; empty but for models that write text."""
 
     @property
     def short_names(self) -> dict[str, str]:

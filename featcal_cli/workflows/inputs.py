@@ -137,8 +137,8 @@ def check_evaluable(session: Session, recipe: Recipe) -> None:
         raise RecipeError("evaluation is made for one process", where="featcal evaluate", fix="leave --gpus out")
     known = {task: spec.evaluate for task, spec in recipe.tasks.items() if spec.evaluate is not None}
     if not known:
-        fix = "add to the tasks of the recipe: evaluate: {split: test}, or of a language model evaluate: {metric: "
-        fix += "perplexity}; `featcal recipes recipe.schema.json` describes all its keys"
+        fix = "add to the tasks of the recipe: evaluate: {split: test}, or of models that write text evaluate: "
+        fix += "{metric: perplexity}; `featcal recipes recipe.schema.json` describes all its keys"
         raise RecipeError("no task says how it is evaluated", where="tasks", fix=fix)
     if len({how.protocol == "texts" for how in known.values()}) > 1:
         what = "perplexity and other figures have no common mean"
