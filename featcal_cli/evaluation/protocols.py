@@ -142,6 +142,12 @@ def refuse(protocol: str, role: str, model_class: type[PreTrainedModel], where: 
     return CheckpointError(f"{role} {what} ({model_class.__name__})", where=where, fix=fix)
 
 
+def refuse_rows(task: str, data: Data) -> DataError:
+    """Return the error for rows that do not say what a decoder is to write."""
+    fix = "name the column that holds it: columns: {response: COLUMN}; and take out the rows without it"
+    return DataError("a row lacks what the model is to write", where=f"{task}: {data}", fix=fix)
+
+
 def compare(
     task: LabelledTask,
     rows: LabelledRows,

@@ -13,13 +13,13 @@ from featcal_cli.data.preprocessing import Vocabulary, map_ids
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.outputs import Loss, looks_ahead, measure_losses
-from featcal_cli.evaluation.protocols import LabelledTask, refuse, suits
+from featcal_cli.evaluation.protocols import LabelledTask, refuse, refuse_rows, suits
 from featcal_cli.evaluation.results import BASE, EXPERT, Score, TaskScores, score
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.schema import Recipe
-from featcal_cli.runtime.errors import CheckpointError, DataError, FeatCalError
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError
 from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.runtime.sanitise import exception_text
 from featcal_cli.workflows.build_report import Outcome
@@ -164,8 +164,7 @@ def compare_texts(task: LabelledTask, models: Mapping[str, Model], tell: Callabl
     while group:
         # a conversation may end with a question
         if _has_decoder(first) and not all(LABELS in batch for batch in group):
-            fix = "name the column that holds it: columns: {response: COLUMN}; and take out the rows without it"
-            raise DataError("a row lacks what the model is to write", where=rows.where, fix=fix)
+            raise refuse_rows(rows.task, rows.data)
         for role, (runner, architecture) in opened.items():
             losses[role] += measure_losses(runner, architecture, {"": group})[""]
             runner.give_back()

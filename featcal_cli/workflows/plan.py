@@ -229,7 +229,7 @@ def _check_output(
     with look():
         if options.evaluate:
             check_evaluable(session, inputs.recipe)
-            check_measurable(inputs.recipe, outlines)
+            check_measurable(inputs.recipe, outlines, examples)
     with look():
         if options.strict:
             check_held_out({task: rows.fitted_count for task, rows in examples.items() if not rows.held_out_count})

@@ -11,9 +11,10 @@ from torch import nn
 
 from featcal_cli.calibration.journal import check_unfinished, list_blocks, take_fingerprint
 from featcal_cli.calibration.results import ADAPTER
+from featcal_cli.data.batches import LABELS
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.outputs import NO_PROBABILITIES
-from featcal_cli.evaluation.protocols import FIT, refuse, suits
+from featcal_cli.evaluation.protocols import FIT, refuse, refuse_rows, suits
 from featcal_cli.hub.adapter import read_adapter
 from featcal_cli.hub.model_files import ADAPTER_CONFIG, Entry, load_config
 from featcal_cli.hub.repo import chosen_files, missing_files, other_weights
@@ -190,8 +191,9 @@ def check_adapter(
         raise RecipeError(what, where=where, fix="leave out --as-adapter")
 
 
-def check_measurable(recipe: Recipe, outlines: Mapping[str, Model]) -> None:
-    """Raise CheckpointError if a task is to be evaluated in a way that does not suit base, its expert or merged."""
+def check_measurable(recipe: Recipe, outlines: Mapping[str, Model], examples: Mapping[str, TaskExamples]) -> None:
+    """Raise CheckpointError if a task is to be evaluated in a way that does not suit base, its expert or merged, and
+    DataError if none of its examples says what a decoder is to write."""
     for task, spec in recipe.tasks.items():
         protocol = spec.evaluate.protocol if spec.evaluate else ""
         for role in () if protocol not in FIT else ("base",) if protocol == "zero-shot" else (EXPERT + task, "merged"):
@@ -201,6 +203,9 @@ def check_measurable(recipe: Recipe, outlines: Mapping[str, Model]) -> None:
             config = load_config(model_class.config_class, snapshot.folder, role=role, name=snapshot.name)
             if not suits(protocol, model_class, config):
                 raise refuse(protocol, role, model_class, snapshot.name)
+            has_targets = any(LABELS in batch for batch in examples[task].batches)
+            if protocol == "texts" and config.is_encoder_decoder and not has_targets:
+                raise refuse_rows(task, spec.data)
 
 
 def check_unfinished_run(session: Session, inputs: Inputs) -> None:

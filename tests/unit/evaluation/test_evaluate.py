@@ -883,8 +883,11 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
         with pytest.raises(error, match=message):
             evaluate(draft)
     # before a calibration, and not only after it
-    of_bert = draft_of(bert, {"metric": "perplexity"}, data)
-    for draft, message in ((prompts, "base has no text tower"), (of_bert, "does not predict the next token")):
-        with pytest.raises(CheckpointError, match=message):
+    for draft, message in (
+        (prompts, "base has no text tower"),
+        (draft_of(bert, {"metric": "perplexity"}, data), "does not predict the next token"),
+        (draft_of(t5, {"metric": "perplexity"}, data), "a row lacks what the model is to write"),
+    ):
+        with pytest.raises((CheckpointError, DataError), match=message):
             dry_run(draft, evaluate=True)
         dry_run(draft)
