@@ -13,6 +13,7 @@ from families import changed_tensors
 from hub_faults import Fault
 from peft import LoraConfig
 from recipe_world import save_adapter
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
@@ -168,6 +169,13 @@ def adapter_that_is_not_json(stage: Stage) -> Arguments | None:
     return arguments
 
 
+def ids_and_embeddings(stage: Stage) -> None:
+    """Give inputs that no model takes together."""
+    file = stage.folder / "red.safetensors"
+    inputs = load_file(file)
+    save_file(inputs | {"inputs_embeds": torch.ones(*inputs["input_ids"].shape, 32)}, file)
+
+
 WRONG_TYPES: list[tuple[dict[str, object], str]] = [
     ({"hidden_size": "32"}, "hidden_size"),
     ({"hidden_size": None}, "hidden_size"),
@@ -192,7 +200,7 @@ def unreadable_tokenizer(stage: Stage) -> Arguments:
 CASES: list[Case] = [
     *((config("merged", **values), [words, "config.json"]) for values, words in WRONG_TYPES),
     *((config(model, **WRONG_TYPES[0][0]), [WRONG_TYPES[0][1], "config.json"]) for model in ("base", "red")),
-    *((config(model, chunk_size_feed_forward="x"), ["cannot run on the examples"]) for model in ("merged", "red")),
+    (ids_and_embeddings, ["merged cannot run on the examples", "an example has", "inputs_embeds"]),
     (unreadable_tokenizer, ["model_max_length many", "no number"]),
     (options(merged="{}/nowhere"), ["nowhere"]),
     (options(merged="{}/red.safetensors"), ["is a file", "folder"]),
