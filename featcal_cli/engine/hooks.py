@@ -167,8 +167,7 @@ def reusing_outputs(
     final: the Linear modules whose weights and inputs stay as they are until the pass goes on. Submodules that are
     final at this `depth` are so too. Their outputs are kept with the pass as far as there is room, and returned again
     instead of being computed; not if the block has changed one in place since. A further call in the same run is
-    computed. unneeded: modules on whose outputs
-    nothing depends that the run is for: they return zeros.
+    computed. unneeded: modules on whose outputs nothing depends that the run is for: they return zeros.
     """
     linear = {x.name for x in block.modules if not (x.functional or x.is_routed) and len(x.rows) == 1}
     plain = {name for name in linear if type(_held(paused, block, name)).forward in PLAIN_FORWARDS}
