@@ -275,7 +275,7 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
             del slope
         else:
             break
-    return found - unknown.start
+    return (found - unknown.start).float()
 
 
 def choose_share(slopes: Sequence[float]) -> float:
@@ -341,10 +341,12 @@ def _solve(job: Job, head: Head) -> tuple[list[ModuleReport], tuple[float, float
         share, after = (share, after) if after < before + ROUNDING else (0.0, before)
         update, divergence = update.mul_(share), (before, after)
         del line
-    size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start, dtype=update.dtype))
+    # no less than the files have, be it float64
+    kept = torch.promote_types(update.dtype, unknown.start.dtype)
+    size = float(torch.linalg.vector_norm(update) / torch.linalg.vector_norm(unknown.start, dtype=kept))
     if not isfinite(size):
         raise NumericsError(f"the solution of {head.changed} is not finite", fix="give head: false in the recipe")
-    found = update.add_(unknown.start)
+    found = update.to(kept).add_(unknown.start)
     for name, parameter in student.module(head.changed).named_parameters(recurse=False):
         if head.norm and size:
             old = merged.copy(merged.parameter(f"{head.norm}.{name}")).to(found)

@@ -241,13 +241,18 @@ class GradientPass:
             if len(own) > PREDICTIONS:
                 own = own[torch.randperm(len(own), generator=generator)[:PREDICTIONS]]
             chosen.append(own)
+        places = self._find_places(rows.shape[1])
+        # rows of padding behind the tokens are no choice, and models of one family have different numbers of them
+        last = None if places is None else len(places)
         with torch.enable_grad():
-            rows = rows[torch.cat(chosen).to(rows.device)]
+            rows = rows[torch.cat(chosen).to(rows.device), :last]
         leaves = [leaf for _, leaf in self._leaves.values()]
         for projection in range(self._group.projections if rows.requires_grad else 0):
             pairs = zip(chosen, generators, strict=True)
             drawn = torch.cat([draw_noise(len(own), rows.shape[1], generator) for own, generator in pairs])
-            direction = project_randomly(rows, self._sort_by_class(drawn.to(rows.device)), are_logits=are_logits)
+            drawn = drawn.to(rows.device)
+            drawn = drawn if places is None else drawn[:, places.to(rows.device)]
+            direction = project_randomly(rows, drawn, are_logits=are_logits)
             again = projection + 1 < self._group.projections
             torch.autograd.grad([rows], leaves, [direction], retain_graph=again, allow_unused=True)
         for of_modules in (self.sizes, self.counts):
@@ -255,14 +260,12 @@ class GradientPass:
             of_modules.update(zip(of_modules, (x.clone() for x in fetched), strict=True))
         self.close()
 
-    def _sort_by_class(self, drawn: Tensor) -> Tensor:
-        """Return noise [rows, c] that was drawn for classes in the order of `places`, in the order of the head."""
+    def _find_places(self, count: int) -> Tensor | None:
+        """Return the places of the tokens that the first of `count` classes stand for, in an order that does not depend
+        on ids; None if classes are no tokens."""
         places, head = self._group.places, self._expert.model.module.get_output_embeddings()
-        classes = len(getattr(head, "weight", ()))
-        if places is None or not len(places) <= classes == drawn.shape[1]:
-            return drawn  # classes are no tokens
-        # rows of padding behind the tokens have no place
-        return drawn[:, torch.cat([places, torch.arange(len(places), classes)]).to(drawn.device)]
+        is_known = places is not None and len(places) <= len(getattr(head, "weight", ())) == count
+        return places if is_known else None
 
     def close(self) -> None:
         """End the pass and drop its graph, wherever it is."""

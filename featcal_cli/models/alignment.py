@@ -99,6 +99,10 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)))
     prefix = f"{other.module.base_model_prefix}."
     unread = [name for name in sorted(other.unread) if not _BUFFERS.match(name)]
+    if unread and other is merged and not read_class_name(merged.snapshot.config):
+        what = f"config.json names no class, and a {type(merged.module).__name__} does not read {_count(unread)}"
+        fix = 'add the model\'s class to config.json, as in "architectures": ["LlamaForCausalLM"]'
+        raise CheckpointError(what, where=merged.snapshot.name, fix=fix)
     unread = [n for n in unread if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
     if surplus := [path for path in theirs if path not in ours and path.startswith(tuple(f"{x}." for x in lists))]:
         what = f"{other.role} has {_count(surplus)}, which merged lacks"

@@ -249,9 +249,16 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 # Mistakes
 
-_KEYS = [
-    key for section in (Draft, Merge, TaskDraft, Data, Evaluate, Calibration, Output) for key in section.model_fields
-]
+_SECTIONS = {
+    "": Draft,
+    "merged": Merge,
+    "tasks": TaskDraft,
+    "data": Data,
+    "evaluate": Evaluate,
+    "calibration": Calibration,
+    "output": Output,
+}
+"""The sections of a recipe, by their keys; `tasks` stands for each task, and the empty name for the whole recipe."""
 
 _RENAMED = {"select": "choose between --method featcal and --method paper (the key method of a recipe's calibration)"}
 """Keys and options of earlier versions, each with its fix."""
@@ -308,9 +315,7 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     name = plain(option) if option else ".".join(map(plain, place))
     if problem["type"] == "extra_forbidden":
         section = f" in {name.rpartition('.')[0]}" if place[1:] else ""
-        hint = "" if place[-1] in _KEYS else did_you_mean(place[-1][:80], _KEYS, cutoff=0.5)
-        fix = _RENAMED.get(place[-1]) or hint.strip() or "take the key out, or move it to the section that has it"
-        return f"unknown key {plain(place[-1])}{section}", fix
+        return f"unknown key {plain(place[-1])}{section}", _place_key(place)
     if list(place) == ["merged"] and problem["type"] == "missing":
         return "no merged model given", "give MERGED or --merge, or the key merged: in a recipe"
     if isinstance(about := problem.get("ctx", {}).get("error"), RecipeError):
@@ -355,6 +360,21 @@ def tell_wanted(text: str) -> str:
     for word, plainer in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
         text = text.replace(word, plainer)
     return text.replace("greater than", "more than")
+
+
+def _place_key(place: Sequence[str]) -> str:
+    """Return the fix for a key that its section of a recipe does not have: its new name, the section that has it, or a
+    similar key."""
+    key = place[-1][:80]
+    if key in _RENAMED:
+        return _RENAMED[key]
+    for home, of in _SECTIONS.items():
+        if key in of.model_fields:
+            return f"move it to the section {home}" if home else "move it to the top of the recipe"
+    section = "tasks" if [*place[:1], len(place)] == ["tasks", 3] else "".join(place[-2:-1])
+    own = _SECTIONS[section].model_fields if section in _SECTIONS else {}
+    listed = f"the keys here are {', '.join(own)}" if own else "take it out"
+    return did_you_mean(key, own, cutoff=0.5).strip() or listed
 
 
 def suggest_for_option(option: str, known_options: Iterable[str]) -> str:

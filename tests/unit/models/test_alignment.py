@@ -177,6 +177,19 @@ def test_shapes_and_names_that_agree_are_not_said_to_differ(tmp_path: Path, widt
     assert ("config.json" in raised.value.fix) == (width == 64)
 
 
+def test_a_head_is_not_left_out_because_the_config_names_no_class(tmp_path: Path) -> None:
+    tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED_SIZES)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": None}))
+    snapshot = Snapshot("model", tmp_path, None)
+    merged = load_model("merged", snapshot, find_class(snapshot))
+    architecture = find_architecture(merged.module, {"red": {"input_ids": torch.arange(3, 9)[None]}}, "skip")
+    with pytest.raises(
+        CheckpointError, match=r"names no class, and a LlamaModel does not read the tensor lm_head\.weight"
+    ):
+        check_alignment(architecture, merged, merged)
+
+
 def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> None:
     """Its config.json says clip, and it is read as a clip_vision_model; and the other way round."""
     whole = tf.CLIPConfig(text_config=TEXT_SIZES, vision_config=VISION_SIZES, projection_dim=16)

@@ -134,6 +134,23 @@ def test_the_order_of_tokens_changes_nothing(
         assert "merged has the same vocabulary" in (plain.output / "README.md").read_text()
 
 
+@pytest.mark.parametrize("role", ["red", "merged"])
+def test_neither_rows_of_padding_nor_wider_numbers_change_the_default_method(tmp_path: Path, role: str) -> None:
+    """More rows of padding in an expert's head, or merged in float64."""
+    found = []
+    for name in ("plain", "other"):
+        job = save_family(tmp_path / name)
+        job["calibration"] |= {"method": "featcal"}
+        if name == "other":
+            module = LlamaForCausalLM.from_pretrained(tmp_path / name / role)
+            module.double() if role == "merged" else module.resize_token_embeddings(64)
+            module.save_pretrained(tmp_path / name / role)
+        assert calibrate(job, output=tmp_path / name / "out").report.blocks[-1].modules
+        found.append(load_file(tmp_path / name / "out" / "model.safetensors"))
+    for tensor, x in found[0].items():
+        torch.testing.assert_close(found[1][tensor].float(), x, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("experts", [{}, {"red": 2, "green": 3}], ids=["merged alone", "experts too"])
 def test_the_default_method_does_not_depend_on_the_order_of_tokens(tmp_path: Path, experts: dict[str, int]) -> None:
     found = []
