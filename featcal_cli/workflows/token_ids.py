@@ -61,8 +61,9 @@ def find_token_ids(
         if role == MERGED or not len(ids):
             continue
         own, table = vocabularies.find(role), None
-        if own is not None and role != BASE:
-            places[role] = find_places(own)
+        # ids of a model without a tokenizer are taken to be merged's
+        if role != BASE and (known := own or merged) is not None:
+            places[role] = find_places(known)
         if merged is not None and own is not None:
             table = map_ids(merged, own)
         if own is None and (fault := vocabularies.faults.get(role)):

@@ -134,17 +134,24 @@ def test_the_order_of_tokens_changes_nothing(
         assert "merged has the same vocabulary" in (plain.output / "README.md").read_text()
 
 
-@pytest.mark.parametrize("role", ["red", "merged"])
-def test_neither_rows_of_padding_nor_wider_numbers_change_the_default_method(tmp_path: Path, role: str) -> None:
-    """More rows of padding in an expert's head, or merged in float64."""
+@pytest.mark.parametrize("change", ["padding in an expert's head", "no tokenizer of an expert", "merged in float64"])
+def test_what_means_nothing_changes_nothing_of_the_default_method(tmp_path: Path, change: str) -> None:
     found = []
     for name in ("plain", "other"):
         job = save_family(tmp_path / name)
         job["calibration"] |= {"method": "featcal"}
         if name == "other":
-            module = LlamaForCausalLM.from_pretrained(tmp_path / name / role)
-            module.double() if role == "merged" else module.resize_token_embeddings(64)
-            module.save_pretrained(tmp_path / name / role)
+            folder = tmp_path / name / ("merged" if "float64" in change else "red")
+            module = LlamaForCausalLM.from_pretrained(folder)
+            match change.split()[0]:
+                case "padding":
+                    module.resize_token_embeddings(64)
+                case "merged":
+                    module.double()
+                case _:
+                    (folder / "tokenizer.json").unlink()
+                    (folder / "tokenizer_config.json").unlink()
+            module.save_pretrained(folder)
         assert calibrate(job, output=tmp_path / name / "out").report.blocks[-1].modules
         found.append(load_file(tmp_path / name / "out" / "model.safetensors"))
     for tensor, x in found[0].items():
