@@ -337,18 +337,9 @@ PRECISE_COST = 2
 def is_dual_cheaper(rows: int, d_in: int, d_out: int) -> bool:
     """Return whether the systems of modules with one input are cheaper to solve over the rows of all tasks than over
     d_in."""
-    if rows >= d_in:
-        return False
+    # over d_in: sums, the factorisation, and the solution
     sums = rows * d_in * d_in / 2 + rows * d_in * d_out
-    return dual_cost(rows, d_in, d_out) < sums + primal_cost(d_in, d_out)
-
-
-def primal_cost(d_in: int, d_out: int) -> float:
-    """Estimate the cost of factorising and solving a system over d_in."""
-    return PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
-
-
-def dual_cost(rows: float, d_in: int, d_out: int) -> float:
-    """Estimate the cost of solving over rows: the products of the rows, the factorisation, the solution, and the
-    product that maps it back to d_in."""
-    return PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)
+    primal = sums + PRECISE_COST * (d_in**3 / 6 + d_out * d_in * d_in)
+    # over rows: their products, the factorisation, the solution, and the product that maps it back to d_in
+    dual = PRECISE_COST * (rows * rows * d_in / 2 + rows**3 / 6 + rows * rows * d_out + 2 * rows * d_in * d_out)
+    return rows < d_in and dual < primal

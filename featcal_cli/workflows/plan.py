@@ -18,14 +18,14 @@ from featcal_cli.hub.model_files import UNPACKED, Entry, check_unquantised
 from featcal_cli.hub.repo import DESCRIBING, Repo, download, read_headers
 from featcal_cli.hub.snapshot import Origin, Snapshot
 from featcal_cli.models.alignment import load_fitting
-from featcal_cli.models.architecture import Architecture
+from featcal_cli.models.architecture import Architecture, no_blocks
 from featcal_cli.models.inventory import list_registered, run_without_values
 from featcal_cli.models.loading import DTYPES, Model, find_class, load_outline
 from featcal_cli.models.tracing import CONTAINERS
 from featcal_cli.recipe.schema import Calibration, Merge, Recipe
 from featcal_cli.reporting.drift_plots import load_plotting
 from featcal_cli.reporting.verdict import check_held_out
-from featcal_cli.runtime.errors import ArchitectureError, CheckpointError, FeatCalError, RecipeError
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, RecipeError
 from featcal_cli.runtime.hardware import measure_speed, memory_of
 from featcal_cli.runtime.sanitise import list_some
 from featcal_cli.workflows.durations import TimeEstimate, count_seconds, is_measured_kind
@@ -365,9 +365,7 @@ def _find_blocks(merged: Model, longest: Mapping[str, Batch], calibration: Calib
         check_stems(architecture, calibration, merged)
     architecture = architecture or list_registered(merged.module, longest, calibration.norms)
     if not any(len(layers) for layers in merged.module.modules() if isinstance(layers, CONTAINERS)):
-        what = f"no list of transformer blocks was found in {type(merged.module).__name__}"
-        fix = "give a transformer checkpoint whose layers hold Linear modules"
-        raise ArchitectureError(what, where=merged.snapshot.name, fix=fix)
+        raise no_blocks(type(merged.module), merged.snapshot.name)
     return architecture
 
 
