@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -86,9 +87,11 @@ def _calibrate_block(
     # 1. divide
     for part in visit.parts(by_depth=hyperparameters.order == "module"):
         # 2. collect
-        equations = collect_equations(visit, hyperparameters, here.at_task(watch))
+        equations = collect_equations(visit, hyperparameters, lambda task: watch(replace(here, task=task)))
         skipped |= equations.skipped
-        solutions = _solve_on_all_ranks(visit, part, equations, bias, here.at_module(watch))
+        solutions = _solve_on_all_ranks(
+            visit, part, equations, bias, lambda module: watch(replace(here, module=module))
+        )
         # equations are large: nothing may be left of them when the next ones are collected
         del equations
         # the next equations of a mixture, of other sizes, would not fit into the gaps

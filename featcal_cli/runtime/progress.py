@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import floor, inf, log10
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -226,14 +226,6 @@ class Progress:
     """Whether errors are measured at the outputs, which may come nearer while features move away."""
     restored: bool = False
     """Whether an earlier run had finished the latest block."""
-
-    def at_task(self, watch: Watch) -> Callable[[str], None]:
-        """Return a function that tells `watch` which task's features are being read."""
-        return lambda task: watch(replace(self, task=task))
-
-    def at_module(self, watch: Watch) -> Callable[[str], None]:
-        """Return a function that tells `watch` which module is being solved."""
-        return lambda module: watch(replace(self, module=module))
 
 
 @contextmanager
