@@ -197,7 +197,8 @@ def show_falling_drift(drifts: Mapping[str, Sequence[tuple[float, float]]], *, b
         table.add_row(Text(for_terminal(name)), levels, f"{before:.3f} → {after:.3f}", tell_change(before, after))
 
     for task, pairs in list(drifts.items())[:MOST_TASKS]:
-        add(task, draw_levels((after for _, after in pairs[-MOST_LEVELS:]), high), *pairs[-1])
+        levels = "".join(LEVELS[find_level(after, high)] for _, after in pairs[-MOST_LEVELS:])
+        add(task, levels, *pairs[-1])
     if len(drifts) > MOST_TASKS:
         before, after = (sum(pairs[-1][side] for pairs in drifts.values()) / len(drifts) for side in (0, 1))
         add(f"mean of {len(drifts)}", "", before, after)
@@ -288,11 +289,6 @@ def fold(text: str, width: int, first: str = "", rest: str = "    ") -> list[str
 def fit(text: str, room: int) -> str:
     """Cut `text` in the middle to at most `room` columns of a terminal."""
     return cut_middle(text, room, cell_len)
-
-
-def draw_levels(values: Iterable[float], high: float) -> str:
-    """Draw each value as one bar character on a scale from 0 to `high`."""
-    return "".join(LEVELS[find_level(value, high)] for value in values)
 
 
 def find_level(value: float, high: float) -> int:
