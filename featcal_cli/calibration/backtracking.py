@@ -16,12 +16,10 @@ from featcal_cli.calibration.journal import Journal
 from featcal_cli.calibration.linear_algebra import to_accumulation_dtype
 from featcal_cli.calibration.results import BlockReport
 from featcal_cli.calibration.solver import BlockEquations, Solution, precise
-from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job, Measurement
 from featcal_cli.engine.lockstep import forward_order
 from featcal_cli.engine.outputs import OutputMeter
-from featcal_cli.models.loading import share_model
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.runtime.errors import NumericsError
 from featcal_cli.runtime.progress import Progress, Watch, tell_apart
@@ -159,11 +157,7 @@ def _measure_updates(
 ) -> Job:
     """Run the merged model with each of some changes, by the role's name, on the rows of the job; return the job that
     holds the measurements."""
-
-    def runner(of: BlockRunner) -> BlockRunner:
-        return BlockRunner(share_model(of.model), job.architecture, of.device, of.dtype, of.token_ids)
-
-    students = {role: runner(job.merged) for role in changes}
+    students = {role: job.merged.sharing(job.architecture) for role in changes}
 
     def renew(measurement: Measurement) -> Measurement:
         outputs = None if measurement.outputs is None else OutputMeter()
@@ -172,9 +166,9 @@ def _measure_updates(
     other = replace(
         job,
         students=students,
-        merged=runner(job.merged),
-        base=runner(job.base),
-        experts={task: runner(expert) for task, expert in job.experts.items()},
+        merged=job.merged.sharing(job.architecture),
+        base=job.base.sharing(job.architecture),
+        experts={task: expert.sharing(job.architecture) for task, expert in job.experts.items()},
         fitted={},
         checked={},
         head=None,

@@ -19,7 +19,7 @@ from featcal_cli.data.batches import Batch, forward_names
 from featcal_cli.engine.offload import Offloader, TouchMode
 from featcal_cli.engine.weight_uploads import DeviceWeight, Wanted, device_weights, fetch_weights, find_largest
 from featcal_cli.models.architecture import Architecture, held_parameters, module_at
-from featcal_cli.models.loading import Model
+from featcal_cli.models.loading import Model, share_model
 from featcal_cli.models.tracing import BlockCall
 from featcal_cli.runtime import hardware
 from featcal_cli.runtime.errors import CheckpointError, NumericsError
@@ -125,6 +125,10 @@ class BlockRunner:
                 holder.data = data
             self._moved.clear()
             self._here.clear()
+
+    def sharing(self, architecture: Architecture) -> BlockRunner:
+        """Return a runner of a model that shares the weights of this one."""
+        return BlockRunner(share_model(self.model), architecture, self.device, self.dtype, self.token_ids)
 
     def retire(self) -> None:
         """Restore the model as it was before, so that it no longer pauses at blocks."""

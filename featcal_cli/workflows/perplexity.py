@@ -85,7 +85,7 @@ def has_perplexity(job: Job) -> bool:
     batches = [batch for of_task in job.drift.batches.values() for batch in of_task]
     if not all(job.ranks.gather(all(_holds_text(batch, has_decoder) for batch in batches))):
         return False
-    return has_decoder or not looks_ahead(_copy(job, job.merged), job.architecture)
+    return has_decoder or not looks_ahead(job.merged.sharing(job.architecture), job.architecture)
 
 
 def _holds_text(batch: Batch, has_decoder: bool) -> bool:
@@ -96,11 +96,6 @@ def _holds_text(batch: Batch, has_decoder: bool) -> bool:
 def _has_decoder(model: Model) -> bool:
     """Tell whether a model reads one sequence and writes another."""
     return bool(model.module.config.is_encoder_decoder)
-
-
-def _copy(job: Job, runner: BlockRunner) -> BlockRunner:
-    """Return a runner of a model that shares the weights of this one."""
-    return BlockRunner(share_model(runner.model), job.architecture, runner.device, runner.dtype, runner.token_ids)
 
 
 def measure_perplexity(
@@ -119,7 +114,7 @@ def measure_perplexity(
 
     def measure(role: str, runner: BlockRunner, tasks: Iterable[str]) -> None:
         """Add one model's losses on some tasks to `of_all`."""
-        copy = _copy(job, runner)
+        copy = runner.sharing(job.architecture)
         batches = {task: job.drift.batches.get(task, ()) for task in tasks}
         steps = [partial(load, copy)] if load and role == CALIBRATED else []
         of_ranks = job.ranks.gather(measure_losses(copy, job.architecture, batches, *steps))
