@@ -62,37 +62,31 @@ def name_hosts(text: str) -> str:
 @contextmanager
 def heard(listener: Callable[[str], None]) -> Iterator[None]:
     """Context manager in which `listener` is told of every wait of featcal and of huggingface_hub."""
-    # of several processes the first one speaks
-    waits = _WaitFilter(listener if read_launch().rank == 0 else lambda _: None)
+    is_first = read_launch().rank == 0
+    # messages already passed on, with their times, because eight downloads may wait for one host
+    said: dict[str, float] = {}
+
+    def pass_on(record: logging.LogRecord) -> bool:
+        """Hide a message; tell the listener if it is about a failed request."""
+        text, now = " ".join(name_hosts(record.getMessage()).split()), time.monotonic()
+        is_told = record.name == __name__ or _FAILURE.search(text)
+        # of several processes the first one speaks
+        if is_told and is_first and now - said.get(text, -inf) > 1.0:
+            said[text] = now
+            listener(text)
+        return False
+
     loggers = [logging.getLogger(name) for name in (__name__, *CLIENT)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)  # what is not to be shown would not be heard either
-        logger.addFilter(waits)
+        logger.addFilter(pass_on)
     try:
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
-            logger.removeFilter(waits)
+            logger.removeFilter(pass_on)
             logger.setLevel(level)
-
-
-class _WaitFilter(logging.Filter):
-    """A logging filter that hides all messages and passes those about failed requests to a listener."""
-
-    def __init__(self, listener: Callable[[str], None]) -> None:
-        super().__init__()
-        self._listener = listener
-        self._said: dict[str, float] = {}
-        """Messages already passed on, with their times, because eight downloads may wait for one host."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text, now = " ".join(name_hosts(record.getMessage()).split()), time.monotonic()
-        is_told = record.name == __name__ or _FAILURE.search(text)
-        if is_told and now - self._said.get(text, -inf) > 1.0:
-            self._said[text] = now
-            self._listener(text)
-        return False
 
 
 class Listener:
