@@ -8,7 +8,8 @@ import sys
 def main() -> None:
     """Import and run the command line."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # to look for some takes longer than to read a recipe
-    use_large_pages()
+    # torch then allocates large tensors in huge pages, where Linux offers them, which speeds up matrix products
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     share_cores()
     # the next file to be opened would get the number of a closed stream, and messages would be written into it
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: PTH123, SIM115
@@ -37,12 +38,6 @@ def main() -> None:
         # rich shows all other messages, and may be what is broken
         sys.stderr.write(f"error: {known}\n")
         sys.exit(known.exit_code)
-
-
-def use_large_pages() -> None:
-    """Make torch allocate large tensors in huge pages, where Linux offers them, which speeds up matrix products. torch
-    reads this environment variable once, at its first tensor; a value that the user has set is kept."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def share_cores() -> None:
