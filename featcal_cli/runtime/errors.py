@@ -77,11 +77,6 @@ def list_causes(error: BaseException) -> list[BaseException]:
     return causes
 
 
-def join_errors(summary: str, errors: Sequence[FeatCalError], *, where: str, fix: str) -> FeatCalError:
-    """Return the only error as it is, or several as one SeveralErrors."""
-    return errors[0] if len(errors) == 1 else SeveralErrors(summary, errors, where=where, fix=fix)
-
-
 def _describe(error: FeatCalError) -> str:
     place = f"{error.where}: " if error.where else ""
     return f"{place}{error.what}" + (f" ({error.fix})" if error.fix else "")

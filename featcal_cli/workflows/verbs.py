@@ -23,7 +23,7 @@ from featcal_cli.hub.push import Pushed, Target, check_target, push
 from featcal_cli.recipe.schema import Recipe
 from featcal_cli.reporting.report import RECIPE, REPORT, Report
 from featcal_cli.reporting.verdict import check_held_out
-from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError, join_errors
+from featcal_cli.runtime.errors import CheckpointError, FeatCalError, OutputError, RecipeError, SeveralErrors
 from featcal_cli.runtime.files import check_holdable, explain_full, explain_losses, name_reason, tell_fix
 from featcal_cli.runtime.progress import Listener
 from featcal_cli.runtime.sanitise import exception_text, list_some
@@ -256,9 +256,11 @@ def dry_run(
 
 
 def join_stops(errors: Sequence[FeatCalError]) -> FeatCalError:
-    """Join the errors that would stop a run into one error."""
+    """Return the only error that would stop a run as it is, or several as one."""
+    if len(errors) == 1:
+        return errors[0]
     fix = "deal with all of them, then leave out --dry-run"
-    return join_errors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
+    return SeveralErrors(f"{len(errors)} things would stop a run", errors, where="this plan", fix=fix)
 
 
 def find(session: Session) -> tuple[Inputs, Target | None]:
