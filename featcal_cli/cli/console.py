@@ -234,11 +234,11 @@ def show_error(error: FeatCalError, who: str = "") -> None:
     what, where = shorten_commits(for_terminal(what)), for_terminal(where)
     room = MOST_LINES - bool(command) - _count_lines("  fix:", fix)
     if _count_lines(head, what) + _count_lines("  in:", where) > room:
-        where = fit(where, ERR.width - len("  in: "))
+        where = fit(where, _width() - len("  in: "))
         what = " ".join(fit(word, FITTED) for word in what.split(" "))
     most = max(MOST_LINES // 2, room - bool(where))
     while error.options is None and _count_lines(head, what) > most:
-        what = fit(what, min(cell_len(what), most * ERR.width) - 4)
+        what = fit(what, min(cell_len(what), most * _width()) - 4)
     _print_part(head, what, "bold red")
     for line in listed:
         for part in fold(shorten_commits(line), ERR.width, "    - ", " " * 6):
@@ -251,7 +251,12 @@ def show_error(error: FeatCalError, who: str = "") -> None:
 
 def _count_lines(head: str, text: str) -> int:
     lines = fold(shorten_commits(text), ERR.width, f"{head} ") if text else []
-    return sum(-(-cell_len(line) // ERR.width) for line in lines)
+    return sum(-(-cell_len(line) // _width()) for line in lines)
+
+
+def _width() -> int:
+    """Return the columns of a line of messages; a narrower terminal wraps lines itself."""
+    return max(ERR.width, NARROWEST)
 
 
 def _print_part(head: str, text: str, style: str = "dim") -> None:

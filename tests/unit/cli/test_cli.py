@@ -19,7 +19,7 @@ from pydantic import Field
 from rich.console import Console
 
 from featcal_cli.cli.commands import app
-from featcal_cli.cli.console import show_error, show_falling_drift
+from featcal_cli.cli.console import ERR, show_error, show_falling_drift
 from featcal_cli.cli.main import main
 from featcal_cli.cli.options import list_keys, with_groups
 from featcal_cli.cli.results import describe_download, list_next_steps
@@ -266,6 +266,13 @@ def test_a_message_breaks_no_command(capsys: Capsys) -> None:
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
     assert max(map(len, lines[:-1])) <= 80
+
+
+def test_a_narrow_terminal_cuts_no_more_off(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = "word " * 12 + "end"
+    monkeypatch.setattr(ERR, "width", 20)
+    show_error(FeatCalError(what, where="here", fix="install it again"))
+    assert what in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_lines_of_a_list_of_errors_hang_below_their_first(capsys: Capsys) -> None:
