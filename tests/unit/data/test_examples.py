@@ -491,52 +491,55 @@ def test_what_only_looks_like_a_conversation_stays_as_it_is(cell: dict[str, list
 CALLS = "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}{%% endfor %%}"
 AS_MAPPING = "{{ c.function.arguments.values() | join }} {{ c.function.arguments | length }}"
 AS_TEXT = "{% set a = c.function.arguments %}{{ a }} {{ 'w4' if a is string }}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reads", "text"),
-    [
-        ('{"q": "w3"}', AS_MAPPING, "w3 [UNK]"),
-        ({"q": "w3", "other": None}, AS_MAPPING, "w3 [UNK]"),
-        ('{"q": "w3"}', "{{ 'w4' + c.function.arguments[:0] }}", "w4"),
-        ('{"q": "w3"}', AS_TEXT, f"{4 * '[UNK] '}w3 [UNK] w4"),
-    ],
-)
-def test_arguments_of_calls_are_what_the_template_wants(at: Folder, arguments: Any, reads: str, text: str) -> None:
-    """A mapping without the nulls of a table, which texts in JSON become unless the template wants these."""
-    at.tokenizer(chat=True)
-    (at.expert / "chat_template.jinja").write_text(CALLS % reads)
-    call = {"function": {"name": "w8", "arguments": arguments}}
-    rows = at.rows({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]})
-    assert words_of(at.load(tiny("llama"), rows).fitted) == [text]
-
-
 TOOLS = "{% for tool in tools or [] %}tool {{ tool['function']['name'] }} {{ tool | length }} {% endfor %}"
+REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previtem or {}).role == m['role'] %}
+{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}"""
+FIRST = {"role": "user", "content": "w3"}
+SYSTEM = {**FIRST, "role": "system"}
+REFUSED_TURNS: list[Any] = [
+    [SYSTEM, *TURNS],
+    [{**SYSTEM, "content": ""}, FIRST, *TURNS],
+    [FIRST, *TURNS],
+    [{"from": "system", "value": "w3"}, *SHARED],
+    [{**message, "name": None} for message in (SYSTEM, *TURNS)],
+]
 
 
-@pytest.mark.parametrize("tools", [[{**CALL, "strict": None}], json.dumps([CALL]), [json.dumps(CALL)]])
-def test_a_chat_template_is_given_the_tools_of_a_row(at: Folder, tools: Any) -> None:
-    at.tokenizer(chat=True)
-    (at.expert / "chat_template.jinja").write_text(TOOLS + CHAT_TEMPLATE)
-    for given, text in ((tools, "tool w8 [UNK] user w1 assistant w2"), (None, "user w1 assistant w2")):
-        examples = at.load(tiny("llama"), at.rows({"messages": TURNS, "Tools": given}))
-        assert words_of(examples.fitted) == [text]
+def call(arguments: Any) -> Row:
+    """A conversation that ends in the call of a tool."""
+    calls = [{"function": {"name": "w8", "arguments": arguments}}]
+    return {"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": calls}]}
 
 
 @pytest.mark.parametrize(
-    ("row", "begins"),
+    ("template", "row", "text"),
     [
-        ({"System": "w9", "conversations": SHARED}, "system w9 "),
-        ({"system_prompt": "w9", "question": "w1", "response": "w2"}, "system w9 "),
-        ({"system": "w9", "messages": [{"role": "system", "content": "w8"}, *TURNS]}, "system w8 "),
-        ({"system": None, "messages": TURNS}, ""),
+        # a mapping without the nulls of a table, which texts in JSON become unless the template wants these
+        (CALLS % AS_MAPPING, call('{"q": "w3"}'), "w3 [UNK]"),
+        (CALLS % AS_MAPPING, call({"q": "w3", "other": None}), "w3 [UNK]"),
+        (CALLS % "{{ 'w4' + c.function.arguments[:0] }}", call('{"q": "w3"}'), "w4"),
+        (CALLS % AS_TEXT, call('{"q": "w3"}'), f"{4 * '[UNK] '}w3 [UNK] w4"),
+        *(
+            (TOOLS, {"messages": TURNS, "Tools": tools}, "tool w8 [UNK]")
+            for tools in ([{**CALL, "strict": None}], json.dumps([CALL]), [json.dumps(CALL)])
+        ),
+        (f"{TOOLS}w4", {"messages": TURNS, "Tools": None}, "w4"),
+        # a column of system messages begins the conversations that have none
+        (CHAT_TEMPLATE, {"System": "w9", "conversations": SHARED}, "system w9 user w1 assistant w2"),
+        (CHAT_TEMPLATE, {"system_prompt": "w9", "question": "w1", "response": "w2"}, "system w9 user w1 assistant w2"),
+        (CHAT_TEMPLATE, {"system": "w9", "messages": [SYSTEM, *TURNS]}, "system w3 user w1 assistant w2"),
+        (CHAT_TEMPLATE, {"system": None, "messages": TURNS}, "user w1 assistant w2"),
+        # messages are joined for a template that refuses them
+        *((REFUSING + CHAT_TEMPLATE, {"messages": turns}, "user w3 w1 assistant w2") for turns in REFUSED_TURNS),
     ],
 )
-def test_a_column_of_system_messages_begins_the_conversations_that_have_none(at: Folder, row: Row, begins: str) -> None:
+def test_a_chat_template_is_given_what_it_takes(at: Folder, template: str, row: Row, text: str) -> None:
     at.tokenizer(chat=True)
+    (at.expert / "chat_template.jinja").write_text(template)
     examples = at.load(tiny("llama"), at.rows(row))
-    assert words_of(examples.fitted) == [f"{begins}user w1 assistant w2"]
-    assert "as the system's message (of" in examples.notes[0]
+    assert words_of(examples.fitted) == [text]
+    has_column = any(name.lower().startswith("system") for name in row)
+    assert ("as the system's message (of" in examples.notes[0]) == has_column
 
 
 NO_MESSAGES = ('[{"from": "w1", "to": "w2"}]', '[{"role": "w1"}, {"role": "w2"}]', "[w1 w2")
@@ -574,26 +577,6 @@ def test_a_tokenizer_with_code_of_its_own_is_not_run_and_the_way_out_is_said(at:
     assert words_of(at.load(tiny("llama"), at.rows({"text": "w1"})).fitted) == ["[CLS] w1 [SEP]"]
 
 
-REFUSING = """{% for m in messages %}{% if m['role'] == 'system' or (loop.previtem or {}).role == m['role'] %}
-{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}"""
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "system", "content": "w3"}, *TURNS],
-        [{"role": "system", "content": ""}, {"role": "user", "content": "w3"}, *TURNS],
-        [{"role": "user", "content": "w3"}, *TURNS],
-        [{"from": "system", "value": "w3"}, *SHARED],
-        [{**message, "name": None} for message in ({"role": "system", "content": "w3"}, *TURNS)],
-    ],
-)
-def test_messages_are_joined_for_a_template_that_refuses_them(at: Folder, messages: Any) -> None:
-    at.tokenizer(chat=True)
-    (at.expert / "chat_template.jinja").write_text(REFUSING + CHAT_TEMPLATE)
-    assert words_of(at.load(tiny("llama"), at.rows({"messages": messages})).fitted) == ["user w3 w1 assistant w2"]
-
-
 def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
     at.tokenizer(chat=True)
     (at.expert / "chat_template.jinja").write_text("{{ raise_exception('Only French') }}")
@@ -627,21 +610,26 @@ def test_of_long_texts_fewer_are_taken_so_that_they_hold_512_tokens_an_example(a
     assert draw_examples("red", data, target, count=120, seed=1, sampled=8).expected == found.expected == (64, 16)
 
 
-def test_a_sample_of_rows_that_are_much_alike_foresees_what_is_drawn(at: Folder) -> None:
+@pytest.mark.parametrize(
+    ("texts", "hold_out", "expected"),
+    [
+        ([f"w{number % 8}" for number in range(90)], False, (40, 0)),  # much alike
+        *(
+            ([f"w{number % 10} w{number // 10} w1 w2" for number in range(rows)], True, expected)
+            for rows, expected in ((20, (16, 4)), (45, (36, 9)), (99, (40, 10)))
+        ),
+    ],
+    ids=["alike", "20", "45", "99"],
+)
+def test_a_sample_foresees_what_is_drawn(
+    at: Folder, texts: list[str], hold_out: bool, expected: tuple[int, int]
+) -> None:
+    """And that a file has too few rows."""
     at.tokenizer()
-    data = at.file("alike.jsonl", [{"text": f"w{number % 8}"} for number in range(90)])
-    target = Target(tiny("bert"), [at.expert])
-    found = [draw_examples("red", data, target, count=40, seed=1, sampled=n) for n in (8, None)]
-    assert [(each.expected, each.notes) for each in found] == [((40, 0), found[1].notes)] * 2
-
-
-@pytest.mark.parametrize(("rows", "expected"), [(20, (16, 4)), (45, (36, 9)), (99, (40, 10))])
-def test_a_sample_foresees_that_a_file_has_too_few_rows(at: Folder, rows: int, expected: tuple[int, int]) -> None:
-    at.tokenizer()
-    data = at.file("few.jsonl", [{"text": f"w{number % 10} w{number // 10} w1 w2"} for number in range(rows)])
-    target = Target(tiny("bert"), [at.expert])
-    found = [draw_examples("red", data, target, count=40, seed=1, hold_out=True, sampled=n) for n in (8, None)]
+    data, target = at.file("few.jsonl", [{"text": text} for text in texts]), Target(tiny("bert"), [at.expert])
+    found = [draw_examples("red", data, target, count=40, seed=1, hold_out=hold_out, sampled=n) for n in (8, None)]
     assert [each.expected for each in found] == [expected] * 2
+    assert hold_out or found[0].notes == found[1].notes
 
 
 _ENGLISH_FIRST = {"columns": {"prompt": "translation.en", "response": "translation.de"}}
@@ -772,22 +760,17 @@ def test_texts_are_not_padded_for_models_that_would_read_the_padding(at: Folder,
     [
         ("bert", 10**30, None, 16), ("bert", 7, None, 7), ("bert", 7, 12, 12), ("bert", 7, 1500, 16),
         ("roberta", 10**30, None, 14), ("llama", 10**30, None, 2048), ("llama", 900, None, 900),
-        ("llama", 900, 1500, 1500), ("llama", 900, 9000, 2048),
+        ("llama", 900, 1500, 1500), ("llama", 900, 9000, 2048), ("pooled", 7, None, 5), ("pooled", 5, None, 5),
     ],
 )  # fmt: skip
 def test_the_shortest_limit_cuts_texts(at: Folder, model: str, limit: int, asked: int | None, length: int) -> None:
-    """What the user asks for counts more than what the tokenizer says, but nothing is read beyond the positions."""
+    """What the user asks for counts more than what the tokenizer and sentence-transformers say, but nothing is read
+    beyond the positions."""
     at.tokenizer(model_max_length=limit)
-    target = Target(tiny(model), [at.expert], max_length=asked)
+    if model == "pooled":
+        at.file("expert/sentence_bert_config.json", json.dumps({"max_seq_length": 5 if limit == 7 else None}))
+    target = Target(tiny("bert" if model == "pooled" else model), [at.expert], max_length=asked)
     [batch] = draw_examples("red", at.rows({"text": "w1 " * 3000}), target, count=1, seed=1).cut(1).fitted
-    assert batch["input_ids"].shape == (1, length)
-
-
-@pytest.mark.parametrize(("most", "length"), [(None, 7), (5, 5)])
-def test_texts_are_cut_where_sentence_transformers_cuts_them(at: Folder, most: int | None, length: int) -> None:
-    at.tokenizer(model_max_length=7)
-    at.file("expert/sentence_bert_config.json", json.dumps({"max_seq_length": most}))
-    [batch] = at.load(tiny("bert"), at.rows({"text": "w1 " * 600})).fitted
     assert batch["input_ids"].shape == (1, length)
 
 
