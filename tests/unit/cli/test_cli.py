@@ -258,7 +258,7 @@ def test_help_shows_examples_as_they_are_typed(capsys: Capsys) -> None:
         assert f"featcal {name}" in examples and max(map(len, examples.splitlines())) <= 80
 
 
-def test_a_message_breaks_no_command(capsys: Capsys) -> None:
+def test_a_message_breaks_no_command_and_lines_of_several_hang_below_their_first(capsys: Capsys) -> None:
     what = "word " * 20 + "`featcal recipes clip-vit-b32-8` shows one"
     command = "pip install --force-reinstall " + "long-name-of-a-package-" * 4
     show_error(FeatCalError(what, where="here", fix="install it again", command=command))
@@ -266,6 +266,11 @@ def test_a_message_breaks_no_command(capsys: Capsys) -> None:
     assert lines[-2:] == ["  fix: install it again:", f"    {command}"]
     assert any("`featcal recipes clip-vit-b32-8`" in line for line in lines)
     assert max(map(len, lines[:-1])) <= 80
+    errors = [FeatCalError("word " * 30, where=place) for place in ("here", "there")]
+    show_error(SeveralErrors("2 mistakes", errors, where="this plan", fix="mend them"))
+    lines = capsys.readouterr().err.splitlines()[1:-2]
+    assert [line[:11] for line in lines if line.startswith("    - ")] == ["    - here:", "    - there"]
+    assert len(lines) > 4 and all(line.startswith(("    - ", "      word")) for line in lines)
 
 
 def test_a_narrow_terminal_cuts_no_more_off(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +278,6 @@ def test_a_narrow_terminal_cuts_no_more_off(capsys: Capsys, monkeypatch: pytest.
     monkeypatch.setattr(ERR, "width", 20)
     show_error(FeatCalError(what, where="here", fix="install it again"))
     assert what in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_lines_of_a_list_of_errors_hang_below_their_first(capsys: Capsys) -> None:
-    errors = [FeatCalError("word " * 30, where=place) for place in ("here", "there")]
-    show_error(SeveralErrors("2 mistakes", errors, where="this plan", fix="mend them"))
-    lines = capsys.readouterr().err.splitlines()[1:-2]
-    assert [line[:11] for line in lines if line.startswith("    - ")] == ["    - here:", "    - there"]
-    assert len(lines) > 4 and all(line.startswith(("    - ", "      word")) for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from featcal_cli.runtime.errors import OutputError
 from featcal_cli.runtime.files import LOCK, hold, tell_bytes, tell_bytes_apart
 from featcal_cli.runtime.hardware import MAPS, map_to_files
 from featcal_cli.runtime.logfile import recorded
-from featcal_cli.runtime.progress import Listener
+from featcal_cli.runtime.progress import Listener, tell_apart, tell_change
 from featcal_cli.runtime.sanitise import exception_text, list_some, redact
 from featcal_cli.workflows.verbs import calibrate
 
@@ -62,9 +62,11 @@ def test_a_stored_token_of_any_form_is_a_secret_and_ordinary_text_is_not(monkeyp
         assert redact(text) == text
 
 
-def test_sizes_are_short_and_two_that_differ_look_so() -> None:
+def test_figures_are_short_and_two_that_differ_look_so() -> None:
     assert [tell_bytes(count) for count in (3500, 2e5, 45e6, 3e9)] == ["3.4 KiB", "0.2 MiB", "43 MiB", "2.8 GiB"]
     assert tell_bytes_apart(27 * 2**30 + 5e6, 27 * 2**30) == ("27.005 GiB", "27.000 GiB")
+    assert tell_apart(0.18302, 0.18311) == ("0.1830", "0.1831") and tell_apart(0.2, 0.2) == ("0.200", "0.200")
+    assert tell_change(0.0014, 0.0011) == "0 %" and tell_change(0.0004, 0.0011) == "new"
 
 
 def test_lines_of_a_log_are_json_and_the_last_tells_the_end(bert_job: Path, tmp_path: Path, capsys: Capsys) -> None:
