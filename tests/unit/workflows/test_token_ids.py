@@ -17,10 +17,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import WORDS, add_tokens, make_texts, make_tokenizer, reorder, shuffled, spell, write_rows
 
-from featcal_cli.calibration.distillation import SHORT, Schedule
 from featcal_cli.data.preprocessing import Vocabulary
 from featcal_cli.runtime.errors import CheckpointError, DataError
-from featcal_cli.workflows import plan
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.inspect_drift import inspect_drift
@@ -88,23 +86,21 @@ EXTRA = {"merged": ["<a>", "<b>"], "red": ["<b>", "<a>"], "green": ["<b>"], "bas
 
 
 @pytest.mark.parametrize(
-    ("family", "other", "settings"),
+    ("family", "other", "data"),
     [
-        ({"kind": "bytes"}, {"orders": ORDERS}, {}),
-        ({"kind": "unigram"}, {"orders": ORDERS}, {}),
-        ({}, SOME, {"method": "featcal"}),
-        ({}, SOME, {"data": "self"}),
-        ({}, {"extra": EXTRA}, {}),
-        ({"begins": True}, SOME, {}),
+        ({"kind": "bytes"}, {"orders": ORDERS}, ""),
+        ({"kind": "unigram"}, {"orders": ORDERS}, ""),
+        ({}, SOME, "self"),
+        ({}, {"extra": EXTRA}, ""),
+        ({"begins": True}, SOME, ""),
     ],
-    ids=["bytes", "unigram", "the default method", "examples that experts write", "added tokens", "special tokens"],
+    ids=["bytes", "unigram", "examples that experts write", "added tokens", "special tokens"],
 )
 def test_the_order_of_tokens_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, other: Any, settings: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, other: Any, data: str
 ) -> None:
     """Nor do embeddings with room for more tokens, nor which special tokens merged's tokenizer puts around a text."""
     monkeypatch.setenv("FEATCAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(plan, "SHORT", Schedule(8, 8, SHORT.peak, 4))
     jobs = [save_family(tmp_path / "plain", **family), save_family(tmp_path / "other", **family, **other)]
     if "extra" in other:
         module = LlamaForCausalLM.from_pretrained(tmp_path / "other" / "merged")
@@ -113,9 +109,8 @@ def test_the_order_of_tokens_changes_nothing(
     if "begins" in family:
         make_tokenizer("words", shuffled(spell("words"), 1)).save_pretrained(tmp_path / "other" / "merged")
     for job in jobs:
-        job["calibration"]["method"] = settings.get("method", "paper")
         for task in job["tasks"].values():
-            task["data"] = settings.get("data", task["data"])
+            task["data"] = data or task["data"]
     plain, found = (calibrate(job, output=tmp_path / f"out-{number}") for number, job in enumerate(jobs))
     folders = (tmp_path / "plain" / "merged", plain.output, found.output, tmp_path / "other" / "merged")
     before, one, two, merged = (load_file(folder / "model.safetensors") for folder in folders)
@@ -123,7 +118,7 @@ def test_the_order_of_tokens_changes_nothing(
     assert max(float((one[name] - before[name]).abs().max()) for name in blocks) > 0.001
     assert all(torch.equal(one[name], two[name]) for name in blocks)
     assert torch.equal(two["model.embed_tokens.weight"], merged["model.embed_tokens.weight"])
-    if "method" in settings:
+    if "begins" in family:
         seen = [inspect_drift(job, compare=job["merged"]).tasks for job in jobs]
         assert seen[0] == seen[1]
     if other == {"orders": ORDERS}:
@@ -158,11 +153,11 @@ def test_what_means_nothing_changes_nothing_of_the_default_method(tmp_path: Path
         torch.testing.assert_close(found[1][tensor].float(), x, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("experts", [{}, {"red": 2, "green": 3}], ids=["merged alone", "experts too"])
-def test_the_default_method_does_not_depend_on_the_order_of_tokens(tmp_path: Path, experts: dict[str, int]) -> None:
+@pytest.mark.parametrize("others", [{}, {"base": 4, "red": 2, "green": 3}], ids=["merged alone", "all"])
+def test_the_default_method_does_not_depend_on_the_order_of_tokens(tmp_path: Path, others: dict[str, int]) -> None:
     found = []
     for name, order in (("plain", 0), ("other", 1)):
-        job = save_family(tmp_path / name, orders={"merged": order, **(experts if order else {})})
+        job = save_family(tmp_path / name, orders={"merged": order, **(others if order else {})})
         job["calibration"] |= {"method": "featcal"}
         for seed, task in enumerate(TASKS):
             common = " ".join(Random(seed).choices(WORDS, k=10))  # so that what is learnt helps with other rows
