@@ -3,13 +3,14 @@
 import json
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
@@ -25,6 +26,7 @@ from featcal_cli.data.labelled import open_labelled
 from featcal_cli.data.preprocessing import Target
 from featcal_cli.recipe.schema import Data
 from featcal_cli.runtime.errors import DataError
+from featcal_cli.workflows.verbs import calibrate
 
 arrow: Any = pyarrow  # has no types
 Row = Mapping[str, Any]
@@ -110,6 +112,19 @@ class Folder:
         batches, labels = zip(*rows.batches(batch_size), strict=True)
         names = model.config.label2id
         return list(batches), [number_label(label, rows.column, names, rows.where) for part in labels for label in part]
+
+    def check_merge(self, make: Callable[[], PreTrainedModel], blocks: int, **data: str) -> None:
+        """Calibrate a merge in this folder of three random models, given the file of each task."""
+        for seed, name in enumerate(("merged", "base", "expert")):
+            torch.manual_seed(seed)
+            make().save_pretrained(self.path / name)
+        expert = str(self.path / "expert")
+        tasks = {task: {"expert": expert, "data": str(self.path / name)} for task, name in data.items()}
+        models = {name: str(self.path / name) for name in ("merged", "base")}
+        recipe = {**models, "tasks": tasks, "calibration": {"examples": 8}}
+        report = calibrate(recipe, output=self.path / "out").report
+        assert sum(not block.is_head for block in report.blocks) == blocks
+        assert all(block.modules for block in report.blocks)
 
 
 def lines(rows: Iterable[Row]) -> str:

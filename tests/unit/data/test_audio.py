@@ -11,7 +11,6 @@ import pytest
 import soundfile
 import torch
 import transformers
-from command_line import Capsys, succeed
 from example_folder import WORDS, Folder, words_of
 from families import BY_NAME, build_lively
 from scipy.signal import resample_poly
@@ -46,8 +45,7 @@ def encoded(wave: Any, rate: int = RATE, kind: str = "WAV", subtype: str | None 
     return file.getvalue()
 
 
-def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
+def make_model(kind: str) -> PreTrainedModel:
     if kind == "whisper":
         model: PreTrainedModel = library.WhisperForConditionalGeneration(library.WhisperConfig(**HEARING))
     elif kind == "pair":
@@ -196,18 +194,9 @@ def test_an_extractor_that_lacks_a_package_or_asks_for_gigabytes_is_not_used(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whisper", "wav2vec2"])
-def test_a_merge_that_hears_is_calibrated(
-    at: Folder, kind: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_hears_is_calibrated(at: Folder, kind: str) -> None:
     prepare(at, kind)
     at.expert.rename(at.path / "merged")
-    for seed, name in enumerate(("merged", "base", "expert")):
-        make_model(kind, seed).save_pretrained(at.path / name)
     waves = [encoded(tone(n, 0.1 + 0.01 * (n % 3))) for n in range(24)]
     at.file("rows.parquet", [{"audio": {"bytes": x, "path": ""}, "text": f"w{n % 3}"} for n, x in enumerate(waves)])
-    monkeypatch.chdir(at.path)
-    named = {"--base": "base", "--expert": "speech=expert", "--data": "speech=rows.parquet", "-n": 8, "-o": "out"}
-    done = succeed(capsys, "calibrate", {"": "merged", **named, "--json": ""})
-    report = json.loads(done.stdout)
-    assert sum(not block["is_head"] for block in report["blocks"]) == (3 if kind == "whisper" else 2)
-    assert all(block["modules"] for block in report["blocks"])
+    at.check_merge(lambda: make_model(kind), 3 if kind == "whisper" else 2, speech="rows.parquet")

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 import transformers
-from command_line import Capsys, succeed
 from example_folder import Folder
 from PIL import Image
 from torch import Tensor
@@ -196,22 +194,11 @@ def test_rows_of_several_images_cannot_be_used(at: Folder, columns: Any, message
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["clip", "llava"])
-def test_a_merge_that_sees_and_reads_is_calibrated(
-    at: Folder, kind: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_sees_and_reads_is_calibrated(at: Folder, kind: str) -> None:
     """Both of a task's towers, or the tower and the language model; with another task of text alone for the latter."""
     prepare(at.path / "merged", kind)
-    for seed, name in enumerate(("merged", "base", "expert")):
-        torch.manual_seed(seed)
-        make_model(kind).save_pretrained(at.path / name)
     colours = [COLOURS[number % 3] for number in range(20)]
     rows = [{"question": "what is it", "answer": colour, "caption": f"a {colour}"} for colour in colours]
     at.file("rows.parquet", [{"image": picture(number), **row} for number, row in enumerate(rows)])
     at.file("text.jsonl", [{"text": f"it is {x} {y}"} for x in COLOURS for y in WORDS])
-    monkeypatch.chdir(at.path)
-    named: dict[str, object] = {"--base": "base", "--expert": ["seen=expert", "read=expert"]}
-    named |= {"--data": ["seen=rows.parquet", "read=text.jsonl"], "-n": 8, "-o": "out", "--json": ""}
-    done = succeed(capsys, "calibrate", {"": "merged", **named})
-    report = json.loads(done.stdout)
-    assert sum(not block["is_head"] for block in report["blocks"]) == 4
-    assert all(block["modules"] for block in report["blocks"])
+    at.check_merge(lambda: make_model(kind), 4, seen="rows.parquet", read="text.jsonl")
