@@ -76,13 +76,13 @@ def test_frequencies_that_grow_with_a_text_are_its_own(tmp_path: Path) -> None:
     file, results = tmp_path / "red.safetensors", []
     inputs = load_file(file)
     assert inputs["attention_mask"][:12].sum(1).unique().numel() > 3
-    for name, step, batch_size in (("alone", 1, 1), ("together", 1, 5), ("backwards", -1, 5)):
+    for name, step, batch_size in (("alone", 1, 1), ("together", -1, 5)):
         order = [*range(12)][::step]
         save_file({key: torch.cat([value[order], value[12:]]) for key, value in inputs.items()}, file)
         calibrate(saved.recipe(ridge=0.1), output=tmp_path / name, batch_size=batch_size)
         results.append(load_file(tmp_path / name / "model.safetensors"))
     update = distance(results[0], load_file(tmp_path / "merged" / "model.safetensors"))
-    assert all(distance(results[0], other) <= 1e-5 * update for other in results[1:])
+    assert distance(*results) <= 1e-5 * update
 
 
 def test_an_example_may_be_several_texts_of_which_one_is_chosen(tmp_path: Path) -> None:
