@@ -52,7 +52,6 @@ from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.recipe.reading import read_draft
 from featcal_cli.recipe.schema import Calibration, Draft, Evaluate
 from featcal_cli.runtime.errors import CheckpointError, DataError, RecipeError
-from featcal_cli.runtime.progress import tell_apart, tell_change
 from featcal_cli.workflows import perplexity
 from featcal_cli.workflows.evaluate import evaluate, name_roles
 from featcal_cli.workflows.verbs import calibrate, dry_run
@@ -634,36 +633,29 @@ def test_the_table_fits_and_the_json_holds_every_figure(bert: Path, tmp_path: Pa
     assert told["means"]["body"]["value"] == score["value"]
 
 
-def test_a_gain_is_the_difference_of_the_figures_beside_it() -> None:
-    scores = {role: Score(x, x, x, 0.0, 10) for role, x in {"merged": 0.81038, "calibrated": 0.93462}.items()}
-    assert show_scores(scores, "accuracy") == {"merged": "81.0 ±0.0", "calibrated": "93.5 ±0.0"}
-    assert show_change(scores, "merged", "calibrated", "accuracy") == "+12.5"  # and not the +12.4 of further digits
-    assert tell_change(0.0014, 0.0011) == "0 %" and tell_change(0.0004, 0.0011) == "new"
-    assert tell_apart(0.18302, 0.18311) == ("0.1830", "0.1831") and tell_apart(0.2, 0.2) == ("0.200", "0.200")
-
-
 @pytest.mark.parametrize(
-    ("figures", "shown", "change"),
+    ("metric", "figures", "shown", "change"),
     [
-        ([(183.63, 52.48), (170.21, 47.1)], ["184 ±52", "170 ±47"], "-14"),
-        ([(4.161, 0.0399), (4.208, 0.041)], ["4.16 ±0.04", "4.21 ±0.04"], "+0.05"),
-        ([(5.401, 0.013), (5.401, 0.002)], ["5.40 ±0.01", "5.40 ±0.00"], "0.00"),
-        ([(12.26, 0.996), (11.64, 0.94)], ["12.3 ±1.0", "11.6 ±0.9"], "-0.7"),
-        ([(12345.6, 5218.0), (11760.2, 4988.0)], ["12300 ±5200", "11800 ±5000"], "-500"),
-        ([(183.63, 52.48), (5.234, 0.051)], ["184 ±52", "5.23 ±0.05"], "-179"),
-        ([(183.63, 0.0), (9.876, 0.0)], ["184 ±0", "9.88 ±0.00"], "-174"),
-        ([(183.63, 52.48), (math.nan, math.nan)], ["184 ±52", "–"], "–"),
+        ("accuracy", [(0.81038, 0.0), (0.93462, 0.0)], ["81.0 ±0.0", "93.5 ±0.0"], "+12.5"),  # not +12.4
+        ("perplexity", [(183.63, 52.48), (170.21, 47.1)], ["184 ±52", "170 ±47"], "-14"),
+        ("perplexity", [(4.161, 0.0399), (4.208, 0.041)], ["4.16 ±0.04", "4.21 ±0.04"], "+0.05"),
+        ("perplexity", [(5.401, 0.013), (5.401, 0.002)], ["5.40 ±0.01", "5.40 ±0.00"], "0.00"),
+        ("perplexity", [(12.26, 0.996), (11.64, 0.94)], ["12.3 ±1.0", "11.6 ±0.9"], "-0.7"),
+        ("perplexity", [(12345.6, 5218.0), (11760.2, 4988.0)], ["12300 ±5200", "11800 ±5000"], "-500"),
+        ("perplexity", [(183.63, 52.48), (5.234, 0.051)], ["184 ±52", "5.23 ±0.05"], "-179"),
+        ("perplexity", [(183.63, 0.0), (9.876, 0.0)], ["184 ±0", "9.88 ±0.00"], "-174"),
+        ("perplexity", [(183.63, 52.48), (math.nan, math.nan)], ["184 ±52", "–"], "–"),
     ],
 )
-def test_perplexities_have_the_digits_that_their_intervals_justify(
-    figures: list[tuple[float, float]], shown: list[str], change: str
+def test_figures_have_the_digits_that_their_intervals_justify(
+    metric: str, figures: list[tuple[float, float]], shown: list[str], change: str
 ) -> None:
     """A row has one place, so that its change is the difference of its cells, unless an interval would vanish there."""
     pairs = zip(("merged", "calibrated"), figures, strict=True)
     scores = {role: Score(value, value - half, value + half, half / 2, 10) for role, (value, half) in pairs}
-    assert list(show_scores(scores, "perplexity").values()) == shown
-    assert list(show_values(scores, "perplexity").values()) == [text.partition(" ")[0] for text in shown]
-    assert show_change(scores, "merged", "calibrated", "perplexity") == change
+    assert list(show_scores(scores, metric).values()) == shown
+    assert list(show_values(scores, metric).values()) == [text.partition(" ")[0] for text in shown]
+    assert show_change(scores, "merged", "calibrated", metric) == change
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -732,19 +724,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_perplexity_is_that_of_every_text_alone(llama: Path) -> None:
-    tokenizer = library.AutoTokenizer.from_pretrained(llama / "base")
-    rows = parquet.read_table(llama / "data" / "test.parquet")["text"].to_pylist()
-    texts = [tokenizer(row, truncation=True, return_tensors="pt").input_ids for row in rows]
-    slow = {name: perplexity_slowly(llama / name, texts) for name in ("expert", "merged")}
-    data = {"path": str(llama / "data"), "columns": {"text": "text"}}
-    for limit, batch_size in ((None, 7), (30, 1)):
-        found = evaluate(draft_of(llama, {"metric": "perplexity"}, data), batch_size=batch_size, limit=limit)
-        assert values(found) == pytest.approx(slow, 1e-5)
-        low, value, high = (getattr(found.tasks["it"].scores["merged"], name) for name in ("low", "value", "high"))
-        assert low < value < high
-
-
 def test_perplexity_of_a_decoder_is_that_of_all_that_it_is_to_write(
     t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -808,7 +787,7 @@ def test_padding_before_a_text_changes_no_loss(tmp_path: Path) -> None:
     assert found == pytest.approx(slow, 1e-5)
 
 
-def test_perplexity_is_shown_as_it_is_and_less_is_better(
+def test_perplexity_is_that_of_every_text_alone_and_less_is_better(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.chdir(llama)
@@ -816,6 +795,16 @@ def test_perplexity_is_shown_as_it_is_and_less_is_better(
     assert run.code == 0, run.stderr
     assert "Perplexity, ± 95 % interval, on 30 texts per task; lower is better:" in run.stdout.replace("\n", " ")
     found = json.loads(featcal_inside(capsys, "evaluate", {"-r": "recipe.yaml", "--json": ""}).stdout)
+    tokenizer = library.AutoTokenizer.from_pretrained(llama / "base")
+    rows = parquet.read_table(llama / "data" / "test.parquet")["text"].to_pylist()
+    texts = [tokenizer(row, truncation=True, return_tensors="pt").input_ids for row in rows]
+    for task, expert in {"law": "expert", "code": "other"}.items():
+        scores = found["tasks"][task]["scores"]
+        slow = {
+            role: perplexity_slowly(llama / name, texts) for role, name in (("expert", expert), ("merged", "merged"))
+        }
+        assert {role: score["value"] for role, score in scores.items()} == pytest.approx(slow, 1e-5)
+        assert all(score["low"] < score["value"] < score["high"] for score in scores.values())
     means = show_scores({role: Score(**score) for role, score in found["means"].items()}, "perplexity")
     assert means["merged"] in run.stdout and "change" in run.stdout
     # what the share that is won back is counted in: the mean of logarithms, not the logarithm of the mean
