@@ -26,8 +26,8 @@ def test_operands_on_two_devices_are_refused(device: ModuleType) -> None:
     assert not device.faults()
 
 
-def test_a_copy_is_not_there_before_somebody_waits(device: ModuleType) -> None:
-    stream, here = torch.cuda.Stream(), torch.cuda.current_stream()
+def test_streams_that_do_not_wait_for_each_other_are_faults(device: ModuleType) -> None:
+    stream, here, rows = torch.cuda.Stream(), torch.cuda.current_stream(), ROWS.to("cuda") * 2
     with torch.cuda.stream(stream):
         copy = ROWS.pin_memory().to("cuda", non_blocking=True)
     assert copy.sum().isnan()
@@ -37,18 +37,12 @@ def test_a_copy_is_not_there_before_somebody_waits(device: ModuleType) -> None:
     copy.record_stream(here)
     assert torch.equal(copy.cpu(), ROWS)
     assert not device.faults()
-
-
-def test_copying_what_is_still_computed_is_a_fault(device: ModuleType) -> None:
-    stream, rows = torch.cuda.Stream(), ROWS.to("cuda") * 2
+    # copying what is still computed, and freeing what another stream may use
     with torch.cuda.stream(stream):
         torch.empty(ROWS.shape, pin_memory=True).copy_(rows, non_blocking=True)
     assert "has not waited" in device.faults()[0]
     stream.synchronize()
-
-
-def test_freeing_what_another_stream_may_use_is_a_fault(device: ModuleType) -> None:
-    stream, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    device.reset()
     with torch.cuda.stream(stream):
         copy = ROWS.pin_memory().to("cuda", non_blocking=True)
     here.wait_stream(stream)
