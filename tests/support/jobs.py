@@ -48,7 +48,8 @@ def interrupt() -> NoReturn:
 
 
 class Watcher(Listener):
-    """Remembers notes, and acts at a stage or when so many blocks are finished, by default as Ctrl-C does."""
+    """Remembers notes, and acts at a stage, when so many blocks are finished or at "step 11" of refining, by default as
+    Ctrl-C does."""
 
     def __init__(self, at: str | int = "", act: Callable[[], object] = interrupt) -> None:
         self.notes = ""
@@ -64,7 +65,8 @@ class Watcher(Listener):
 
     def progress(self, progress: Progress) -> None:
         at_end_of_block = self._stage == "calibrating" and not (progress.task or progress.module)
-        if at_end_of_block and progress.finished == self._at:
+        is_step = f"{progress.unit} {progress.finished}" == self._at
+        if is_step or (at_end_of_block and progress.finished == self._at):
             self._act()
 
 
