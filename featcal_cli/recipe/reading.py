@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from featcal_cli.recipe.references import MERGE_FORM, existing_path, parse_merge, parse_source, resolve_links
@@ -249,7 +249,7 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 # Mistakes
 
-_SECTIONS = {
+_SECTIONS: dict[str, type[BaseModel]] = {
     "": Draft,
     "merged": Merge,
     "tasks": TaskDraft,
@@ -314,7 +314,7 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     """Describe one of pydantic's errors: what is wrong, and the fix, which is empty if the message implies it."""
     name = plain(option) if option else ".".join(map(plain, place))
     if problem["type"] == "extra_forbidden":
-        section = f" in {name.rpartition('.')[0]}" if place[1:] else ""
+        section = f" in {'.'.join(map(plain, place[:-1]))}" if place[1:] else ""
         return f"unknown key {plain(place[-1])}{section}", _place_key(place)
     if list(place) == ["merged"] and problem["type"] == "missing":
         return "no merged model given", "give MERGED or --merge, or the key merged: in a recipe"
@@ -363,14 +363,15 @@ def tell_wanted(text: str) -> str:
 
 
 def _place_key(place: Sequence[str]) -> str:
-    """Return the fix for a key that its section of a recipe does not have: its new name, the section that has it, or a
-    similar key."""
+    """Return the fix for a key that its section of a recipe does not have: its new name, the sections that have it, or
+    a similar key."""
     key = place[-1][:80]
     if key in _RENAMED:
         return _RENAMED[key]
-    for home, of in _SECTIONS.items():
-        if key in of.model_fields:
-            return f"move it to the section {home}" if home else "move it to the top of the recipe"
+    names = {"": "the top of the recipe", "tasks": "a task of the section tasks"}
+    homes = [names.get(home, f"the section {home}") for home, of in _SECTIONS.items() if key in of.model_fields]
+    if homes:
+        return f"move it to {' or '.join(homes)}"
     section = "tasks" if [*place[:1], len(place)] == ["tasks", 3] else "".join(place[-2:-1])
     own = _SECTIONS[section].model_fields if section in _SECTIONS else {}
     listed = f"the keys here are {', '.join(own)}" if own else "take it out"

@@ -66,6 +66,7 @@ calibration:
   examples: many
   metric: loud
   split: train
+  1.5: 2
 """
 
 
@@ -85,9 +86,9 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: 
     run = featcal_inside(capsys, "calibrate", {"-r": file, "--rho": "1e9"})
     assert run.code == 2 and run.stdout == ""
     lines = run.shown.splitlines()
-    assert lines[0] == "error: 10 mistakes:" and run.stderr.count("error:") == 1
+    assert lines[0] == "error: 11 mistakes:" and run.stderr.count("error:") == 1
     said = [line.removeprefix("    - ") for line in lines if line.startswith("    - ")]
-    places = "line 1, line 4, line 5, line 7, line 8, line 8, the command line, line 10, line 11, line 12"
+    places = "line 1, line 4, line 5, line 7, line 8, line 8, the command line, line 10, line 11, line 12, line 13"
     assert ", ".join(text.partition(":")[0] for text in said) == places
     for words in (
         "unknown key scal in merged (did you mean scale?)",
@@ -96,7 +97,8 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: 
         "https://example.com/x is not the page of a model",
         "calibration.examples must be a valid integer, not 'many'",
         "--rho must be at most 1000000, not 1000000000.0",
-        "unknown key split in calibration (move it to the section data)",
+        "unknown key split in calibration (move it to the section data or",
+        "unknown key 1.5 in calibration (the keys here are",
     ):
         assert words in run.stderr
     assert f"in: {file}" in run.stderr.replace("\n    ", "")
