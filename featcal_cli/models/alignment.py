@@ -99,9 +99,15 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     own_lists = tuple(f"{own}." for path in lists if (own := other.own_path(path)))
     prefix = f"{other.module.base_model_prefix}."
     unread = [name for name in sorted(other.unread) if not _BUFFERS.match(name)]
-    if unread and other is merged and not read_class_name(merged.snapshot.config):
-        what = f"config.json names no class, and a {type(merged.module).__name__} does not read {_count(unread)}"
-        fix = 'add the model\'s class to config.json, as in "architectures": ["LlamaForCausalLM"]'
+    # sentence-transformers has no use for a head
+    is_unsure = other is merged and not (merged.snapshot.pooling or read_class_name(merged.snapshot.config))
+    if unread and is_unsure:
+        own = type(merged.module).__name__
+        what = f"config.json names no class, and a {own} does not read {_count(unread)}"
+        fix = (
+            'name the class that has them in config.json, as in "architectures": ["LlamaForCausalLM"], or '
+            f'["{own}"] to do without them'
+        )
         raise CheckpointError(what, where=merged.snapshot.name, fix=fix)
     unread = [n for n in unread if n.startswith(own_lists) or n.removeprefix(prefix).startswith(own_lists)]
     if surplus := [path for path in theirs if path not in ours and path.startswith(tuple(f"{x}." for x in lists))]:

@@ -185,8 +185,13 @@ def test_a_head_is_not_left_out_because_the_config_names_no_class(tmp_path: Path
     architecture = find_architecture(merged.module, {"red": {"input_ids": torch.arange(3, 9)[None]}}, "skip")
     with pytest.raises(
         CheckpointError, match=r"names no class, and a LlamaModel does not read the tensor lm_head\.weight"
-    ):
+    ) as raised:
         check_alignment(architecture, merged, merged)
+    assert '["LlamaModel"] to do without' in raised.value.fix
+    # an encoder of sentence-transformers has no use for one
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    check_alignment(architecture, *[replace(merged, snapshot=Snapshot("model", tmp_path, None))] * 2)
 
 
 def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> None:
