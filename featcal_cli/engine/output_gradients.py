@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from featcal_cli.data.batches import (
     Batch,
@@ -22,6 +23,7 @@ from featcal_cli.data.batches import (
     axis_lengths,
     count_examples,
     count_tokens,
+    count_vocabulary,
     seed_examples,
     share_batches,
     split_first,
@@ -97,6 +99,14 @@ class GradientGroup:
         if self.latest not in ("", block.name) and (self.expert.device.type == "cpu" or not self.keeps_weights):
             self.expert.release(self.latest)
         self.latest = block.name
+
+
+def choose_places(places: Tensor | None, module: PreTrainedModel, count: int) -> Tensor | None:
+    """Return the places of the token ids if the first of the `count` classes of a model's outputs are these tokens;
+    None if not."""
+    # a decoder may write tokens of a vocabulary of its own, which is not the tokenizer's
+    sizes = {count, len(getattr(module.get_output_embeddings(), "weight", ())), count_vocabulary(module)}
+    return places if places is not None and len(places) <= count and len(sizes) == 1 else None
 
 
 class GradientPass:
@@ -241,7 +251,7 @@ class GradientPass:
             if len(own) > PREDICTIONS:
                 own = own[torch.randperm(len(own), generator=generator)[:PREDICTIONS]]
             chosen.append(own)
-        places = self._find_places(rows.shape[1])
+        places = choose_places(self._group.places, self._expert.model.module, rows.shape[1])
         # rows of padding behind the tokens are no choice, and models of one family have different numbers of them
         last = None if places is None else len(places)
         with torch.enable_grad():
@@ -259,13 +269,6 @@ class GradientPass:
             fetched = fetch_weights(list(of_modules.values()))
             of_modules.update(zip(of_modules, (x.clone() for x in fetched), strict=True))
         self.close()
-
-    def _find_places(self, count: int) -> Tensor | None:
-        """Return the places of the tokens that the first of `count` classes stand for, in an order that does not depend
-        on ids; None if classes are no tokens."""
-        places, head = self._group.places, self._expert.model.module.get_output_embeddings()
-        is_known = places is not None and len(places) <= len(getattr(head, "weight", ())) == count
-        return places if is_known else None
 
     def close(self) -> None:
         """End the pass and drop its graph, wherever it is."""

@@ -61,11 +61,14 @@ def find_token_ids(
         if role == MERGED or not len(ids):
             continue
         own, table = vocabularies.find(role), None
-        # ids of a model without a tokenizer are taken to be merged's
-        if role != BASE and (known := own or merged) is not None:
-            places[role] = find_places(known)
         if merged is not None and own is not None:
             table = map_ids(merged, own)
+        # ids of a model without a tokenizer are taken to be merged's
+        if role != BASE and (known := own or merged) is not None:
+            found = find_places(known)
+            # ids behind all tokens are no padding where examples hold some: a tokenizer that lacks them is not whole
+            if table is not None or int(ids.max()) < len(found):
+                places[role] = found
         if own is None and (fault := vocabularies.faults.get(role)):
             note(f"ids of {role} are taken to be merged's: {fault}")
         what = ""

@@ -14,12 +14,13 @@ from answers import choice_covariance
 from families import BY_NAME, SPREAD, few_of, save_family
 from jobs import prepare
 from torch import Tensor, nn
+from transformers import BertConfig, BertForTokenClassification, MarianConfig, MarianMTModel
 
 from featcal_cli.data.batches import Batch, count_examples, forward_names, seed_examples
 from featcal_cli.engine import gradient_sums, output_gradients
 from featcal_cli.engine.block_runner import BlockRunner
 from featcal_cli.engine.gradient_sums import GradientSums
-from featcal_cli.engine.output_gradients import measure_output_gradients
+from featcal_cli.engine.output_gradients import choose_places, measure_output_gradients
 from featcal_cli.engine.outputs import choose_rows, draw_noise, find_owners, gives_logits, read_output
 from featcal_cli.models.architecture import module_at
 from featcal_cli.models.loading import share_model
@@ -296,3 +297,14 @@ def test_what_is_no_choice_is_compared_as_it_is(output: dict[str, Tensor], probl
     module: Any = nn.Module()
     module.config = SimpleNamespace(problem_type=problem)
     assert gives_logits(module, SimpleNamespace(**output)) is expected
+
+
+def test_logits_of_another_vocabulary_than_the_tokenizers_are_no_padding() -> None:
+    places, sizes = torch.arange(44), {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    with torch.device("meta"):
+        one = MarianMTModel(MarianConfig(**sizes, pad_token_id=0))
+        two = MarianMTModel(MarianConfig(**sizes, pad_token_id=0, decoder_vocab_size=90, tie_word_embeddings=False))
+        no_tokens = BertForTokenClassification(BertConfig(vocab_size=50, num_labels=50, num_hidden_layers=1))
+    assert choose_places(places, one, 50) is places
+    assert choose_places(places, two, 90) is None and choose_places(places, no_tokens, 50) is None
+    assert choose_places(torch.arange(51), one, 50) is None and choose_places(None, one, 50) is None

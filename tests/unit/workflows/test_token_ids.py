@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from vocabularies import WORDS, add_tokens, make_texts, make_tokenizer, reorder, shuffled, spell, write_rows
 
-from featcal_cli.data.preprocessing import Vocabulary
+from featcal_cli.data.preprocessing import Vocabularies, Vocabulary
 from featcal_cli.runtime.errors import CheckpointError, DataError
 from featcal_cli.workflows.evaluate import evaluate
 from featcal_cli.workflows.inputs import find_inputs
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.plan import make_plan
 from featcal_cli.workflows.session import RunOptions, Session
-from featcal_cli.workflows.token_ids import find_places
+from featcal_cli.workflows.token_ids import find_places, find_token_ids
 from featcal_cli.workflows.verbs import calibrate
 
 TASKS = ("red", "green")
@@ -266,6 +267,17 @@ def test_places_follow_tokens_where_several_have_one_id() -> None:
     for found, known in zip(places, (ids, other), strict=True):
         assert [int(found[known[token]]) for token in "abcdz"] == [0, 1, 2, 3, 0]
     assert all(sorted(found.tolist()) == list(range(len(found))) for found in places)
+
+
+def test_ids_of_examples_that_a_tokenizer_lacks_are_no_padding() -> None:
+    model: Any = SimpleNamespace(module=LlamaForCausalLM(LlamaConfig(vocab_size=44, **SIZES)))
+    one = Vocabulary("", "", None, {"a": 0, "b": 1})
+    for largest, places in ((1, {"expert red": [0, 1]}), (7, {})):
+        rows: Any = SimpleNamespace(fitted=[{"input_ids": torch.tensor([[0, largest]])}], selection=(), held_out=())
+        known = Vocabularies({}, {}, {"merged": one, "expert red": one})
+        recipe: Any = None
+        found = find_token_ids(recipe, {"merged": model, "expert red": model}, {"red": rows}, known, print)
+        assert {role: table.tolist() for role, table in found.places.items()} == places
 
 
 def test_ids_in_a_file_are_refused_where_they_mean_different_tokens(tmp_path: Path) -> None:
