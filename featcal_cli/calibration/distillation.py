@@ -292,7 +292,7 @@ def _add_up(measured: Mapping[str, Tensor]) -> dict[str, float]:
 
 def is_clearly_larger(one: Tensor, other: Tensor) -> bool:
     """Whether the sum of `one` [n] is larger than that of `other` by more than CLEARLY standard errors of their
-    difference, which examples of the same kind would have."""
+    difference, so that other examples of the same kind would show it too."""
     grown = one - other
     noise = float(grown.std()) * len(grown) ** 0.5 if len(grown) > 1 else 0.0
     return float(grown.sum()) > CLEARLY * noise

@@ -81,7 +81,7 @@ class Divergence:
         self._tasks: list[tuple[list[Tensor], float]] = []
         """The student's features [n, d] of each task in parts, and the weight of one row."""
         self._sampled: list[tuple[list[Tensor], float]] = []
-        """The sample from which the second derivative is taken, likewise."""
+        """The sample of these from which the second derivative is taken, in the same form."""
         self._places: list[list[Tensor]] = []
         self._pull: Tensor | None = None
         """Σ_i E[q_i xᵀ] [c, d], on the CPU once it is complete, as it is as large as the head."""
@@ -279,8 +279,8 @@ def minimise(divergence: Divergence, unknown: Weight) -> Tensor | None:
 
 
 def choose_share(slopes: Sequence[float]) -> float:
-    """Return the share from 0 to 1 of an update at which a convex function is least, given its slopes at SHARES.
-    Between these, slopes are taken to be linear, so that rounding does not decide between two of them."""
+    """Return how much of an update to apply, from 0 to 1, so that a convex function is least, given its slopes at
+    SHARES. The slope is interpolated between two SHARES, so that rounding does not decide which of them is taken."""
     if slopes[0] >= 0:
         return 0.0
     for (start, falls), (end, rises) in pairwise(zip(SHARES, slopes, strict=True)):

@@ -1,4 +1,4 @@
-"""Moments: running sums over the calibration examples of one task, from which the closed forms are computed. Those of
+"""Moments: running sums over the calibration examples of one task, from which the closed forms are computed. Sums of
 several ranks are added up on the rank that solves the module, or on the one that the task belongs to where all ranks
 solve the module together.
 
@@ -158,18 +158,18 @@ class LinearMoments:
 
     @property
     def drift(self) -> Tensor:
-        """The drift E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as precise as the sums. Not available if r is summed."""
+        """The drift E[(x_exp − x_cal) x_calᵀ] [d_in, d_in], as the sums hold it. Not available if `pairs` are given."""
         assert self._dx.value is not None
         return to_accumulation_dtype(self._dx.value, self._dx.dtype) / self.weight
 
     @property
     def mean_drift(self) -> Tensor:
-        """The mean drift E[x_exp − x_cal] [d_in]. Not available if r is summed."""
+        """The mean drift E[x_exp − x_cal] [d_in]. Not available if `pairs` are given."""
         return self._d.value / self.weight
 
     def add_drift(self, total: Sum, omega: Tensor) -> Tensor:
         """Add ω E[(x_tgt − x_cal) x_calᵀ] [d_in, d_in] to `total` and return C = E[x_tgt x_calᵀ] in the precision of
-        `total`. Not available if r is summed."""
+        `total`. Not available if `pairs` are given."""
         drift = to_accumulation_dtype(self.drift, total.dtype)
         total.add(drift, omega * self.alpha)
         return to_accumulation_dtype(self.gram, total.dtype).add_(drift, alpha=self.alpha)
@@ -274,7 +274,7 @@ class NormMoments:
 
     @property
     def mean(self) -> Tensor:
-        """The mean z̄ [d]."""
+        """The mean z̄ of the normalised inputs [d]."""
         return self._z.value / self.weight
 
     @property

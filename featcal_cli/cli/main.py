@@ -98,13 +98,13 @@ def _call() -> None:
 
 
 def _name_command() -> str:
-    """Return the command that was typed, as `featcal VERB`, or `featcal` alone where no verb was."""
+    """Return the typed command as `featcal VERB`, or `featcal` alone if no verb was typed."""
     verbs = {str(known.name or getattr(known.callback, "__name__", "")) for known in app.registered_commands}
     return " ".join(["featcal", *[word for word in sys.argv[1:] if word in verbs][:1]])
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit with `code`, dropping output that cannot be printed, which would change the code."""
+    """Exit with `code`. Output that cannot be written is dropped, or Python would exit with a code of its own."""
     try:
         sys.stdout.flush()
     except OSError:

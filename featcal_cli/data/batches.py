@@ -88,7 +88,8 @@ def collate(examples: Sequence[Example], padding: int) -> Batch:
 
 
 def longest_example(examples: Sequence[Example], padding: int) -> Batch:
-    """Return one of the examples (at least one), padded to the length of the longest batch of the largest kind."""
+    """Return the largest example as a batch of its own, padded to the longest example that could share its batch. There
+    must be at least one example."""
     largest = max(examples, key=lambda example: sum(tensor.numel() for tensor in example.inputs.values()))
     rest = [largest, *(example for example in examples if example is not largest)]
     kind = [rest[position] for position in group_examples(rest, len(rest))[0]]

@@ -188,7 +188,7 @@ def draw_examples(
 
 
 def _is_short(data: Data, count: int) -> bool:
-    """Tell whether a file or folder has fewer rows than `count`. Of a Hub dataset, this is not known beforehand."""
+    """Tell whether a file or folder has fewer rows than `count`; a Hub dataset never counts as short."""
     return data.dataset is None and sum(table.length for table in open_local(data, data.split)) < count
 
 

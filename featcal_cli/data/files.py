@@ -86,9 +86,9 @@ def group_by_name(paths: Collection[str]) -> dict[str, list[str]]:
 
 
 def choose_split(splits: Collection[str], wanted: str | None, data: Data, note: Note) -> str:
-    """Choose the split to read: the wanted one, or train, under any of its usual names; if none is wanted, also the
-    only one whose name begins with train, else validation, else test, else the only one, of which `note` is told.
-    Raises DataError if the wanted split does not exist, or if several remain to choose from."""
+    """Choose the split to read: the wanted one, or train if none is wanted, under any of its usual names. In place of a
+    missing train, take the only split whose name begins with train, else validation, else test, else the only split,
+    and tell `note`. Raises DataError if the wanted split does not exist, or several remain to choose from."""
     named = SPLIT_WORDS.get(wanted or "train", wanted)
     if wanted in splits:
         return str(wanted)
@@ -178,7 +178,7 @@ def _lists_files(file: Path) -> bool:
 
 def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Yield all files in and below a folder, also in folders that links lead to, but not those `above` that it is in:
-    a link to one of them has no end. What may not be read is left out."""
+    a link to one of them has no end. Folders that may not be read are left out."""
     inside, found = above | {folder.resolve()}, list[Path]()
     with suppress(PermissionError):
         found += folder.iterdir()

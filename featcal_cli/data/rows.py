@@ -267,7 +267,8 @@ def read_rows(data: Data, split: str | None) -> Iterator[Row]:
 
 
 def check_split(task: str, data: Data, split: str, *, labelled: bool) -> None:
-    """Raise DataError or HubError if a task's source has no such split to measure on, or can have no labels."""
+    """Raise DataError or HubError if a task cannot be measured on its source: it has no such split, or it is what the
+    expert writes itself, which has no labels and is too easy for that expert."""
     if data.is_self_written:
         what = f"texts that an expert writes itself {'have no labels' if labelled else 'are too easy for it'}"
         fix = f"name {'labelled ' * labelled}data: --data {task}=SOURCE"

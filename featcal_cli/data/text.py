@@ -60,7 +60,8 @@ class RowFormatter:
 
     @property
     def has_turns(self) -> bool:
-        """Whether rows are conversations, as a prompt with its response is; an encoder reads it as a pair of texts."""
+        """Whether rows are shown as conversations: messages, or a prompt and its response, which an encoder reads as a
+        pair of texts instead. A template makes a single text of any row."""
         has_answers = self.kind != "encoder" and {"prompt", "response"} <= self.roles.keys()
         return self.template is None and ("messages" in self.roles or has_answers)
 

@@ -315,7 +315,7 @@ class BlockRunner:
         return self.dtype if computes else holder.dtype
 
     def _wanted(self, holder: Tensor) -> Wanted:
-        """Describe what a tensor is to be on the device. What this model has read before was checked then."""
+        """Describe what a tensor is to be on the device. Its values are checked when this model first reads it."""
         return self._home(holder), self._dtype_of(holder), id(holder) not in self._read
 
     def _move(self, holders: Iterable[Tensor]) -> None:

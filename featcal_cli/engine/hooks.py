@@ -199,8 +199,8 @@ def _reuse(
     *given: Any,
     **named: Any,
 ) -> Any:
-    """Return the kept output of a module; or compute it, and keep it if there is room. What was kept inside of the
-    module is not needed any more then."""
+    """Return the kept output of a module; or compute it, and keep it if there is room. Outputs kept inside of the
+    module are then not needed any more."""
     # a long text may need more calls than the probes, each with other rows
     if name in ran:
         return forward(*given, **named)

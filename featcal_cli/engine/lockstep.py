@@ -344,8 +344,8 @@ class BlockVisit:
                 runner.prefetch(block.name)
 
     def _go_through(self, task: str, paused: PausedForward) -> None:
-        """Run a pass that is paused before the block through it. After the task's last block only the head is left,
-        so that block runs only if the head's inputs are collected or drift is measured on its output."""
+        """Resume a pass that is paused before this block, until the block has run. The last block of a task is skipped
+        if nobody needs its output: no inputs of the head are collected, and no drift is measured on it."""
         is_needed = self.job.head is not None or paused.is_measured or not self._is_last(task)
         while paused.is_at(self.block) and is_needed:
             with self._reusing(paused):

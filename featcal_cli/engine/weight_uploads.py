@@ -46,7 +46,7 @@ class DeviceWeight:
 
 class DeviceWeights:
     """The weights on one CUDA device, shared by all models. One thread copies them, on its own stream, through reused
-    pinned buffers. Those that were used last stay after their use, as far as `room_for_weights` allows."""
+    pinned buffers. The weights used last stay after their use, as far as `room_for_weights` allows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)

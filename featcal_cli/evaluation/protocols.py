@@ -129,8 +129,8 @@ FIT: Mapping[str, tuple[str, str]] = {
 
 
 def suits(protocol: str, model_class: type[PreTrainedModel], config: Any) -> bool:
-    """Return whether a protocol of FIT can measure models of a class, as far as class and config tell. Of zero-shot,
-    this is base, whose texts the images are compared with."""
+    """Return whether a protocol of FIT can measure models of a class, as far as class and config tell. Zero-shot asks
+    this of base, which reads the classes' names for all models."""
     if protocol == "zero-shot":
         return hasattr(model_class, "get_text_features")
     return bool(model_class.can_generate()) and (protocol == "texts" or bool(config.is_encoder_decoder))

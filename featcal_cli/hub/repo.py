@@ -249,7 +249,7 @@ Watch = Callable[[str, int, int], None]
 
 def download(repo: Repo, *, only: Sequence[str] = (), skip: Sequence[str] = (), watch: Watch | None = None) -> Path:
     """Download a repo's files that match `only`, or do not match `skip`, into the Hub's cache and return their folder.
-    What arrives is compared once with the Hub's checksums. Raises HubError."""
+    Files that arrive are compared once with the Hub's checksums. Raises HubError."""
     # a run that dies between arrival and check leaves the marks, and the next one checks
     marks = cache_folder() / "unchecked" / f"{repo.kind}--{repo.name.replace('/', '--')}--{repo.commit}"
     chosen = chosen_files(repo, only, skip)

@@ -155,8 +155,8 @@ def _find_base(repo: Repo, base_name: str, allow_pickle: bool, open_repo: Opener
 
 
 def _name_base(repo: Repo) -> str:
-    """Return the base that an adapter names; empty if it names none. Raises HubError if an adapter on the Hub names a
-    local folder: a stranger's adapter must not choose files of this machine."""
+    """Return the base that an adapter names; empty if it names none. Raises HubError if that base cannot be used, as
+    when an adapter on the Hub names a local folder: a stranger must not choose files of this machine."""
     adapter = read_adapter(repo.name, repo.fetch_text(ADAPTER_CONFIG).parent)
     if not adapter.base or repo.folder:
         return adapter.base

@@ -315,7 +315,7 @@ def _read_base_models(repo: Repo, card: Card) -> Claim | None:
 
 
 def find_base_models(repo: Repo, card: Card) -> tuple[str, Sequence[str]]:
-    """Return the place where a repo names its base models, and these: an adapter's config or any other model's card."""
+    """Return where a repo names its base models (an adapter's config, or any other model's card), and their names."""
     if is_adapter(repo.files):
         base = Adapter(repo.name, Path(), read_config(repo, ADAPTER_CONFIG)).base
         return f"{ADAPTER_CONFIG} of {repo.name}", [base] if base else []
@@ -323,7 +323,7 @@ def find_base_models(repo: Repo, card: Card) -> tuple[str, Sequence[str]]:
 
 
 def read_config(repo: Repo, file: str) -> dict[str, Any]:
-    """Return a repo's configuration in JSON; an empty one if it cannot be read."""
+    """Read a JSON file of a repo; empty if it is missing, damaged, or no mapping of keys to values."""
     try:
         config = parse_json(repo.read_text(file) or "{}")
     except ValueError:

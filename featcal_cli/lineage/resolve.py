@@ -68,7 +68,8 @@ def find_ancestor(search: Search, names: Mapping[str, str], *, mixed: bool = Fal
 
 
 def _find_common(chains: Iterable[list[str]], mixed: bool) -> list[str]:
-    """List the common ancestors of all models that name a parent, the nearest first."""
+    """List the common ancestors of all models that name a parent, the nearest first. mixed: the base may be one of the
+    models themselves, so each counts as an ancestor of its own."""
     known = [chain for chain in chains if chain[1:]]
     first = known[0][0 if mixed else 1 :] if known else []
     common = [model for model in first if all(_holds(chain[0 if mixed else 1 :], model) for chain in known)]
@@ -99,7 +100,7 @@ def find_lineage(
     1. The merged repo's files are read, each by a small reader: mergekit's configuration (its own file, then the card's
        code block), featcal.yaml, the card's metadata. The first claim about the experts counts, and
        so does the first about the base.
-    2. What the draft says is kept: if it names experts, no others are added, and a task with data only gets the found
+    2. The draft is kept as it is: if it names experts, no others are added, and a task with data only gets the found
        expert of the same name. Found experts are named by `name_tasks`.
     3. All models are opened, and the user is asked about experts that are gone.
     4. If no base is named, it is the nearest common ancestor of the experts.

@@ -334,8 +334,8 @@ first."""
 
 
 def describe_loading(model: Model) -> dict[str, Any]:
-    """Return the arguments of `write_card` on how to load a model: the names of its class, which is an Auto class where
-    the class is code of the repo, and of its processor's, if a file implies one."""
+    """Return the arguments of `write_card` that say how to load a model. If its class is code of the repo, the class is
+    named by the Auto class that finds it; the processor's class is None if no file implies one."""
     folder, name = model.snapshot.folder, type(model.module).__name__
     processor = next((name for file, name in PROCESSORS if (folder / file).is_file()), None)
     if find_transformers_class(name):

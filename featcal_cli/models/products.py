@@ -166,8 +166,9 @@ class Routing:
 
 
 def _choose_in_turn(scores: Tensor, decision: Any) -> Any:
-    """Return a decision of the same form from scores [.., experts], in which each token begins with the next expert. A
-    decision that is not made along the last dimension is returned as it is."""
+    """Replace a routing decision, made from scores [.., experts], by one of the same form that chooses all experts in
+    turn: each token's first choice is the expert after the first choice of the token before. A decision that is not
+    made along the last dimension is returned as it is."""
     chosen = decision[1] if isinstance(decision, tuple) else decision
     leading, is_one = scores.shape[:-1], chosen.shape == scores.shape[:-1]
     if not scores.ndim or not (is_one or chosen.shape[:-1] == leading):

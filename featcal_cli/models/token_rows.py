@@ -130,9 +130,9 @@ _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def learn_rows(first: torch.Size, second: torch.Size, axes: Axes, *, other_inputs: bool) -> Rows:
-    """Learn what the rows of a feature are from its shapes [.., d] in the two probes. `other_inputs` says that the
-    model has other inputs than a text whose length differs between the probes; a number of rows that stays equal then
-    comes from such an input, for example an image."""
+    """Learn which tokens the rows of a feature belong to, from its shapes [.., d] in the two probes. other_inputs:
+    whether the model reads more than a text whose length differs between the probes. If it does, a number of rows that
+    is equal in both comes from another input, for example an image."""
     if len(first) != len(second):
         return Rows(may_hold_padding=True)
     pairs = [*zip(first[:-1], second[:-1], strict=True)]

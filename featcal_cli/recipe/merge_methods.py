@@ -98,12 +98,13 @@ METHODS: dict[MethodName, MergeMethod] = {
         "task arithmetic", ("scale",), _add_task_vectors, "base + scale · Σ (expert − base)", "task_arithmetic:0.3",
     ),
     "ties": MergeMethod(
-        "TIES merge", ("scale", "density"), _ties, "likewise, but of an expert's changes only the largest count, and "
-        "of these only those with the sign of their sum", "ties:0.3:0.2 (scale, density)",
+        "TIES merge", ("scale", "density"), _ties, "as `task_arithmetic`, but only the largest "
+        "changes of each expert count, and of these only those with the sign of their sum",
+        "ties:0.3:0.2 (scale, density)",
     ),
     "dare_ties": MergeMethod(
-        "DARE-TIES merge", NUMBERS, lambda merge, them: _elect_signs(merge, them, partial(drop_at_random, merge)), "of "
-        "changes that are kept at random and divided by `density`, those with the sign of their sum",
+        "DARE-TIES merge", NUMBERS, lambda merge, them: _elect_signs(merge, them, partial(drop_at_random, merge)),
+        "as `ties`, but changes are kept at random and divided by `density`",
         "dare_ties:0.3:0.2:42 (seed)",
     ),
 }  # fmt: skip

@@ -355,7 +355,7 @@ def _name_option(place: Sequence[str | int], typed: Mapping[str, Any]) -> str:
 
 
 def tell_wanted(text: str) -> str:
-    """Return pydantic's or typer's words about a value that is wrong in plainer ones."""
+    """Put a message of pydantic or typer about a wrong value into plainer words."""
     text = re.sub(", (unable|got) .*", "", text)
     for word, plainer in (("greater than or equal to", "at least"), ("less than or equal to", "at most")):
         text = text.replace(word, plainer)

@@ -270,7 +270,7 @@ class Calibration(Section):
     """`featcal`: errors measured by their effect on outputs, module by module, every update checked on held-out rows;
     `paper`: features, block by block, the paper's λ, ρ and α for the kind of model, no checks."""
     examples: Annotated[int, AsOption("N", ("--examples", "-n"))] = Field(default=256, ge=1, le=10**9)
-    """Examples per task to calibrate with, at most. Of long texts fewer: those within 512 N tokens, but at least 64."""
+    """Examples per task to calibrate with, at most. If texts are long, as many as fit 512 N tokens, at least 64."""
     max_length: Annotated[int | None, AsOption("N", ("--max-length",))] = Field(default=None, ge=8, le=10**6)
     """Longest text in tokens; the rest is cut off, of a chat at the end of an answer where possible. If left out, what
     the model and its tokenizer allow, at most 2048."""

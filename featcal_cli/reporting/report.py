@@ -266,7 +266,7 @@ class Report:
     @property
     def output_distances(self) -> dict[str, tuple[float, float]]:
         """Distance of outputs from the expert's, ‖z − z_exp‖ / ‖z_exp‖, before and after, by task; empty unless errors
-        are measured at the outputs and every task has outputs. Of a refined result, it is KL(expert ‖ model)."""
+        are measured at the outputs and every task has outputs. Refined results have KL(expert ‖ model)."""
         if self.refined is not None and self.is_refined:
             return {task: (self.refined.merged[task], self.refined.after[task]) for task in self.drift}
         if self.settings.get("metric") != "output":

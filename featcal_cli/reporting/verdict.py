@@ -150,7 +150,7 @@ def compare_drift(drift: float, other: float, name: str, experts: str = "the exp
 
 def find_farther(inspection: Inspection, role: str, than: str) -> dict[str, float]:
     """Find the tasks on which `role` drifts more than `than` after the last block, with the difference, largest first.
-    Those below VISIBLE are left out; a drift that is not a number counts as infinite."""
+    Differences below VISIBLE are left out; a drift that is not a number counts as infinite."""
     farther = {}
     for name, task in inspection.tasks.items():
         drift, limit = (task.models[which].last.relative for which in (role, than))
@@ -169,9 +169,14 @@ def find_vanished(inspection: Inspection) -> list[str]:
 def write_verdict(
     inspection: Inspection, names: Mapping[str, str], show_task: Callable[[str], str]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield pairs (is_warning, sentence) that compare the second model with the first, if there are two, by outputs,
-    where known, and by drift, and every model with the base. names: of all roles except base; show_task: formats a
-    task's name."""
+    """Yield the verdict, sentence by sentence, each with whether it is a warning.
+
+    First the second model, if there is one, is compared with the first: by outputs, where they are known, and by drift.
+    Then every model is compared with the base, by drift. The mean perplexity follows, if it was measured, and last a
+    warning for each expert whose features vanished.
+
+    names: the models' names by role, without the base; show_task: formats a task's name.
+    """
     roles, vanished, tasks = list_roles(inspection), find_vanished(inspection), inspection.tasks.values()
     names = {**names, "base": "the base model"}
     pairs = [("other", "model")] if "other" in roles else []

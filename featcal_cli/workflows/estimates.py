@@ -54,7 +54,7 @@ def estimate(work: Workload) -> Estimate:
     """Estimate what a job needs, as a sum over what lies in memory at the same time.
 
     1. Weights: the blocks in use, or the stems if they are larger; and on a device those that stay there afterwards.
-    2. Features: the hidden states of paused passes, and the examples. What the device has no room for goes to the
+    2. Features: the hidden states of paused passes, and the examples. If the device has no room, they go to the
        machine's memory, and then to files.
     3. Sums: matrices of d_in² and of d_out × d_in for each input [.., d_in] of a block's modules, and the features of
        one batch.
@@ -169,7 +169,7 @@ def _count_features(work: Workload) -> tuple[float, float, float, float]:
 
 
 def _count_outputs(work: Workload) -> float:
-    """Return the bytes of modules' outputs that are kept between the parts of a block if there is room."""
+    """Estimate how many bytes the modules' outputs take that are kept between the parts of a block if there is room."""
     if work.calibration.solving_order != "module":
         return 0.0
     blocks = (find_inputs(work.model, block) for block in work.architecture.blocks)

@@ -123,7 +123,8 @@ def pin(recipe: Recipe, origins: Mapping[str, Origin], session: Session) -> Reci
 
 
 def pin_data(task: str, data: Data, open_repo: Opener, note: Callable[[str], None]) -> Data:
-    """Return the source pinned to a commit, perhaps of the Hub's parquet copy. Raises HubError and DataError."""
+    """Pin a source to the commit that is read of its Hub dataset, or of the Hub's parquet copy of it; any other source
+    is returned as it is. Raises HubError and DataError."""
     if data.dataset is None or data.is_self_written:
         return data
     repo = open_repo(f"{data.dataset}@{data.revision}" if data.revision else data.dataset, "dataset")

@@ -243,8 +243,8 @@ def _refine_shortly(
     transfers: Mapping[str, dict[str, int]],
     target: Path | None,
 ) -> tuple[Workload, Estimate]:
-    """Return the work of a job that also refines its result for a short while, as language models are by default, and
-    what it needs; where any of the processes cannot do it, what is given, and a note on the reason."""
+    """Add a short refining of the result to a job, as language models get by default, and estimate the job anew. If any
+    of the processes cannot refine, the work and the estimate are returned as they were, and the reason is noted."""
     fewest = min(rows.expected[0] for rows in work.examples.values())
     steps = min(SHORT.steps, STEPS_PER_TEXT * fewest)
     short = replace(SHORT, steps=steps, blocks_on=work.texts_for_blocks)

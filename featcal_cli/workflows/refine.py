@@ -79,8 +79,8 @@ class Refiner:
             hardware.give_back(expert.module.parameters())
 
     def _put_under_head(self, expert: Model) -> PreTrainedModel:
-        """Return the student itself if all tasks share its head; else the expert's model with the student in place of
-        all that is below the head."""
+        """Return the student itself if all tasks share its head; otherwise the expert's head on the student's body.
+        Raises RecipeError if the expert has no probabilities that could be learned."""
         check_teacher(expert, self._setup.models.merged)
         if self._choices is not None:
             return self._student

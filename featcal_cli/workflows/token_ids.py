@@ -31,8 +31,8 @@ class TokenIds:
     without a tokenizer, whose ids are taken to be merged's."""
     classes: Mapping[str, Tensor] = field(default_factory=dict)
     """Tables from the classes of merged's head, which are token ids, to those of the model's own head, by role; −1 or a
-    number beyond its rows for tokens that the model lacks. The same models have one, if merged has a head, and models
-    whose head has another number of rows."""
+    number beyond its rows for tokens that the model lacks. If merged has a head, models with a table of ids have one,
+    and so do models whose head has another number of rows."""
     places: Mapping[str, Tensor] = field(default_factory=dict)
     """The place of each of an expert's own ids in the alphabetical order of its tokens, by role. Random numbers follow
     this order, as ids may be in any."""
