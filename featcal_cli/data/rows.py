@@ -32,6 +32,7 @@ from featcal_cli.data.files import (
 )
 from featcal_cli.hub.client import explained
 from featcal_cli.recipe.data_formats import (
+    FORMATS,
     Row,
     Table,
     ending_of,
@@ -203,7 +204,8 @@ def _open_stream(split: HubSplit) -> Any:
     # lists of this kind are taken as they are, where plain ones would be looked up file by file; and a builder of the
     # library's own asks nobody what the dataset is, which would send the token to other hosts than the endpoint
     files = {"train": DataFilesList(list(split.sizes), [()] * len(split.sizes))}
-    options = {"sep": "\t"} if all(".tsv" in url.lower() for url in split.sizes) else {}
+    endings = {ending_of(url) for url in split.sizes}
+    options = FORMATS[endings.pop()].options if len(endings) == 1 else {}
     stream = library.load_dataset(split.format, data_files=files, split="train", streaming=True, **options)
     return stream.decode(False) if stream.features else stream  # without features nothing would be decoded
 

@@ -7,7 +7,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import TextIOWrapper
 from itertools import islice
@@ -50,6 +50,8 @@ class Format:
     """The format's name in `datasets`; if empty, files are read only where they are named, not in folders and repos."""
     open: Callable[[Path], list[Table]]
     """Function from a file to its rows as tables. It may raise OSError, EOFError, ValueError and their like."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings with which `datasets` reads such files of a repo."""
 
 
 def ending_of(path: str) -> str:
@@ -202,8 +204,11 @@ def _open_json(file: Path) -> list[Table]:
     return [Table(str(file), len(rows), lambda positions: (rows[position] for position in positions))]
 
 
-def _open_csv(file: Path, separator: str) -> list[Table]:
-    return _open_text(file, lambda: _scan_csv(file, separator), _name_values)
+def _separated_by(separator: str) -> Format:
+    def open_csv(file: Path) -> list[Table]:
+        return _open_text(file, lambda: _scan_csv(file, separator), _name_values)
+
+    return Format("csv", open_csv, {"sep": separator})
 
 
 def _scan_csv(file: Path, separator: str) -> Scan:
@@ -328,8 +333,8 @@ FORMATS = {
     ".jsonl": Format("json", partial(_open_lines, parse=_parse_line)),
     ".ndjson": Format("json", partial(_open_lines, parse=_parse_line)),
     ".json": Format("json", _open_json),
-    ".csv": Format("csv", partial(_open_csv, separator=",")),
-    ".tsv": Format("csv", partial(_open_csv, separator="\t")),
+    ".csv": _separated_by(","),
+    ".tsv": _separated_by("\t"),
     ".txt": Format("", partial(_open_lines, parse=lambda line, *_: {"text": line.strip()})),
 }
 TABLE_FILES = {ending: known.builder for ending, known in FORMATS.items() if known.builder}

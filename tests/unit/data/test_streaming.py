@@ -180,6 +180,7 @@ FORMATS: dict[str, bytes | str] = {
     "a.json": json.dumps([{"text": text} for text in "abc"]),
     "a.csv": "text,more\r\na,1\r\nb,1\r\nc,1\r\n",
     "a.tsv": "text\tmore\na\t1\nb\t1\nc\t1\n",
+    "as.tsv/a.csv": "text,more\na,1\nb,1\nc,1\n",
 }
 
 
