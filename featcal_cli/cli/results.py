@@ -216,12 +216,12 @@ def _describe_drift(report: Report) -> str:
 def _describe_scores(tasks: Mapping[str, TaskScores], *, leads: bool = True) -> str:
     """Return a phrase on what the calibrated model has won back of what merging lost. leads: it begins the sentence."""
     means, metric, regained = average_tasks(tasks), common_metric(tasks), describe_regained(tasks)
-    before, after, of_texts = means[MERGED], means[CALIBRATED], find_metric(metric).of_texts
+    before, after, known = means[MERGED], means[CALIBRATED], find_metric(metric)
     verb = "fell" if after.value < before.value else "rose"
-    if of_texts:
-        shown, what = show_values(means, metric), "perplexity"
+    if not known.unit:
+        shown, what = show_values(means, metric), known.title.lower()
         nats = {role: show_nats(loss) for role, loss in average_nats(tasks).items()}
-        if shown[MERGED] == shown[CALIBRATED] and nats[MERGED] != nats[CALIBRATED]:
+        if nats and shown[MERGED] == shown[CALIBRATED] and nats[MERGED] != nats[CALIBRATED]:
             # the mean over texts is less certain than a difference on the same texts
             shown, what = nats, "nats per token"
         was, now = shown[MERGED], shown[CALIBRATED]
@@ -277,11 +277,12 @@ def _show_scores(tasks: Mapping[str, TaskScores], which: str = "") -> None:
     title = ", and ".join([*titles[:1], *(f"{more} where marked," for more in titles[1:])])
     counts = [score.examples for scored in tasks.values() for score in scored.scores.values()]
     count = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
-    of_texts = find_metric(common_metric(tasks)).of_texts
-    what = title if of_texts else f"{'Scores' if None in used else title} in percent"
-    rows_used = f"{which}{'texts' if of_texts else 'labelled examples'} per task{'; lower is better' * of_texts}"
+    known = find_metric(common_metric(tasks))
+    what = f"{'Scores' if None in used else title} in percent" if known.unit else title
+    rows_used = f"{which}{'texts' if known.of_texts else 'labelled examples'} per task"
+    rows_used += "; lower is better" * known.lower_is_better
     OUT.print(f"{what}, ± 95 % interval, on {count} {rows_used}:")
-    change = ["change" if of_texts else "gain"] if len(others) == 1 else []
+    change = ["change" if known.lower_is_better else "gain"] if len(others) == 1 else []
     heads = ["task", *(escape(role) for role in means if role != BASE), *change, *([BASE] if BASE in means else [])]
     OUT.print(make_table(heads, rows, overflow="fold"))
 

@@ -183,9 +183,9 @@ def common_metric(tasks: Mapping[str, TaskScores]) -> str:
 def regained_share(tasks: Mapping[str, TaskScores]) -> float:
     """Return the share of what merging lost that the calibrated model has won back, over all tasks together: of scores
     or, for perplexity, of nats per token. 0 if nothing was lost."""
-    nats = average_nats(tasks)
-    means = {role: -loss for role, loss in nats.items()} or {role: x.value for role, x in average_tasks(tasks).items()}
-    expert, merged, calibrated = (means[role] for role in (EXPERT, MERGED, CALIBRATED))
+    means = average_nats(tasks) or {role: score.value for role, score in average_tasks(tasks).items()}
+    sign = -1 if find_metric(common_metric(tasks)).lower_is_better else 1
+    expert, merged, calibrated = (sign * means[role] for role in (EXPERT, MERGED, CALIBRATED))
     return (calibrated - merged) / (expert - merged) if expert > merged else 0.0
 
 

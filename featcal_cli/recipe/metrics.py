@@ -35,9 +35,16 @@ class Metric:
     """A description, for the help of a recipe's key."""
     of_texts: bool = False
     """Whether it says how well a language model predicts a task's own texts; there are no labels then."""
+    lower_is_better: bool = False
     scale: float = 100
+    """Factor of the figures; 100 for percent."""
     digits: int | None = 1
     """Decimal places of the figures; None: as many as their intervals justify."""
+
+    @property
+    def unit(self) -> str:
+        """The text behind a figure."""
+        return " %" if self.scale == 100 else ""
 
 
 def _pair_hits(predictions: Sequence[Any], labels: Sequence[Any]) -> Numbers:
@@ -102,6 +109,6 @@ METRICS: dict[str, Metric] = {
     ),
     "perplexity": Metric(
         "Perplexity", "", "perplexity", False, _pair_losses, _perplexity, "how well models write the task's own texts",
-        of_texts=True, scale=1, digits=None,
+        of_texts=True, lower_is_better=True, scale=1, digits=None,
     ),
 }  # fmt: skip

@@ -24,6 +24,7 @@ from featcal_cli.evaluation.results import (
     average_tasks,
     common_metric,
     describe_regained,
+    find_metric,
     show_nats,
     show_scores,
 )
@@ -92,7 +93,7 @@ def write_card(
         "variables": VARIABLES,
         "measured": [_average(scores) for scores in report.scores],
         "other_metrics": _show_names(
-            f"{task}: 100 · {METRICS[scores.metric].title}"
+            f"{task}: {'100 · ' * bool(METRICS[scores.metric].unit)}{METRICS[scores.metric].title}"
             for task, scores in report.accuracy.items()
             if scores.metric in METRICS and METRICS[scores.metric].symbol
         ),
@@ -119,6 +120,7 @@ def _average(scores: Mapping[str, TaskScores]) -> dict[str, Any]:
         "means": average_tasks(scores),
         "nats": {role: show_nats(loss) for role, loss in average_nats(scores).items()},
         "metric": common_metric(scores),
+        "known": find_metric(common_metric(scores)),
         "regained": describe_regained(scores),
     }
 

@@ -16,8 +16,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from featcal_cli.calibration.results import BlockReport, ModuleReport
-from featcal_cli.cli.results import show_calibration
-from featcal_cli.evaluation.results import Score, TaskScores
+from featcal_cli.cli.results import show_calibration, show_evaluation
+from featcal_cli.evaluation.results import Evaluation, Score, TaskScores
+from featcal_cli.recipe.metrics import METRICS
 from featcal_cli.reporting.model_card import MARK, copy_merged_card, read_license, write_card
 from featcal_cli.reporting.report import (
     MERGED_CARD,
@@ -412,3 +413,23 @@ def test_a_note_is_not_repeated_that_another_section_holds() -> None:
     told = [f"from {source.found_in}: {source.role} {source.name}", "settings: method featcal, ridge 0.0001"]
     assert write_card(replace(report, notes=told), name="x") == write_card(replace(report, notes=[]), name="x")
     assert "- batches were halved" in write_card(replace(report, notes=[*told, "batches were halved"]), name="x")
+
+
+def test_a_new_metric_needs_nothing_but_its_entry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = replace(
+        METRICS["spearman"], title="Absolute error", hub_name="mae", lower_is_better=True, scale=1.0, digits=2
+    )
+    monkeypatch.setitem(METRICS, "mae", error)
+    scores = make_scores("mae", 0.1, expert=0.5, merged=1.5, calibrated=1.0)
+    report = make_report(accuracy={"digit": scores})
+    card = write_card(report, name="mended")
+    assert "Mean absolute error: **1.50 ±0.20 → 1.00 ±0.20** (experts: 0.50 ±0.20): 50 % of what merging lost" in card
+    assert "## Absolute error\n\nOn labelled data; lower is better; ± is half" in card
+    assert "## Accuracy" not in card and "In percent" not in card
+    assert report.won_back == 0.5
+    show_evaluation(Evaluation("0", {}, {"digit": scores}, [], {}, {}, None, 1.0), 1.0)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Absolute error, ± 95 % interval, on 100 labelled examples per task; lower is better:" in shown
+    assert " change " in shown and " gain " not in shown and "-0.50" in shown
