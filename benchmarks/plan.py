@@ -69,6 +69,7 @@ def as_if_on(place: Place) -> Iterator[None]:
         for name, value in given.items():
             stack.enter_context(patch(f"featcal_cli.{name}", value))
         stack.enter_context(patch("torch.cuda.get_device_name", lambda _: "a GPU"))
+        stack.enter_context(patch("torch.cuda.get_device_capability", lambda _: (8, 0)))
         yield
 
 

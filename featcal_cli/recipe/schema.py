@@ -275,7 +275,8 @@ class Calibration(Section):
     """Longest text in tokens; the rest is cut off, of a chat at the end of an answer where possible. If left out, what
     the model and its tokenizer allow, at most 2048."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], AsOption(group="machine")] = "auto"
-    """Precision of forward passes; `auto` is the merged model's precision, with float32 in place of float16."""
+    """Precision of forward passes; `auto` is bfloat16 for models stored in it on a GPU that has units for it, else
+    float32."""
     ridge: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
     """λ: weight of the anchor."""
     rho: Annotated[float | None, AsOption("F")] = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)

@@ -18,7 +18,7 @@ from featcal_cli.evaluation.results import BASE, EXPERT, Score, TaskScores, scor
 from featcal_cli.models.architecture import Architecture, find_architecture
 from featcal_cli.models.loading import Model, share_model
 from featcal_cli.recipe.metrics import METRICS
-from featcal_cli.recipe.schema import Recipe
+from featcal_cli.recipe.schema import Calibration, Recipe
 from featcal_cli.runtime.errors import CheckpointError, FeatCalError
 from featcal_cli.runtime.hardware import is_out_of_memory
 from featcal_cli.runtime.sanitise import exception_text
@@ -26,6 +26,7 @@ from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan import Plan
 from featcal_cli.workflows.refine import finish
 from featcal_cli.workflows.session import Session
+from featcal_cli.workflows.workload import choose_dtype
 
 TEXT = {"input_ids", "attention_mask"}
 """Names of the inputs that a plain text has."""
@@ -174,7 +175,7 @@ def _open(
     """Return a runner of a model with its blocks, found on a batch. Raises CheckpointError if it reads ahead."""
     own = task.find_vocabulary(role)
     architecture = find_architecture(model.module, {"": sample}, norms="none")
-    parts = share_model(model), architecture, task.device, model.module.dtype
+    parts = share_model(model), architecture, task.device, choose_dtype(Calibration(), model.module, task.device)
     runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
     if not _has_decoder(model) and looks_ahead(runner, architecture):
         raise _refuse(model)

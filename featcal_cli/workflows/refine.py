@@ -40,7 +40,6 @@ from featcal_cli.workflows.build_report import Outcome
 from featcal_cli.workflows.plan_checks import check_teacher, refuse_refining
 from featcal_cli.workflows.session import EXPERT, Session
 from featcal_cli.workflows.setup import Setup
-from featcal_cli.workflows.workload import choose_dtype
 from featcal_cli.workflows.workspace import ANSWERS
 
 
@@ -52,7 +51,6 @@ class Refiner:
         that have no probabilities of one choice, or token ids of their own."""
         self._session, self._setup, self._merged = session, setup, setup.models.merged.module
         self._schedule = schedule
-        self._dtype = choose_dtype(setup.calibration, self._merged)
         self._student = share_model(setup.models.merged).module
         head = self._student.get_output_embeddings()
         self._choices = None if head is None else len(head.weight)
@@ -92,7 +90,7 @@ class Refiner:
         """Move a whole model to the device, in the computing dtype."""
         for x in (*module.parameters(), *module.buffers()):
             computes = isinstance(x, nn.Parameter) and x.is_floating_point()
-            x.data = x.data.to(self._setup.device, self._dtype if computes else x.dtype)
+            x.data = x.data.to(self._setup.device, self._setup.dtype if computes else x.dtype)
         return module
 
     def _run(self, module: PreTrainedModel, batch: Batch, expert: Model | None = None) -> tuple[Tensor, Tensor]:
@@ -102,7 +100,9 @@ class Refiner:
         token_ids = self._setup.token_ids
         own = renumber(batch, token_ids.tables.get(expert.role)) if expert else batch
         taken = {name: x for name, x in own.items() if name in names}
-        placed = {name: x.to(device, self._dtype if x.is_floating_point() else x.dtype) for name, x in taken.items()}
+        placed = {
+            name: x.to(device, self._setup.dtype if x.is_floating_point() else x.dtype) for name, x in taken.items()
+        }
         with hardware.drawing_alike(self._setup.architecture.draws, device):
             output = module(**placed)
         architecture = self._setup.architecture

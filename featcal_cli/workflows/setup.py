@@ -177,18 +177,23 @@ class Setup:
     refining: Schedule | None = None
     """How the result is refined; None if it is not."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which models run."""
+        return choose_dtype(self.calibration, self.models.merged.module, self.device)
+
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
         weights, at which tokens. Writes the fields of OutputGradients to `folder`, with a folder for each task and a
         safetensors file in it for each block, and returns the tasks' folders. Raises RuntimeError if outputs carry no
         information or a model cannot be differentiated, and NumericsError for weights that are too large."""
-        dtype, folders = choose_dtype(self.calibration, self.models.merged.module), {}
+        folders = {}
         for number, (task, examples) in enumerate(self.examples.items()):
             model, entry = self.models.experts[task], self.architecture.entries[task]
             if model.missing:
                 raise RuntimeError(f"the head of the expert of {task} is in no file, and random")
             watch(Progress("", number, len(self.examples), task))
-            expert = self._make_runner(share_model(model), dtype)
+            expert = self._make_runner(share_model(model))
             try:
                 batches = limit_batches({task: examples.fitted}, [expert])[task]
                 places = self.token_ids.places.get(model.role)
@@ -228,14 +233,12 @@ class Setup:
         judged: whether the final drift of the students and of merged is also measured on these examples.
         """
         models, examples, architecture = self.models, self.examples, self.architecture
-        dtype = choose_dtype(self.calibration, models.merged.module)
-
         left_out = self.token_ids.left_out
         roles = {role: model for role, model in {**students, **watchers}.items() if model.role not in left_out}
         distinct = {id(model): model for model in (models.merged, models.base, *roles.values())}
-        runners = {key: self._make_runner(model, dtype) for key, model in distinct.items()}  # never two of one model
+        runners = {key: self._make_runner(model) for key, model in distinct.items()}  # never two of one model
         merged = runners[id(models.merged)]
-        experts = {task: self._make_runner(expert, dtype) for task, expert in models.experts.items()}
+        experts = {task: self._make_runner(expert) for task, expert in models.experts.items()}
         by_role = {role: runners[id(model)] for role, model in roles.items()}
         fitted = {task: rows.fitted for task, rows in examples.items()}
         measured = {task: rows.measured for task, rows in examples.items()} if students else fitted
@@ -262,8 +265,8 @@ class Setup:
             gradients=self.gradients,
         )
 
-    def _make_runner(self, model: Model, dtype: torch.dtype) -> BlockRunner:
-        return BlockRunner(model, self.architecture, self.device, dtype, self.token_ids.tables.get(model.role))
+    def _make_runner(self, model: Model) -> BlockRunner:
+        return BlockRunner(model, self.architecture, self.device, self.dtype, self.token_ids.tables.get(model.role))
 
     def _prepare_drift(
         self,

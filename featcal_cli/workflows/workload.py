@@ -32,6 +32,7 @@ from featcal_cli.models.loading import Model
 from featcal_cli.models.module_kinds import LINEAR_KINDS, read_parameters, rows_shape
 from featcal_cli.models.tracing import ForwardError, as_hook, first_tensor, run_forward, tensors_in
 from featcal_cli.recipe.schema import Calibration, Recipe
+from featcal_cli.runtime.hardware import multiplies_bfloat16
 
 COMPUTE = 4
 """Bytes of a float32, the dtype in which products of features are computed."""
@@ -248,7 +249,7 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which models run."""
-        return choose_dtype(self.calibration, self.model)
+        return choose_dtype(self.calibration, self.model, self.device)
 
     @property
     def is_guarded(self) -> bool:
@@ -328,10 +329,11 @@ class Workload:
         return min(fitted, (self.refining and self.refining.blocks_on) or fitted)
 
 
-def choose_dtype(calibration: Calibration, model: nn.Module) -> torch.dtype:
-    """Choose the dtype in which models run."""
-    wanted = str(model.dtype) if calibration.dtype == "auto" else calibration.dtype
-    return torch.bfloat16 if wanted.endswith("bfloat16") else torch.float32
+def choose_dtype(calibration: Calibration, model: nn.Module, device: torch.device) -> torch.dtype:
+    """Choose the dtype in which models run on a device."""
+    if calibration.dtype != "auto":
+        return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if model.dtype == torch.bfloat16 and multiplies_bfloat16(device) else torch.float32
 
 
 def find_inputs(model: nn.Module, block: Block) -> list[Input]:

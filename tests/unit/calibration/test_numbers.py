@@ -5,6 +5,8 @@ import json
 from io import StringIO
 from math import inf, isfinite
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from featcal_cli.cli.drift import show_inspection
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter
 from featcal_cli.models.module_kinds import Affine
+from featcal_cli.recipe.schema import Calibration
 from featcal_cli.reporting.verdict import find_excess, write_verdict
 from featcal_cli.runtime.distributed import Ranks
 from featcal_cli.runtime.errors import DataError, NumericsError, OutputError, ShortageError
@@ -30,6 +33,7 @@ from featcal_cli.workflows.calibrate import halve_batches
 from featcal_cli.workflows.inspect_drift import inspect_drift
 from featcal_cli.workflows.output import check_built
 from featcal_cli.workflows.verbs import calibrate
+from featcal_cli.workflows.workload import choose_dtype
 
 
 @pytest.fixture
@@ -119,6 +123,22 @@ def test_where_bfloat16_overflows_float32_is_recommended(tmp_path: Path, method:
         calibrate(saved.recipe(method=method, dtype=dtype), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert ("--dtype float32" in raised.value.fix) is (dtype == "bfloat16")
+
+
+def test_bfloat16_is_computed_where_units_for_it_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes up to 80 times as long for it as for float32, and GPUs before Ampere take long too."""
+    saved = save_family(tmp_path, BY_NAME["llama"], dtype=torch.bfloat16).only(2)
+    by_dtype = {}
+    for dtype in ("auto", "float32", "bfloat16"):
+        calibrate(saved.recipe(method="paper", dtype=dtype), output=tmp_path / dtype)
+        by_dtype[dtype] = (tmp_path / dtype / "model.safetensors").read_bytes()
+    assert by_dtype["auto"] == by_dtype["float32"] != by_dtype["bfloat16"]
+    for capability, of_bfloat16 in (((7, 5), torch.float32), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        for stored in (torch.bfloat16, torch.float16, torch.float32):
+            model: Any = SimpleNamespace(dtype=stored)
+            chosen = choose_dtype(Calibration(), model, torch.device("cuda"))
+            assert chosen == (of_bfloat16 if stored == torch.bfloat16 else torch.float32)
 
 
 QUERY = "encoder.layer.0.attention.self.query.weight"
