@@ -87,6 +87,8 @@ class Claim:
     """Expert → the data of its task."""
     note: str = ""
     """How the source was understood, if that is not obvious."""
+    of_output: bool = False
+    """Whether it is in an output of featcal, beside merged's files, and names only what can be found here."""
 
 
 class MalformedError(ValueError):
@@ -252,6 +254,7 @@ def read_claims(repo: Repo, notes: list[str]) -> list[Claim]:
         # mergekit writes its configuration into the card too
         if claim and all(replace(claim, source=known.source, note=known.note) != known for known in claims):
             claims.append(claim)
+    claims.sort(key=lambda claim: not claim.of_output)
     notes += [claim.note for claim in claims if claim.note]
     return claims
 
@@ -303,7 +306,10 @@ def _read_recipe(repo: Repo, _: Card) -> Claim | None:
                 data[expert] = _anchored(source, repo)
         except UnusableError as error:
             lost.append(f"the data of {quoted(expert)} {error}; it is left out")
-    return Claim(where, draft.base, tasks, data=data, note=f"{where}: {'; '.join(lost)}" if lost else "")
+    is_other = draft.merged is not None and not (isinstance(draft.merged, str) and names_itself(draft.merged, repo))
+    of_output = is_other and all(find(name, repo) for name in (draft.base, *tasks) if name)
+    note = f"{where}: {'; '.join(lost)}" if lost else ""
+    return Claim(where, draft.base, tasks, data=data, note=note, of_output=of_output)
 
 
 def _read_base_models(repo: Repo, card: Card) -> Claim | None:
