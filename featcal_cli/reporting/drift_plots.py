@@ -108,7 +108,9 @@ def plot_drift(report: Report) -> bytes:
 
 def plot_inspection(inspection: Inspection, kind: Format = "png") -> bytes:
     """Draw all models' drift after every block, with its local and its inherited part. Raises ValueError."""
-    labels = {role: for_html(inspection.names.get(role, role), 120) for role in list_roles(inspection)}
+    labels = {
+        role: for_html(inspection.names.get(role, role), 120, inspection.places) for role in list_roles(inspection)
+    }
     if "base" in labels:
         labels["base"] = "base model"
     if labels.get("other") == labels["model"]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ def _hash(template: str, element: str) -> str:
 def _describe(inspection: Inspection) -> dict[str, Any]:
     """Return the data for the page's script. Lists allow any name, as a task may be called `__proto__`."""
     blocks, roles = order_blocks(inspection), list_roles(inspection)
+    show = partial(for_html, known=inspection.places)
     tags = {"model": "A", "other": "B"} if "other" in roles else {}  # the page's tables have room for no more
-    names = {role: "base model" if role == "base" else _show(inspection.short_names[role]) for role in roles}
+    names = {role: "base model" if role == "base" else show(inspection.short_names[role], 120) for role in roles}
     # marks around a name that keep its direction of writing from that of the sentence
     isolated = {role: _isolate(name) for role, name in names.items()}
     nothing = f"How far {isolated.get('other', isolated['model'])} is from its experts"  # where nothing is compared
     verdict = list(write_verdict(inspection, isolated, lambda task: _isolate(one_line(task))))
     (_, headline), *summary = verdict or [(False, nothing)]
-    base = [["base model", _show(inspection.names["base"])]] if "base" in roles else []
+    base = [["base model", show(inspection.names["base"], 120)]] if "base" in roles else []
     facts: list[tuple[str, object]] = list(inspection.environment.items())
     for key, value in inspection.cost.items():
         size = key.endswith("_bytes")
@@ -67,9 +69,10 @@ def _describe(inspection: Inspection) -> dict[str, Any]:
         ],
         "headline": headline.removesuffix("."),
         "summary": [[is_warning, text] for is_warning, text in summary],
-        "notes": [_show(note, 1000) for note in join_notes(inspection.notes, inspection.tasks)],
-        "facts": base + [[key.replace("_", " "), _show(value)] for key, value in facts],
-        "recipe": for_sharing(dump_yaml(inspection.recipe, width=100)),
+        "notes": [show(note, 1000) for note in join_notes(inspection.notes, inspection.tasks)],
+        "facts": base + [[key.replace("_", " "), show(str(value), 120)] for key, value in facts],
+        # a path is not broken, or would not be known
+        "recipe": for_sharing(dump_yaml(inspection.recipe, width=4096), inspection.places),
     }
 
 
@@ -95,10 +98,6 @@ def _figures(drift: PlaceDrift) -> list[float | None]:
 def _round(value: float | None) -> float | None:
     """Round a number to DIGITS digits; return None for one that is not finite, which JSON cannot write."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
-
-
-def _show(text: object, longest: int = 120) -> str:
-    return for_html(str(text), longest)
 
 
 def _isolate(name: str) -> str:

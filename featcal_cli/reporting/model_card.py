@@ -320,7 +320,5 @@ def _link(source: Source) -> Markup:
 
 def _show_message(text: str, report: Report) -> Markup:
     """Return one of featcal's messages as Markdown for the card, with local paths cut to their last part."""
-    for source in report.sources:
-        if source.commit is None and Path(source.name).is_absolute():
-            text = text.replace(source.name, Path(source.name).name)
-    return Markup(for_markdown(without_folders(text), longest=400))
+    known = (source.name for source in report.sources if source.commit is None)
+    return Markup(for_markdown(without_folders(text, known), longest=400))

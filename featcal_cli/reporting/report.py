@@ -17,7 +17,7 @@ from featcal_cli.calibration.results import AdapterReport, BlockReport, Refineme
 from featcal_cli.evaluation.results import TaskScores, average_nats, common_metric, find_metric, regained_share
 from featcal_cli.runtime.progress import tell_apart, tell_change
 from featcal_cli.runtime.sanitise import list_some, shorten_commits, without_folders, without_tokens
-from featcal_cli.runtime.structured_text import write_json
+from featcal_cli.runtime.structured_text import walk, write_json
 
 SCHEMA = 2
 """Version of the JSON format, increased when a key is removed or changes its meaning."""
@@ -118,10 +118,15 @@ class Inspection:
     """Perplexities of experts and roles by task, on the same examples; empty but for models that write text."""
 
     @property
+    def places(self) -> list[str]:
+        """The models and the data on this machine, as paths or names."""
+        return [*self.names.values(), *(str(value) for keys, value in walk(self.recipe) if keys[-1] == "path")]
+
+    @property
     def short_names(self) -> dict[str, str]:
         """The `names`, with commits shortened to seven digits, and folders to their own names where these differ."""
         names = {role: shorten_commits(name) for role, name in self.names.items()}
-        last = {role: without_folders(name) for role, name in names.items()}
+        last = {role: without_folders(name, [name]) for role, name in names.items()}
         times = Counter(last.values())
         return {role: last[role] if times[last[role]] == 1 else name for role, name in names.items()}
 

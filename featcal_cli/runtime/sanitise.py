@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from itertools import islice
+from pathlib import Path
 from unicodedata import category
 
 LISTED = 5
@@ -82,14 +83,14 @@ def for_markdown(text: str, longest: int = LONGEST_NAME) -> str:
     return re.sub(r"^([-+=]+|\d+[.)])(?=\s|$)", lambda marker: f"{marker[0][:-1]}&#{ord(marker[0][-1])};", shown)
 
 
-def for_html(text: str, longest: int = LONGEST_NAME) -> str:
+def for_html(text: str, longest: int = LONGEST_NAME, known: Iterable[str] = ()) -> str:
     """Return one line for data of a page or picture that users share; a page must insert it as text."""
-    return one_line(for_sharing(text), longest)
+    return one_line(for_sharing(text, known), longest)
 
 
-def for_sharing(text: str) -> str:
+def for_sharing(text: str, known: Iterable[str] = ()) -> str:
     """Return a text that users may share: without tokens and without the folders of this machine."""
-    return without_folders(without_tokens(text))
+    return without_folders(without_tokens(text), known)
 
 
 def shorten_commits(text: str) -> str:
@@ -114,8 +115,11 @@ def cut_middle(text: str, room: int, measure: Callable[[str], int] = len) -> str
     return f"{start}…{end}"
 
 
-def without_folders(text: str) -> str:
-    """Return the text with every absolute path shortened to its last part."""
+def without_folders(text: str, known: Iterable[str] = ()) -> str:
+    """Return the text with every absolute path shortened to its last part; those with spaces or brackets in them must
+    be among the texts that are `known`."""
+    for path in sorted({name for name in known if name.startswith("/") and Path(name).name}, key=len, reverse=True):
+        text = text.replace(path, Path(path).name)
     return _PATH.sub(r"\1", text)
 
 

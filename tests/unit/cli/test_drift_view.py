@@ -12,7 +12,9 @@ from rich.console import Console
 
 from featcal_cli.cli.console import LEVELS
 from featcal_cli.cli.drift import show_inspection
+from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.report import Inspection
+from featcal_cli.reporting.verdict import write_summary
 
 
 def show(inspection: Inspection, width: int = 80, *, terminal: bool = False) -> str:
@@ -143,3 +145,17 @@ def test_sentences_name_folders_shortly_unless_these_have_the_same_name() -> Non
         text = show(replace(inspection, names=inspection.names | {"model": "/work/merge", "other": other}), 200)
         assert f"model  /work/merge\nother  {other}\n" in text
         assert any(line.startswith(sentence) for line in text.splitlines())
+
+
+def test_folders_with_spaces_and_brackets_are_left_out_of_what_is_shared() -> None:
+    inspection = make_inspection(["a"], 2, compare=True)
+    model, data = "/home/me/my (old) models/run 2, late/merged", "/home/me/rows of mine/a.csv"
+    names = {"model": model, "other": "/home/me/my (old) models/run 3", "base": "me/base"}
+    recipe = {"merged": model, "tasks": {"a": {"data": {"path": data}, "expert": "me/a"}}}
+    notes = [f"mergekit_config.yml of {model}: odd", "/home/you/x is no model"]
+    inspection = replace(inspection, names=inspection.names | names, recipe=recipe, notes=notes)
+    assert inspection.short_names["model"] == "merged" and inspection.short_names["other"] == "run 3"
+    page, summary = write_page(inspection), write_summary(inspection)
+    for text in (page, summary):
+        assert "merged" in text and not any(word in text for word in ("(old)", "run 2", "/home", "of mine"))
+    assert "mergekit_config.yml of merged: odd" in page and "path: a.csv" in page
