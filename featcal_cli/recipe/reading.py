@@ -390,7 +390,7 @@ def suggest_for_option(option: str, known_options: Iterable[str]) -> str:
             is_option = AsOption.of(fields[key])
             in_recipe = f"write {key}: in the section {section}: of a recipe (-r FILE)"
             return "only featcal calibrate has this option" if is_option else in_recipe
-    return did_you_mean(option, known_options).strip()
+    return did_you_mean(option, known_options, cutoff=0.7).strip()  # the dashes are alike in all
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -201,6 +201,10 @@ def test_columns_and_splits_are_set_on_the_command_line(tmp_path: Path, hub: Hub
     ("typed", "expected"),
     {
         "calibrate x --rigde 3": ("featcal calibrate", "did you mean --ridge?"),
+        "inspect-drift x --pot y.png": ("featcal inspect-drift", "did you mean --plot?"),
+        "inspect-drift x --picture y.png": (
+            "featcal inspect-drift", "see its options and examples: featcal inspect-drift --help",
+        ),
         "inspect-drift x --alpha": ("featcal inspect-drift", "only featcal calibrate has this option"),
         "calibrate x --alpha": ("featcal calibrate", "see its options and examples: featcal calibrate --help"),
         "calibrate x -n 0": ("featcal calibrate", "the default is 256"),
