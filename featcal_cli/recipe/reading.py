@@ -329,7 +329,7 @@ def _describe_mistake(place: Sequence[str], option: str, problem: ErrorDetails) 
     ).replace("a valid tuple", "a list")
     given = problem["input"]
     is_short = isinstance(given, str | int | float) and not isinstance(given, bool)
-    shown = quoted(given) if isinstance(given, str) else plain(str(given))
+    shown = quoted(given) if isinstance(given, str) else plain(str(given).removesuffix(".0"))
     return f"{name} must be {wanted}" + (f", not {shown}" if is_short else ""), ""
 
 

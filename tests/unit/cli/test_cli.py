@@ -220,6 +220,11 @@ def test_a_wrong_option_is_told_with_verb_and_help(typed: str, expected: tuple[s
     assert "possible" not in what.lower() and "did you mean" not in what.lower()
 
 
+def test_numbers_are_told_as_they_were_typed(capsys: Capsys) -> None:
+    told = [run_line(capsys, ["calibrate", "x", *typed]).stderr for typed in (["--ridge", "-1"], ["--alpha", "1.5"])]
+    assert "--ridge must be at least 0, not -1\n" in told[0] and "--alpha must be at most 1, not 1.5\n" in told[1]
+
+
 @pytest.mark.parametrize("words", [("-h",), ("help",), ("calibrate", "-h"), ("help", "calibrate")])
 def test_help_is_asked_for_in_any_usual_way(words: tuple[str, ...], capsys: Capsys) -> None:
     usual = [word for word in words if word not in ("-h", "help")]
