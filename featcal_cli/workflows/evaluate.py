@@ -70,7 +70,9 @@ def evaluate(
 def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
     """Measure the perplexity of all models on texts of the tasks' own data. Raises FeatCalError, also if they do not
     write text."""
+    from featcal_cli.data.batches import LABELS
     from featcal_cli.data.tensors import is_tensor_file
+    from featcal_cli.evaluation.protocols import refuse_rows
     from featcal_cli.workflows.perplexity import has_perplexity, measure_perplexity
     from featcal_cli.workflows.plan import make_plan
     from featcal_cli.workflows.setup import set_up
@@ -83,6 +85,10 @@ def _evaluate_texts(session: Session, inputs: Inputs, count: int) -> Evaluation:
     recipe = inputs.recipe.model_copy(update={"calibration": calibration})
     inputs = replace(inputs, recipe=recipe)
     plan = make_plan(session, inputs)
+    has_targets = {task: [LABELS in batch for batch in rows.batches] for task, rows in plan.examples.items()}
+    if any(map(any, has_targets.values())) and not all(map(all, has_targets.values())):
+        task = next(task for task, has_them in has_targets.items() if not all(has_them))
+        raise refuse_rows(task, recipe.tasks[task].data)
     known = "these are mostly the texts that a calibration with this source was fitted to"
     few = [task for task, rows in plan.examples.items() if rows.is_whole or is_tensor_file(recipe.tasks[task].data)]
     session.note_of_tasks(list(plan.examples), [f"{task}: {known}" for task in few])

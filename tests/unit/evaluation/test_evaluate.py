@@ -858,6 +858,8 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
     chats = llama.parent / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in ([question, answer], [question])))
     unanswered = draft_of(t5, {"metric": "perplexity", "split": "train"}, {"path": str(chats)})
+    task = unanswered.tasks["it"].model_copy(update={"evaluate": None})
+    without_how = unanswered.model_copy(update={"tasks": {"it": task}})
     mixed = perplexity.tasks["it"].model_copy(update={"evaluate": Evaluate()})
     for draft, error, message in (
         (prompts, CheckpointError, "base has no text tower"),
@@ -867,6 +869,7 @@ def test_what_a_model_cannot_be_measured_by_is_refused(clip: Path, bert: Path, t
         (draft_of(bert, {"metric": "perplexity"}, data), CheckpointError, "does not predict the next token"),
         (draft_of(t5, {"metric": "perplexity"}, data), DataError, "a row lacks what the model is to write"),
         (unanswered, DataError, "a row lacks what the model is to write"),
+        (without_how, DataError, "a row lacks what the model is to write"),
         (perplexity.model_copy(update={"tasks": {**perplexity.tasks, "other": mixed}}), RecipeError, "no common mean"),
     ):
         with pytest.raises(error, match=message):
