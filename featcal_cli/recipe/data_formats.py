@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -216,7 +217,9 @@ def _scan_csv(file: Path, separator: str) -> Scan:
     import csv
 
     csv.field_size_limit(2**31 - 1)  # the default refuses long documents
-    reader = csv.reader(read_lines(file), delimiter=separator, strict=True)
+    # a lone carriage return ends a line too, as in files of old Macs and in what pandas reads
+    lines = (re.findall(r"[^\r]*\r\n?|[^\r]+", line) if "\r" in line[:-1] else [line] for line in read_lines(file))
+    reader = csv.reader(chain.from_iterable(lines), delimiter=separator, strict=True)
     names: Sequence[str] = []
     start = 1
     try:

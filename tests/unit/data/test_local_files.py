@@ -162,6 +162,7 @@ def test_what_datasets_saves_to_a_disk_is_read(at: Folder) -> None:
         ("a.csv", TABLE.encode("utf-8-sig")),
         ("a.csv", TABLE.encode("utf-16")),
         ("a.csv", TABLE.replace("\n", "\r\n").encode()),
+        ("a.csv", TABLE.replace("\n", "\r").encode()),
         ("a.csv.gz", zipped(TABLE)),
         ("a.tsv", TABLE.replace(",", "\t").replace("\t w3", ", w3").encode()),
         ("a.jsonl", OBJECTS.encode("utf-16")),
