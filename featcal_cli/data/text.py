@@ -138,6 +138,11 @@ class RowFormatter:
         those of models that read images."""
         apply = partial(self.tokenizer.apply_chat_template, tools=[*tools] or None, tokenize=False)
 
+        # GLM-4 calls an observation what other models call a tool's message
+        has_observations = "<|observation|>" in getattr(self.tokenizer, "added_tokens_encoder", ())
+        if has_observations and not re.search("""["']tool["']""", str(self.tokenizer.chat_template)):
+            messages = [{**x, "role": "observation"} if x["role"] == "tool" else x for x in messages]
+
         def format_chat(messages: Sequence[Message]) -> str:
             with suppress(Exception):
                 read = [*map(read_calls, messages)]

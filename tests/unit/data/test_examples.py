@@ -483,6 +483,18 @@ def test_empty_messages_and_calls_are_part_of_a_conversation(at: Folder, message
     assert "messages, joined by line breaks without a chat template," in examples.notes[0]
 
 
+@pytest.mark.parametrize(("known", "speaker"), [("'tool'", "tool"), ("'observation'", "w9")])
+def test_a_tools_message_has_the_speaker_that_the_template_knows(at: Folder, known: str, speaker: str) -> None:
+    """GLM-4 has a token for observations, and templates that know these, tools' messages, or both."""
+    at.tokenizer(additional_special_tokens=["<|observation|>"])
+    named = "{{ 'w9' if m.role == 'observation' else m.role }} {{ m.content }} "
+    read = f"{{% if m.role in ['user', 'assistant', {known}] %}}{named}{{% endif %}}"
+    (at.expert / "chat_template.jinja").write_text(f"{{% for m in messages %}}{read}{{% endfor %}}")
+    messages = [TURNS[0], {"role": "observation", "content": "w3"}, {"role": "tool", "content": "w4"}, TURNS[1]]
+    examples = at.load(tiny("llama"), at.rows({"messages": messages}))
+    assert words_of(examples.fitted) == [f"user w1 {speaker} w3 {speaker} w4 assistant w2"]
+
+
 @pytest.mark.parametrize("cell", [{"role": ["user", "assistant"], "content": ["w1"]}, {"from": ["a"], "value": [3]}])
 def test_what_only_looks_like_a_conversation_stays_as_it_is(cell: dict[str, list[Any]]) -> None:
     assert parse_conversation(cell) is cell
