@@ -88,7 +88,8 @@ class ImageReader(MediaReader):
         value = row.get(self.column)
         if isinstance(value, list):
             if len(value) > 1:
-                raise BadRowError(f"column {self.column} has {len(value)} images, and only one per row is read")
+                fix = "give rows with one image, or name the column of one: --columns TASK=image:COLUMN"
+                raise BadRowError(f"it has {len(value)} images, and only one per row is read", fix)
             value = value[0] if value else None
         config = self.target.model.config
         is_gray = getattr(getattr(config, "vision_config", config), "num_channels", 3) == 1
@@ -205,7 +206,8 @@ class DialogueReader(Reader):
         text, token = self.formatter.compose(row).text, str(self.processor.image_token)
         text = text if token in text else f"{token}\n{text.replace(MARK, '').strip()}"
         if text.count(token) > 1:
-            raise BadRowError(f"its text refers to {text.count(token)} images, and only one per row is read")
+            what = f"its text refers to {text.count(token)} images, and only one per row is read"
+            raise BadRowError(what, "give rows with one image")
         picture = self.images.picture(row)
         process = partial(self.processor, images=[picture], text=[text], return_tensors="pt")
         inputs = self.target.preprocess("input_ids", process)
