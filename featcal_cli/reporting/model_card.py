@@ -125,11 +125,14 @@ def _average(scores: Mapping[str, TaskScores]) -> dict[str, Any]:
     }
 
 
-def copy_merged_card(report: Report, readme: str | None) -> dict[str, bytes]:
-    """Return the merged model's own card by file name; empty if there is none, or the Hub has it."""
+def copy_merged_card(report: Report, readme: bytes) -> dict[str, bytes]:
+    """Return the merged model's own card by file name, as it is unless it holds a token; empty if there is none, or the
+    Hub has it."""
     if not readme or any(map(_on_hub, _find_sources(report, "merged"))):
         return {}
-    return {MERGED_CARD: without_tokens(readme).encode("utf-8", "replace")}
+    text = readme.replace(b"\0", b"").decode("utf-8", "replace")  # in UTF-16, a token has these between its letters
+    hidden = without_tokens(text)
+    return {MERGED_CARD: readme if hidden == text else hidden.encode("utf-8", "replace")}
 
 
 def read_license(readme: str | None) -> str | None:

@@ -285,7 +285,7 @@ def _write(
     contents = {
         RECIPE: dump_recipe(plan.recipe).encode(),
         PICTURE: plot_drift(report),
-        **copy_merged_card(report, card),
+        **copy_merged_card(report, plan.inputs.card_in_folder),
         **adapter,
     }
     files = sorted({*divide_files(snapshot.folder).kept, *contents, REPORT, CARD})

@@ -42,6 +42,12 @@ class Inputs:
         return self.origins["merged"].repo.find_card() if "merged" in self.origins else None
 
     @property
+    def card_in_folder(self) -> bytes:
+        """The bytes of the merged model's card if it lies in a folder; else none."""
+        folder = self.origins["merged"].repo.folder if self.merged_card else None
+        return (folder / CARD).read_bytes() if folder else b""
+
+    @property
     def commits(self) -> list[str | None]:
         """The commit of each finding; None if it is not a Hub repo."""
         data = {f"data {task}": spec.data.revision for task, spec in self.recipe.tasks.items()}

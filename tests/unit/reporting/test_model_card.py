@@ -248,14 +248,18 @@ def test_the_merged_models_own_card_is_linked_or_kept_in_a_file() -> None:
     at_hub = write_card(report, name="mended", merged_readme=README)
     url = f"https://huggingface.co/org/merged/blob/{COMMIT}/README.md"
     links = [token.attrs["href"] for token in parse(at_hub) if token.type == "link_open"]
-    assert url in links and copy_merged_card(report, README) == {}
+    assert url in links and copy_merged_card(report, README.encode()) == {}
     local = [replace(s, name="/home/me/merged", commit=None) if s.role == "merged" else s for s in report.sources]
     report = replace(report, sources=local)
     in_folder = write_card(report, name="mended", merged_readme=README)
     assert MERGED_CARD in [token.attrs["href"] for token in parse(in_folder) if token.type == "link_open"]
-    (kept,) = copy_merged_card(report, README).values()
-    assert kept.decode() == README.replace("hf_abcdefghijklmnopqrstuvwxyz", "hf_…")
-    assert MERGED_CARD not in write_card(report, name="mended") and copy_merged_card(report, None) == {}
+    hidden = README.replace("hf_abcdefghijklmnopqrstuvwxyz", "hf_…")
+    for encoding in ("utf-8", "utf-16-le"):
+        (kept,) = copy_merged_card(report, README.encode(encoding)).values()
+        assert kept.decode() == hidden
+    for own in (hidden.replace("\n", "\r\n").encode("utf-8-sig"), hidden.encode("utf-16"), b"caf\xe9\r\n"):
+        assert copy_merged_card(report, own) == {MERGED_CARD: own}
+    assert MERGED_CARD not in write_card(report, name="mended") and copy_merged_card(report, b"") == {}
 
 
 def test_no_path_and_no_token_gets_into_the_card() -> None:
