@@ -68,6 +68,8 @@ def _find_part(tower: PreTrainedModel, merged: PreTrainedModel) -> str:
     return ""
 
 
+_WRITING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Endings of classes with a head that predicts tokens, and that may be in the files as the embeddings alone."""
 _BUFFERS = re.compile(
     r".*(inv_freq|masked_bias|position_ids|relative_position_index|attn_mask|num_batches_tracked|(attn|attention)\.bias)$"
 )
@@ -100,9 +102,14 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     prefix = f"{other.module.base_model_prefix}."
     unread = [name for name in sorted(other.unread) if not _BUFFERS.match(name)]
     # sentence-transformers has no use for a head
-    is_unsure = other is merged and not (merged.snapshot.pooling or read_class_name(merged.snapshot.config))
-    if unread and is_unsure:
-        own = type(merged.module).__name__
+    is_unsure = not (merged.snapshot.pooling or read_class_name(merged.snapshot.config))
+    own, named = type(merged.module).__name__, read_class_name(other.snapshot.config)
+    # base may be a language model of which the experts are encoders
+    if is_unsure and other.role not in ("merged", "base") and named.endswith(_WRITING):
+        what = f"config.json names no class, and a {own} lacks the head that {other.role} has as a {plain(named)}"
+        fix = f'name the class in config.json: "architectures": ["{plain(named)}"], or ["{own}"] to do without a head'
+        raise CheckpointError(what, where=merged.snapshot.name, fix=fix)
+    if unread and is_unsure and other is merged:
         what = f"config.json names no class, and a {own} does not read {_count(unread)}"
         fix = (
             'name the class that has them in config.json, as in "architectures": ["LlamaForCausalLM"], or '

@@ -194,6 +194,27 @@ def test_a_head_is_not_left_out_because_the_config_names_no_class(tmp_path: Path
     check_alignment(architecture, *[replace(merged, snapshot=Snapshot("model", tmp_path, None))] * 2)
 
 
+def test_a_head_that_is_tied_is_not_left_out_where_an_expert_names_its_class(tmp_path: Path) -> None:
+    config = tf.LlamaConfig(**GROUPED_SIZES, tie_word_embeddings=True)
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path / "expert")
+    shutil.copytree(tmp_path / "expert", tmp_path / "merged")
+    file = tmp_path / "merged" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": None}))
+    snapshots = [Snapshot(name, tmp_path / name, None) for name in ("merged", "expert")]
+    merged, expert = (load_model(s.name, s, find_class(snapshots[0])) for s in snapshots)
+    architecture = find_architecture(merged.module, {"red": {"input_ids": torch.arange(3, 9)[None]}}, "skip")
+    for other in (merged, replace(expert, role="base")):  # nothing is a sure sign in these
+        check_alignment(architecture, merged, other)
+    expert = replace(expert, role="expert red")
+    what = "config.json names no class, and a LlamaModel lacks the head that expert red has as a LlamaForCausalLM"
+    with pytest.raises(CheckpointError, match=what) as raised:
+        check_alignment(architecture, merged, expert)
+    assert '"architectures": ["LlamaForCausalLM"], or ["LlamaModel"] to do without' in raised.value.fix
+    for name in ("LlamaForCausalLM", "LlamaModel"):  # merged's own, when it is named
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [name]}))
+        check_alignment(architecture, replace(merged, snapshot=Snapshot("merged", tmp_path / "merged", None)), expert)
+
+
 def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> None:
     """Its config.json says clip, and it is read as a clip_vision_model; and the other way round."""
     whole = tf.CLIPConfig(text_config=TEXT_SIZES, vision_config=VISION_SIZES, projection_dim=16)
