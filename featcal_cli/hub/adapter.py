@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from featcal_cli.hub.model_files import (
     ADAPTER_CONFIG,
+    COMPANIONS,
     PICKLES,
-    PREPROCESSOR_FILES,
     SAFETENSORS,
     TOKENIZER_FILES,
     check_unquantised,
@@ -121,18 +121,17 @@ _TASK_CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
-_KEPT = (*PREPROCESSOR_FILES, "generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:
     """Merge `adapter` into the model `base` in `folder`, and write the full model to `draft`. Dtypes and names are the
-    base's; preprocessors the adapter's, if it has any. Raises HubError."""
+    base's; preprocessors, and what sentence-transformers adds, are the adapter's if it has any. Raises HubError."""
     _fold(adapter, base, folder, draft)
     # two tokenizers must not be mixed
     own = any(next(adapter.folder.glob(name), None) for name in ("tokenizer.json", "vocab.*", "*.model"))
     for source, left_out in ((folder, TOKENIZER_FILES if own else ()), (adapter.folder, ())):
-        kinds = [kind for kind in _KEPT if kind not in left_out]
-        copy_files(source, [file.name for kind in kinds for file in source.glob(kind) if file.is_file()], draft)
+        files = [file for kind in COMPANIONS if kind not in left_out for file in source.glob(kind) if file.is_file()]
+        copy_files(source, [file.relative_to(source).as_posix() for file in files], draft)
 
 
 def _fold(adapter: Adapter, base: str, folder: Path, draft: Path) -> None:

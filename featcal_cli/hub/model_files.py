@@ -38,7 +38,12 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.spm",
     "sentence_bert_config.json",
 )  # fmt: skip
-PREPROCESSOR_FILES = ("*processor_config.json", "chat_template*", *TOKENIZER_FILES)
+PREPROCESSOR_FILES = ("*processor_config.json", "chat_template*", "additional_chat_templates/*", *TOKENIZER_FILES)
+COMPANIONS = (
+    *PREPROCESSOR_FILES, "modules.json", "config_sentence_transformers.json", "[0-9]*_*/*",
+    "generation_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Files that a folded adapter takes along; sentence-transformers' modules have numbered folders such as 1_Pooling."""
 AT_THE_TOP = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data*", "*.ot", "*.ckpt", "*.ckpt.*", "*.pb", "*.tflite", "*.mlmodel"),
     *("*.nemo", "*.npz", "*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json", "openvino_*", "ggml*.bin"),

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from featcal_cli.hub.adapter import (
 )
 from featcal_cli.hub.model_files import (
     ADAPTER_CONFIG,
-    PICKLED,
+    COMPANIONS,
     PICKLES,
     SAFETENSORS,
     convert,
@@ -257,6 +258,8 @@ class Snapshot:
     """The commit's hash, 40 hexadecimal digits; None for a local folder. An adapter has its own."""
     notes: tuple[str, ...] = ()
     trusted: bool = False
+    adapters: tuple[Path, ...] = ()
+    """Folders of adapters that are not folded into the model yet, the last one first."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -267,7 +270,7 @@ class Snapshot:
     def pooling(self) -> str:
         """How sentence-transformers makes one embedding of a text's tokens, one of POOLINGS; empty if no file says that
         it does."""
-        for file in self.folder.glob("*_Pooling/config.json"):
+        for file in chain.from_iterable(x.glob("*_Pooling/config.json") for x in (*self.adapters, self.folder)):
             said = file.read_text(encoding="utf-8", errors="replace")
             return next((mode for mode in POOLINGS if re.search(POOLED.format(mode), said)), "mean")
         return ""
@@ -310,9 +313,7 @@ def fetch(origin: Origin, watch: Watch | None = None) -> Snapshot:
 
 def _fold(origin: Origin, base_origin: Origin, watch: Watch | None) -> Snapshot:
     repo = origin.repo
-    folder = repo.folder
-    if folder is None:
-        folder = download(repo, skip=[f"*{ending}" for ending in PICKLED] + ["*/*"], watch=watch)  # of training
+    folder = repo.folder or download(repo, only=(ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COMPANIONS), watch=watch)
     adapter = read_adapter(repo.name, folder)
     base = fetch(base_origin, watch)
     note = f"{repo.name} is an adapter ({adapter}), folded into {base_origin.pinned}"

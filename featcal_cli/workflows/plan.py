@@ -270,7 +270,8 @@ def _outline_models(origins: Mapping[str, Origin], trusted: bool) -> tuple[dict[
     headers: dict[str, Headers] = {}
     for role, origin in origins.items():
         folder = describing_folder(origin.body.repo, ("*.py",) if trusted else ())
-        snapshots[role] = Snapshot(origin.name, folder, origin.repo.commit, trusted=trusted)
+        adapters = tuple(map(describing_folder, origin.repos()[:-1]))
+        snapshots[role] = Snapshot(origin.name, folder, origin.repo.commit, trusted=trusted, adapters=adapters)
         _check_packing(role, origin, snapshots[role], {})
         headers[role] = read_headers(origin.body.repo) if origin.body.form == "safetensors" else None
         _check_packing(role, origin, snapshots[role], headers[role] or {})

@@ -272,6 +272,22 @@ def test_the_adapters_tokenizer_wins_and_the_bases_is_taken_where_it_has_none(ba
     assert (folder / "spm.model").exists() and not (folder / "tokenizer.json").exists()
 
 
+def test_what_sentence_transformers_adds_and_further_chat_templates_are_the_adapters_or_else_the_bases(
+    hub: HubServer, base: Path, adapter: Path
+) -> None:
+    names = ["modules.json", "config_sentence_transformers.json", "1_Pooling/config.json", "2_Dense/pytorch_model.bin"]
+    names.append("additional_chat_templates/tool_use.jinja")
+    for folder, mode in ((base, "cls"), (adapter, "max")):
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(f'{{"pooling_mode": "{mode}"}}')
+        put(hub, "user/embedder", base, adapter)
+        for found in (resolve(str(adapter)), resolve("user/embedder")):
+            assert {(found.folder / name).read_text() for name in names} == {f'{{"pooling_mode": "{mode}"}}'}
+            # the plan reads base and adapter before they are folded
+            assert found.pooling == Snapshot("", base, None, adapters=(adapter,)).pooling == mode
+
+
 def test_a_copy_is_made_once_for_each_version(hub: HubServer, base: Path, adapter: Path, monkeypatch: Patch) -> None:
     first = resolve(str(adapter))
     assert not hub.requests
