@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import normalizers
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
@@ -270,8 +271,7 @@ def load_preprocessor(kind: str, folders: Folders) -> tuple[Any, str]:
 
 
 def _find_lacking(text: str, folder: Path, kind: str) -> str:
-    """Return the packages that a preprocessor lacks, given the error's text, as pip takes them; empty if it lacks
-    none."""
+    """Return the packages that a preprocessor lacks, given the error's text, as pip takes them; empty if none."""
     installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     lacking = [name for name, is_there in installed.items() if not is_there]
     # where these lack, transformers names another one
@@ -289,23 +289,23 @@ def _load(kind: str, folder: Path) -> Any:
         for (*_, key), value in walk(parse_json(file.read_text(encoding="utf-8"))):
             if isinstance(value, int | float) and value > LARGEST.get(key, otherwise):
                 raise ValueError(f"{file.name} says {key} {plain(str(value))}, and no model reads inputs of that size")
-    # torchvision's results differ from Pillow's, and the choice would depend on what is installed
-    options: dict[str, Any] = {"backend": "pil"} if kind == "image processor" else {}
-    if kind == "tokenizer":  # reads the model's config too, which may want attentions beside a kernel without them
-        options["output_attentions"] = False
-    loaded = Automatic[kind].from_pretrained(folder, **options, **SAFE)
+    # torchvision's results differ from Pillow's; a model's config may want attentions beside a kernel without them
+    chosen = {"image processor": {"backend": "pil"}, "tokenizer": dict[str, Any](output_attentions=False)}.get(kind, {})
+    loaded = Automatic[kind].from_pretrained(folder, **chosen, **SAFE)
     if lacking := [name for name in NEEDED[kind] if not hasattr(loaded, name)]:
         raise ValueError(f"{type(loaded).__name__} has no {lacking[0]}")
+    # the processor itself is loaded without a choice, as nothing but torchvision reads videos
     if kind == "processor":
-        # the processor itself is loaded without a choice, as nothing but torchvision reads videos
         loaded.image_processor = _load("image processor", folder)
     for name in ("model_max_length", "sampling_rate"):
         if name in NEEDED[kind] and not isinstance(value := getattr(loaded, name), int | float):
             raise ValueError(f"its files say {name} {plain(str(value))}, which is no number")
-    # at which sentence-transformers cuts texts
+    # what sentence-transformers does: it cuts texts, and writes them in small letters
     if kind == "tokenizer" and (file := folder / "sentence_bert_config.json").is_file():
-        most = parse_json(file.read_text(encoding="utf-8")).get("max_seq_length") or inf
-        loaded.model_max_length = min(loaded.model_max_length, most)
+        said = parse_json(file.read_text(encoding="utf-8"))
+        loaded.model_max_length = min(loaded.model_max_length, said.get("max_seq_length") or inf)
+        if said.get("do_lower_case") and (own := getattr(loaded, "backend_tokenizer", None)):
+            own.normalizer = normalizers.Sequence([*filter(None, (normalizers.Lowercase(), own.normalizer))])
     return loaded
 
 

@@ -786,6 +786,16 @@ def test_the_shortest_limit_cuts_texts(at: Folder, model: str, limit: int, asked
     assert batch["input_ids"].shape == (1, length)
 
 
+@pytest.mark.parametrize("normalizer", [None, {"type": "Replace", "pattern": {"String": "w1"}, "content": "w3"}])
+def test_texts_are_in_small_letters_where_sentence_transformers_lowers_them(at: Folder, normalizer: object) -> None:
+    at.tokenizer()
+    file = at.expert / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    for lower, read in ((False, "[UNK] [UNK]"), (True, "w3 w2" if normalizer else "w1 w2")):
+        at.file("expert/sentence_bert_config.json", json.dumps({"max_seq_length": 9, "do_lower_case": lower}))
+        assert words_of(at.load(tiny("bert"), at.rows({"text": "W1 W2"})).fitted) == [f"[CLS] {read} [SEP]"]
+
+
 @pytest.mark.parametrize(("columns", "read"), [({}, "w1"), ({"text": "a", "text_pair": "b"}, "w1 [SEP] w2")])
 def test_a_pooling_encoder_reads_one_text_at_a_time(at: Folder, columns: dict[str, str], read: str) -> None:
     at.tokenizer()
