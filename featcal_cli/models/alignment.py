@@ -105,7 +105,8 @@ def check_alignment(architecture: Architecture, merged: Model, other: Model) -> 
     is_unsure = not (merged.snapshot.pooling or read_class_name(merged.snapshot.config))
     own, named = type(merged.module).__name__, read_class_name(other.snapshot.config)
     # base may be a language model of which the experts are encoders
-    if is_unsure and other.role not in ("merged", "base") and named.endswith(_WRITING):
+    is_headless = named.endswith(_WRITING) and named != own
+    if is_unsure and other.role not in ("merged", "base") and is_headless:
         what = f"config.json names no class, and a {own} lacks the head that {other.role} has as a {plain(named)}"
         fix = f'name the class in config.json: "architectures": ["{plain(named)}"], or ["{own}"] to do without a head'
         raise CheckpointError(what, where=merged.snapshot.name, fix=fix)

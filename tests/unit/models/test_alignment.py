@@ -213,6 +213,12 @@ def test_a_head_that_is_tied_is_not_left_out_where_an_expert_names_its_class(tmp
     for name in ("LlamaForCausalLM", "LlamaModel"):  # merged's own, when it is named
         file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [name]}))
         check_alignment(architecture, replace(merged, snapshot=Snapshot("merged", tmp_path / "merged", None)), expert)
+    # where no class is named, some kinds of models, as llama4, are loaded with their heads
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": None}))
+    snapshots = [Snapshot(name, tmp_path / name, None) for name in ("merged", "expert")]
+    merged, expert = (load_model(s.name, s, tf.LlamaForCausalLM) for s in snapshots)
+    architecture = find_architecture(merged.module, {"red": {"input_ids": torch.arange(3, 9)[None]}}, "skip")
+    check_alignment(architecture, merged, replace(expert, role="expert red"))
 
 
 def test_a_tower_of_a_whole_model_is_no_other_architecture(tmp_path: Path) -> None:
