@@ -118,8 +118,11 @@ def cut_middle(text: str, room: int, measure: Callable[[str], int] = len) -> str
 def without_folders(text: str, known: Iterable[str] = ()) -> str:
     """Return the text with every absolute path shortened to its last part; those with spaces or brackets in them must
     be among the texts that are `known`."""
-    for path in sorted({name for name in known if name.startswith("/") and Path(name).name}, key=len, reverse=True):
-        text = text.replace(path, Path(path).name)
+    paths = {name.rstrip("/") for name in known if name.startswith("/")} - {""}
+    for path in sorted(paths, key=len, reverse=True):
+        name = Path(path).name.replace("\\", r"\\")
+        # not the /a of org/a or of /ab
+        text = re.sub(rf"(?<![\w/.~-]){re.escape(path)}(?![\w-]|\.\w)", name, text)
     return _PATH.sub(r"\1", text)
 
 

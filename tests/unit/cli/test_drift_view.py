@@ -15,6 +15,7 @@ from featcal_cli.cli.drift import show_inspection
 from featcal_cli.reporting.html_page import write_page
 from featcal_cli.reporting.report import Inspection
 from featcal_cli.reporting.verdict import write_summary
+from featcal_cli.runtime.sanitise import without_folders
 
 
 def show(inspection: Inspection, width: int = 80, *, terminal: bool = False) -> str:
@@ -159,3 +160,9 @@ def test_folders_with_spaces_and_brackets_are_left_out_of_what_is_shared() -> No
     for text in (page, summary):
         assert "merged" in text and not any(word in text for word in ("(old)", "run 2", "/home", "of mine"))
     assert "mergekit_config.yml of merged: odd" in page and "path: a.csv" in page
+
+
+def test_a_known_path_is_not_cut_out_of_another_name() -> None:
+    text = "of org/model and /model, in /model-2/a b; in /data/my runs/x.csv. In /data/my runs/x/"
+    short = "of org/model and model, in a b; in x.csv. In x/"
+    assert without_folders(text, ["/model", "/data/my runs/x/", "/data/my runs/x.csv"]) == short
