@@ -72,8 +72,10 @@ def estimate(work: Workload) -> Estimate:
     stays = min(room_for_weights(work.device), models * (sum(blocks) + stem) * used)
     # a device holds those of merged, base and an expert, and the next block of each; a CPU only those in use
     at_work = max(6 * block * used - stays, 0) if on_device else 2 * block * stored
-    if not on_device and stored != used:  # merged, student, base and an expert are converted while they run
-        at_work += (4 * block + (models + 1) * stem) * used
+    # in the machine's memory, wherever models run
+    converted = (models + 1) * stem * used if stored != used else 0
+    if not on_device and stored != used:  # and those of merged, student, base and an expert while they run
+        at_work += 4 * block * used + converted
 
     paused, unread, filed, in_files = _count_features(work)
     room, further_room = rooms_for_features(work.device)
@@ -100,7 +102,7 @@ def estimate(work: Workload) -> Estimate:
     # with what the heap keeps without using it: a freed piece of the largest size, and gaps between features
     on_host = resident_bytes() + unread - filed + head_inputs + 2 * LARGEST_REUSED
     if on_device:  # with CUDA's libraries
-        on_host += max(max(stems, written) * stored + elsewhere, read) + (5 << 28)
+        on_host += max(max(stems, written) * stored + elsewhere, read) + converted + (5 << 28)
         peak = max(peak, whole * (evaluated > 0))
     else:
         on_host += max(peak, read)
