@@ -96,7 +96,7 @@ def test_all_mistakes_of_a_recipe_are_said_at_once_each_with_its_line(tmp_path: 
         "there is no file or folder ./nowhere.jsonl",
         "https://example.com/x is not the page of a model",
         "calibration.examples must be a valid integer, not 'many'",
-        "--rho must be at most 1000000, not 1000000000.0",
+        "--rho must be at most 1000000, not 1000000000",
         "unknown key split in calibration (move it to the section data or",
         "unknown key 1.5 in calibration (the keys here are",
     ):
