@@ -30,6 +30,27 @@ TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a la
 """Advice in the error for solved weights that are too large for the dtype of merged's weights."""
 
 
+def convert_stem(model: Model, architecture: Architecture, dtype: torch.dtype) -> None:
+    """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using them.
+    Blocks and head keep their own dtype, in which they are solved, and are converted only while they run."""
+    blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
+    inside = tuple(f"{block}." for block in blocks)
+    head = {*map(id, model.parameters_of(architecture.head))} - {*map(id, model.parameters_of(architecture.reached))}
+    floats = {name: x for name, x in model.module.named_parameters() if x.is_floating_point() and id(x) not in head}
+    converted = [x for name, x in floats.items() if x.dtype != dtype and not name.startswith(inside)]
+    if not converted:
+        return
+    read = [x.data for x in converted]
+    for parameter in converted:
+        parameter.data = parameter.data.to(dtype)
+    hardware.give_back(read)
+    with torch.device("meta"):
+        plan = type(model.module)._from_config(deepcopy(model.module.config), dtype=dtype)
+    dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
+    for name, buffer in model.module.named_buffers():
+        buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
+
+
 class BlockRunner:
     """Runs one model's forward passes, each of which pauses before every block until it is told to continue.
 
@@ -61,7 +82,6 @@ class BlockRunner:
         inside = [value for block in self._blocks for value in model.module.get_submodule(block).parameters()]
         self._needed = set(map(id, (*model.parameters_of(architecture.reached), *inside)))
         """Ids of the parameters that lie in blocks or are used before the last block ends."""
-        self._head = set(map(id, model.parameters_of(architecture.head))) - self._needed
         self._functional = architecture.functional
         self._modules: dict[str, nn.Module] = {}
         """The model's modules by their paths in merged, as far as they were asked for."""
@@ -86,8 +106,6 @@ class BlockRunner:
         for entry in architecture.token_logits:
             if (module := self._find_entry(entry)) is not None:
                 self._undo.callback(module.register_forward_hook(_separate_tokens).remove)
-        if model.module.dtype != dtype:
-            self._convert_stem()
 
     def prepare(self, batch: Batch, entry: str) -> tuple[nn.Module, Batch]:
         """Return the module at `entry`, which runs on these examples, and the inputs that it takes, moved to the
@@ -353,22 +371,6 @@ class BlockRunner:
         if self._is_open:
             with torch._C.DisableTorchFunction():  # what is brought is not touched
                 self._bring(name, recurse=recurse)
-
-    def _convert_stem(self) -> None:
-        """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using
-        them. Blocks keep their own dtype, in which they are solved, and are converted only while they run."""
-        inside, read = tuple(f"{block}." for block in self._blocks), []
-        for name, parameter in self.model.module.named_parameters():
-            is_stem = id(parameter) not in self._head and not name.startswith(inside)
-            if parameter.is_floating_point() and is_stem:
-                read.append(parameter.data)
-                parameter.data = parameter.data.to(self.dtype)
-        hardware.give_back(read)
-        with torch.device("meta"):
-            plan = type(self.model.module)._from_config(deepcopy(self.model.module.config), dtype=self.dtype)
-        dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
-        for name, buffer in self.model.module.named_buffers():
-            buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
 
 
 def _separate_tokens(_: nn.Module, __: Any, output: Any) -> None:

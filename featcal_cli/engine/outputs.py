@@ -206,6 +206,7 @@ def looks_ahead(runner: BlockRunner, architecture: Architecture) -> bool:
     """Tell whether a model's logits at a token depend on the tokens after it."""
     passes = _run_through(runner, architecture, {"": [SAMPLE]}, lambda _: None)
     pairs = [read_output(paused.output)[:, :-1].float().unbind() for _, paused in passes]
+    runner.give_back()
     return not all(torch.allclose(first, second, rtol=1e-2, atol=1e-2) for first, second in pairs)
 
 

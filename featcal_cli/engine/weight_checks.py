@@ -223,5 +223,5 @@ def _sample(model: Model, names: list[str]) -> Tensor:
 
 def _rounding(values: Tensor, model: Model) -> float:
     """Estimate the sum of squared rounding errors when values are stored in the model's dtype."""
-    spacing = torch.finfo(model.module.dtype).eps * torch.exp2(values.abs().clamp_min(1e-30).log2().floor())
+    spacing = torch.finfo(model.dtype).eps * torch.exp2(values.abs().clamp_min(1e-30).log2().floor())
     return float((spacing.square() / 12).sum())

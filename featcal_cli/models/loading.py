@@ -58,6 +58,8 @@ class Model:
     module: PreTrainedModel
     missing: frozenset[str]
     """Names of parameters that the files lack or hold in another shape; their values are random."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of the files' weights; what runs before the blocks may have been converted since."""
     part: str = ""
     """Path of this model in the merged model if it is only a part of it, for example its vision tower; else empty."""
     body: str = ""
@@ -247,7 +249,7 @@ def load_outline(
             raise CheckpointError(what, where=f"{snapshot.name}/{CONFIG}", fix=CORRECT_CONFIG) from error
         if tensors is None:
             _compute_one_expert(described)
-            return Model(role, snapshot, described, frozenset())
+            return Model(role, snapshot, described, frozenset(), described.dtype)
         _check_size(role, snapshot, described, tensors)
         empty = {
             name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.uint8), device="meta")
@@ -314,7 +316,7 @@ def _describe_loaded(role: str, snapshot: Snapshot, module: PreTrainedModel, inf
     """Make a Model of a module that transformers has loaded, and of the loading `info` that it returned."""
     mismatched = {key: tuple(shape) for key, shape, _ in info["mismatched_keys"]}
     missing, unread = frozenset({*info["missing_keys"], *mismatched}), frozenset(info["unexpected_keys"])
-    return Model(role, snapshot, module.eval(), missing, mismatched=mismatched, unread=unread)
+    return Model(role, snapshot, module.eval(), missing, module.dtype, mismatched=mismatched, unread=unread)
 
 
 def _unloadable(role: str, snapshot: Snapshot, model_class: type, error: Exception) -> CheckpointError:

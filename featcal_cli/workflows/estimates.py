@@ -61,8 +61,9 @@ def estimate(work: Workload) -> Estimate:
     4. Gradients: those of one expert's outputs at all its modules.
     5. Head: its inputs, and what it is solved with.
     6. Refining: the whole student, its updates, and the graph of a batch; and the experts' probabilities on the disk.
-    7. Writing: whole experts that write examples.
-    8. Merging: one parameter of all models. And evaluating: whole models.
+    7. Perplexity: the head of a language model, and a batch's logits.
+    8. Writing: whole experts that write examples.
+    9. Merging: one parameter of all models. And evaluating: whole models.
     """
     on_device, models = work.device.type != "cpu", 2 + len(work.examples)
     stored, used = work.model.dtype.itemsize, work.dtype.itemsize
@@ -72,10 +73,8 @@ def estimate(work: Workload) -> Estimate:
     stays = min(room_for_weights(work.device), models * (sum(blocks) + stem) * used)
     # a device holds those of merged, base and an expert, and the next block of each; a CPU only those in use
     at_work = max(6 * block * used - stays, 0) if on_device else 2 * block * stored
-    # in the machine's memory, wherever models run
-    converted = (models + 1) * stem * used if stored != used else 0
-    if not on_device and stored != used:  # and those of merged, student, base and an expert while they run
-        at_work += 4 * block * used + converted
+    if not on_device and stored != used:  # those of merged, student, base and an expert are converted while they run
+        at_work += 4 * block * used
 
     paused, unread, filed, in_files = _count_features(work)
     room, further_room = rooms_for_features(work.device)
@@ -87,13 +86,14 @@ def estimate(work: Workload) -> Estimate:
     solving, head_inputs, new_head = _count_head(work)
     student, lessons = _count_refining(work)
     # while a block is written, more copies of it exist, one of them as the file's bytes; stems run side by side
-    written, stems = 5 * block, 3 * stem
+    written, stems = 5 * block, 3 * stem * used
     peak = max(
-        here + outputs + max(at_work + _count_sums(work), stems * in_memory) + stays,
+        here + outputs + max(at_work + _count_sums(work), stems) + stays,
         filed + gradients + stays,
         solving,
         written * in_memory,
         student,
+        stem * used + _count_perplexity(work),
         _count_writing(work),
     )
     evaluated, whole = _count_evaluated(work), sum(x.nbytes for x in work.model.parameters())
@@ -102,11 +102,12 @@ def estimate(work: Workload) -> Estimate:
     # with what the heap keeps without using it: a freed piece of the largest size, and gaps between features
     on_host = resident_bytes() + unread - filed + head_inputs + 2 * LARGEST_REUSED
     if on_device:  # with CUDA's libraries
-        on_host += max(max(stems, written) * stored + elsewhere, read) + converted + (5 << 28)
+        on_host += max(max(stems, written * stored) + elsewhere, read) + (5 << 28)
         peak = max(peak, whole * (evaluated > 0))
     else:
         on_host += max(peak, read)
-    fused = count_fused(work.model)  # of one model at a time in memory, of all in files of each process
+    # of one model at a time in memory, of all in files of each process; so are stems that are converted
+    fused, converted = count_fused(work.model), stem * used * (stored != used)
     # of one block in parts and fused at once; beside them are the files that they are read from
     held = max(1, evaluated)
     loading = _add_mapped(resident_bytes() + held * fused + 2 * block * stored, held * whole) if fused else 0.0
@@ -117,7 +118,7 @@ def estimate(work: Workload) -> Estimate:
     return Estimate(
         host_bytes=round(max(on_host, loading, _add_mapped(resident_bytes() + changed, mapped))),
         device_bytes=round(peak) if on_device else 0,
-        disk_bytes=round(output + in_files + fused * models * read_launch().local_size),
+        disk_bytes=round(output + in_files + (fused + converted) * models * read_launch().local_size),
     )
 
 
@@ -271,6 +272,18 @@ def _count_refining(work: Workload) -> tuple[float, float]:
     student = sum(x.numel() for x in work.model.parameters()) * work.dtype.itemsize
     # a state, which holds no gradients, is written beside the one before
     return student + updates + values + graph + LOGIT_COPIES * logits, on_disk + 2 * 4 * COMPUTE * learned
+
+
+def _count_perplexity(work: Workload) -> int:
+    """Return the bytes of a language model's head while its perplexity is measured, as it is stored and as it is
+    computed with, and of a batch's logits; nothing for other models."""
+    head = work.model.get_output_embeddings()
+    if not work.model.can_generate() or not isinstance(head, nn.Linear):
+        return 0
+    is_stem = head.weight is getattr(work.model.get_input_embeddings(), "weight", None)
+    sizes = {work.model.dtype.itemsize, work.dtype.itemsize}
+    held = 0 if is_stem else head.weight.numel() * sum(sizes)
+    return held + 3 * work.largest_logits
 
 
 def _count_writing(work: Workload) -> float:

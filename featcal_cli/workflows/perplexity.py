@@ -10,7 +10,7 @@ from featcal_cli.calibration.backtracking import read_updates
 from featcal_cli.calibration.journal import Journal
 from featcal_cli.data.batches import LABELS, Batch
 from featcal_cli.data.preprocessing import Vocabulary, map_ids
-from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.block_runner import BlockRunner, convert_stem
 from featcal_cli.engine.job import CALIBRATED, MERGED, Job
 from featcal_cli.engine.outputs import Loss, looks_ahead, measure_losses
 from featcal_cli.evaluation.protocols import LabelledTask, refuse, refuse_rows, suits
@@ -175,8 +175,10 @@ def _open(
     """Return a runner of a model with its blocks, found on a batch. Raises CheckpointError if it reads ahead."""
     own = task.find_vocabulary(role)
     architecture = find_architecture(model.module, {"": sample}, norms="none")
-    parts = share_model(model), architecture, task.device, choose_dtype(Calibration(), model.module, task.device)
-    runner = BlockRunner(*parts, None if own is None else map_ids(cutting, own))
+    shared, dtype = share_model(model), choose_dtype(Calibration(), model.dtype, task.device)
+    convert_stem(shared, architecture, dtype)
+    table = None if own is None else map_ids(cutting, own)
+    runner = BlockRunner(shared, architecture, task.device, dtype, table)
     if not _has_decoder(model) and looks_ahead(runner, architecture):
         raise _refuse(model)
     return runner, architecture

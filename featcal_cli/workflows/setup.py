@@ -26,7 +26,7 @@ from featcal_cli.data.batches import (
     token_masks,
 )
 from featcal_cli.data.examples import TaskExamples
-from featcal_cli.engine.block_runner import BlockRunner
+from featcal_cli.engine.block_runner import BlockRunner, convert_stem
 from featcal_cli.engine.drift_metrics import DriftMeter, ShareMeter
 from featcal_cli.engine.gradient_sums import count_directions
 from featcal_cli.engine.job import MERGED, Head, Job, Measurement, find_head
@@ -88,9 +88,13 @@ def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
             examples.remove_padding(alone=architecture.draws)
     check_stems(architecture, calibration, merged)
     note(*architecture.notes)
+    dtype = choose_dtype(calibration, merged.dtype, session.device)
     for model in (merged, *others):
         check_alignment(architecture, merged, model)
+        convert_stem(model, architecture, dtype)
+        _keep(model, scratch)
     hardware.give_back(merged.module.parameters())
+    models = replace(models, student=share_model(merged))  # of what was converted too
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
     return Setup(*parts, token_ids=plan.token_ids, refining=plan.refining)
@@ -180,7 +184,7 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which models run."""
-        return choose_dtype(self.calibration, self.models.merged.module, self.device)
+        return choose_dtype(self.calibration, self.models.merged.dtype, self.device)
 
     def measure_gradients(self, folder: Path, watch: Watch) -> dict[str, Path]:
         """Measure how far each module's output moves the outputs of its expert and, unless the user sets the token
@@ -316,7 +320,7 @@ class Setup:
         loaded = models.merged, models.base, models.experts, self.architecture
         calibrated = merged is not None and REPORT in merged.repo.files
         notes = describe_merge_fit(*loaded, built=merged is None, is_calibrated=calibrated)
-        kinds = {task: str(expert.module.dtype).removeprefix("torch.") for task, expert in models.experts.items()}
+        kinds = {task: str(expert.dtype).removeprefix("torch.") for task, expert in models.experts.items()}
         kept, *_ = kinds.values()
         others = [f"{task} in {kind}" for task, kind in kinds.items() if kind != kept]
         if merged is None and others:

@@ -249,7 +249,7 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which models run."""
-        return choose_dtype(self.calibration, self.model, self.device)
+        return choose_dtype(self.calibration, self.merged.dtype, self.device)
 
     @property
     def is_guarded(self) -> bool:
@@ -329,11 +329,11 @@ class Workload:
         return min(fitted, (self.refining and self.refining.blocks_on) or fitted)
 
 
-def choose_dtype(calibration: Calibration, model: nn.Module, device: torch.device) -> torch.dtype:
-    """Choose the dtype in which models run on a device."""
+def choose_dtype(calibration: Calibration, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Choose the dtype in which models stored in `stored` run on a device."""
     if calibration.dtype != "auto":
         return torch.bfloat16 if calibration.dtype == "bfloat16" else torch.float32
-    return torch.bfloat16 if model.dtype == torch.bfloat16 and multiplies_bfloat16(device) else torch.float32
+    return torch.bfloat16 if stored == torch.bfloat16 and multiplies_bfloat16(device) else torch.float32
 
 
 def find_inputs(model: nn.Module, block: Block) -> list[Input]:

@@ -70,8 +70,8 @@ class Watcher(Listener):
             self._act()
 
 
-def prepare(saved: Saved, batch_size: int = 5, **calibration: object) -> Prepared:
+def prepare(saved: Saved, batch_size: int = 5, scratch: Path | None = None, **calibration: object) -> Prepared:
     session = Session(saved.recipe(**calibration), RunOptions("cpu", batch_size))
     plan = make_plan(session, find_inputs(session))
-    setup = set_up(session, plan)
+    setup = set_up(session, plan, scratch)
     return Prepared(setup.models, setup.architecture, dict(plan.examples), plan.recipe.calibration)

@@ -5,8 +5,6 @@ import json
 from io import StringIO
 from math import inf, isfinite
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -140,8 +138,7 @@ def test_bfloat16_is_computed_where_units_for_it_are(
     for capability, of_bfloat16 in (((7, 5), torch.float32), ((8, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         for stored in (torch.bfloat16, torch.float16, torch.float32):
-            model: Any = SimpleNamespace(dtype=stored)
-            chosen = choose_dtype(Calibration(), model, torch.device("cuda"))
+            chosen = choose_dtype(Calibration(), stored, torch.device("cuda"))
             assert chosen == (of_bfloat16 if stored == torch.bfloat16 else torch.float32)
 
 

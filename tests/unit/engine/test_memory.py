@@ -80,6 +80,18 @@ def test_what_was_read_to_be_converted_leaves_memory(tmp_path: Path) -> None:
     assert fused[0].equal(torch.arange(4_000_000.0)) and bool((tensors["norm"] == 1).all())
 
 
+@LINUX
+def test_converted_stems_lie_in_files_that_merged_and_student_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "WORTHWHILE", 0)
+    saved = save_family(tmp_path / "saved", BY_NAME["llama"], dtype=torch.bfloat16)
+    models = prepare(saved, scratch=tmp_path).models
+    stems = [x.module.get_input_embeddings().weight for x in (models.merged, models.student, *models.experts.values())]
+    assert {x.dtype for x in stems} == {torch.float32} and stems[0].data_ptr() == stems[1].data_ptr()
+    assert all(hardware.give_back([x]) > 0 for x in stems)
+
+
 def resident_of(folder: Path) -> int:
     """Bytes of the folder's files that are in this process's memory."""
     total, inside = 0, False

@@ -178,8 +178,8 @@ def test_one_length_does_not_stand_for_all(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("alone")
 def test_large_images_take_half_of_the_disk_in_bfloat16(tmp_path: Path) -> None:
-    """Passes have them in files: what was read, or copies, beside which that stays in memory."""
-    config = {**BY_NAME["vit"].config, "image_size": 224, "patch_size": 112}
+    """Passes have them in files: what was read, which makes room for all else in memory, or copies, which do not."""
+    config = {**BY_NAME["vit"].config, "image_size": 224, "patch_size": 28}
     saved = save_family(tmp_path, replace(BY_NAME["vit"], config=config)).only(1)
     images = torch.zeros(40, 3, 224, 224)
     save_file({"pixel_values": images}, tmp_path / "red.safetensors")
@@ -187,7 +187,7 @@ def test_large_images_take_half_of_the_disk_in_bfloat16(tmp_path: Path) -> None:
         dry_run(saved.recipe(examples=30, dtype=dtype), output=tmp_path / "out", batch_size=8).estimate
         for dtype in ("float32", "bfloat16")
     )
-    assert converted.host_bytes - read.host_bytes > images.nbytes / 2
+    assert converted.host_bytes > 10 * read.host_bytes
     assert read.disk_bytes - converted.disk_bytes == pytest.approx(images.nbytes / 2, rel=0.3)
 
 
