@@ -101,7 +101,8 @@ class RowFormatter:
         return "\n".join(filter(is_text, [self._text(row, "prompt"), *(row.get(name) for name in self.about)]))
 
     def _read_turns(self, row: Row) -> list[Message]:
-        messages, system = self._read_messages(row), row.get(find_system(row) or "")
+        messages, name = self._read_messages(row), find_system(row)
+        system = None if name is None else row[name]
         if self.kind == "causal" and messages[0]["role"] != "system" and is_text(system):
             return [_say("system", system), *messages]
         return messages

@@ -55,7 +55,7 @@ def list_some(
 ) -> str:
     """Shorten a foreign list to its first names, written by `write`, with `last` before the last, or a count."""
     left = iter(names)
-    shown = [write(name) for name in islice(left, most)]
+    shown = [write(name) or '""' for name in islice(left, most)]
     more = sum(1 for _ in left)
     if last and not more and len(shown) > 1:
         return f"{between.join(shown[:-1])}{last}{shown[-1]}"

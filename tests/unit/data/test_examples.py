@@ -541,6 +541,8 @@ def call(arguments: Any) -> Row:
         (CHAT_TEMPLATE, {"system_prompt": "w9", "question": "w1", "response": "w2"}, "system w9 user w1 assistant w2"),
         (CHAT_TEMPLATE, {"system": "w9", "messages": [SYSTEM, *TURNS]}, "system w3 user w1 assistant w2"),
         (CHAT_TEMPLATE, {"system": None, "messages": TURNS}, "user w1 assistant w2"),
+        # the numbers that pandas writes before each row, in a column without a name, are none
+        (CHAT_TEMPLATE, {"": "w9", "question": "w1", "response": "w2"}, "user w1 assistant w2"),
         # messages are joined for a template that refuses them
         *((REFUSING + CHAT_TEMPLATE, {"messages": turns}, "user w3 w1 assistant w2") for turns in REFUSED_TURNS),
     ],
