@@ -167,7 +167,12 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
         classes = found if len(found) > 1 else []
     else:
         splits = group_by_name(tables)
-    return [files[name] for name in splits[choose_split(splits, split, data, note)]], classes
+    chosen = splits[choose_split(splits, split, data, note)]
+    folders = dict.fromkeys(PurePosixPath(name).parent.as_posix() for name in chosen if name in tables)
+    if len(folders) > 1:
+        what = f"files of {len(folders)} folders are read ({list_some(folders)})"
+        note(f"{data}: {what}; if these are different configs, give the folder of one")
+    return [files[name] for name in chosen], classes
 
 
 def _lists_files(file: Path) -> bool:

@@ -50,6 +50,8 @@ def texts_of(data: Data) -> list[str]:
         (["dev/a.jsonl", "train/a.jsonl"], "validation", [0], ""),
         (["dev.jsonl", "train_1.jsonl"], "val", [0], ""),
         (["english/train/0000.jsonl", "train.csv", "b.jsonl"], "train", [0], ""),
+        (["cola/train/0.jsonl", "cola/test/0.jsonl", "sst2/train/0.jsonl"], None, [0, 2],
+         "{}: files of 2 folders are read (cola/train, sst2/train); if these are different configs, give "),
         (["a.jsonl", "b.jsonl", ".hidden/c.jsonl", "__pycache__/d.jsonl"], None, [0, 1], ""),
         (["a.jsonl", "LICENSE", "notes.md", "config.json"], None, [0], ""),
         (["data/train_sft-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], None, [0],
@@ -63,7 +65,7 @@ def texts_of(data: Data) -> list[str]:
 def test_files_of_a_split_are_known_by_names(
     at: Folder, names: Sequence[str], split: str | None, expected: list[int], note: str
 ) -> None:
-    """Or those of the nearest one, of which a note tells."""
+    """Or those of the nearest one, of which a note tells, as of several folders, which a dataset's configs may be."""
     for number, name in enumerate(names):
         at.file(f"rows/{name}", [{"text": str(number)}])
     data = Data(path=str(at.path / "rows"), split=split)
