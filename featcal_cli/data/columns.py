@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeGuard
 from urllib.parse import unquote, urlsplit
@@ -268,11 +268,12 @@ def find_about(data: Data, roles: Mapping[str, str], columns: Iterable[str]) -> 
     return [column for column in columns if bare_name(column) in names and column not in roles.values()]
 
 
-def _no_column(what: str, role: str, columns: Collection[str]) -> DataError:
+def _no_column(what: str, role: str, columns: Samples) -> DataError:
     """Return the error that lists the columns and says how to name the one of a role."""
     if not columns:
         return DataError(f"no column holds {what}", fix=f"give data that hold {what} too")
-    what = f"no column holds {what}; the columns are {list_some(columns)}"
+    kinds = {name: f" ({type(x[0]).__name__})" if isinstance(x[0], bytes | dict) else "" for name, x in columns.items()}
+    what = f"no column holds {what}; the columns are {list_some(map(''.join, kinds.items()))}"
     fix = f"name it: --columns TASK={role}:COLUMN (in a recipe, columns: {{{role}: COLUMN}})"
     if role == "text" and "input_ids" in columns:
         fix = "give the texts that these tokens were made from, or put input_ids and attention_mask into .safetensors"

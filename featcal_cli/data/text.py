@@ -165,7 +165,8 @@ class RowFormatter:
             with suppress(Exception):
                 return format_chat(join_turns(messages))
             reason = f"the chat template refuses the messages: {exception_text(error)}"
-            raise BadRowError(reason, "give conversations that the model's chat template takes") from error
+            fix = "give conversations that the model's chat template takes, or correct that template in its files"
+            raise BadRowError(reason, fix) from error
 
     def beginnings(self, row: Row) -> Iterator[TokenizerInput]:
         """Yield the conversation up to each answer but the last, the shortest first, as far as the chat template takes

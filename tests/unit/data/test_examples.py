@@ -362,6 +362,7 @@ def test_an_encoder_reads_texts_or_what_is_named(at: Folder, row: Row, settings:
 NUMBERS = {"n": 1, "kind": "a"}
 REFUSED: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("bert", [NUMBERS], {}, r"no column holds text; the columns are n, kind[^$]*--columns task="),
+    ("bert", [{"text": {"en": "w1"}, "n": 1}], {}, r"the columns are text \(dict\), n[^$]*--columns task="),
     ("llama", [{"input_ids": [3, 4], "labels": [3, 4]}], {}, r"columns are input_ids, labels[^$]*\.safetensors"),
     ("vit", [NUMBERS], {}, r"no column holds images; the columns are n, kind[^$]*--columns task="),
     ("series", [{"text": "w1"}], {}, r"reads past_values[^$]*safetensors"),
@@ -596,6 +597,7 @@ def test_a_template_that_refuses_says_so_in_its_own_words(at: Folder) -> None:
     (at.expert / "chat_template.jinja").write_text("{{ raise_exception('Only French') }}")
     error = at.refuse(tiny("llama"), at.rows({"messages": TURNS}), "Only French")
     assert "the chat template refuses the messages: Only French" in error.what
+    assert error.fix.endswith("or correct that template in its files")
 
 
 @pytest.mark.parametrize(("most", "text"), [(8, 8), (11, 8), (12, 12), (15, 12), (16, 16), (None, 16)])
