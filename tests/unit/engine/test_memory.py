@@ -2,6 +2,7 @@
 tensors keep their values wherever they lie, and take room only where they are said to."""
 
 import gc
+import resource
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,14 +94,16 @@ def test_converted_stems_lie_in_files_that_merged_and_student_share(
 
 
 def resident_of(folder: Path) -> int:
-    """Bytes of the folder's files that are in this process's memory."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            inside = str(folder) in line
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+    """Bytes of the folder's files that are in this process's memory: of each page the highest bit says so, whose list,
+    other than smaps, is read for these files alone."""
+    total, page = 0, resource.getpagesize()
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if str(folder) in line:
+                start, end = (int(address, 16) // page for address in line.split(" ", 1)[0].split("-"))
+                pages.seek(8 * start)
+                total += sum(byte >> 7 for byte in pages.read(8 * (end - start))[7::8])
+    return total * page
 
 
 @LINUX
@@ -108,7 +111,7 @@ def resident_of(folder: Path) -> int:
 def test_at_the_end_no_experts_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Also where a copy in another precision was what ran."""
     monkeypatch.setattr(hardware, "WORTHWHILE", 0)
-    prepared = prepare(save_family(tmp_path / "saved", BY_NAME["llama"]), dtype=dtype)
+    prepared = prepare(save_family(tmp_path / "saved", BY_NAME["llama"]).only(1), dtype=dtype)
     job, journal = prepared.to_calibrate(), Journal(tmp_path / "journal", {})
     calibrate_blocks(job, Hyperparameters(0.05, 2.0, 0.3), journal, bias=True, watch=lambda _: None)
     for model in prepared.models.experts.values():
@@ -142,7 +145,7 @@ def test_while_gradients_are_measured_one_block_is_in_memory(tmp_path: Path, mon
 
 
 def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["convnext"])
+    saved = save_family(tmp_path, BY_NAME["convnext"]).only(1)
     with changed_tensors(saved.folder / "red") as tensors:
         (name,) = (name for name in tensors if name.endswith("stages.1.downsampling_layer.1.weight"))
         tensors[name][0, 0] = float("nan")
@@ -151,7 +154,7 @@ def test_what_lies_in_lists_is_checked_too(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
-    prepared = prepare(save_family(tmp_path, BY_NAME["bert"]))
+    prepared = prepare(save_family(tmp_path, BY_NAME["bert"]).only(1))
     runner = BlockRunner(prepared.models.merged, prepared.architecture, prepared.device, torch.float32)
     batch = next(iter(prepared.examples.values())).fitted[0]
     with runner.on_device():
@@ -165,7 +168,7 @@ def test_nothing_is_left_of_a_pass_that_is_dropped(tmp_path: Path) -> None:
 @LINUX
 def test_an_error_of_torch_reads_no_frame_below_the_pass(tmp_path: Path) -> None:
     """It reads 65, which a thread alone does not have. What lies below a pass may be anything, and end the process."""
-    prepared, found = prepare(save_family(tmp_path, BY_NAME["bert"])), list[int]()
+    prepared, found = prepare(save_family(tmp_path, BY_NAME["bert"]).only(1)), list[int]()
     module, frames = prepared.models.merged.module, (c_void_p * 65)()
     module.register_forward_pre_hook(lambda *_: found.append(CDLL(None).backtrace(frames, len(frames))))
     runner = BlockRunner(prepared.models.merged, prepared.architecture, prepared.device, torch.float32)
@@ -241,7 +244,7 @@ def features_with(prepared: Prepared, offloader: Offloader) -> tuple[list[Tensor
 @pytest.fixture(scope="module", params=few_of(WALKED, ("swin",)))
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """A family's job, with batches that are large enough to be moved."""
-    saved = save_family(tmp_path_factory.mktemp("saved"), BY_NAME[request.param], examples=40)
+    saved = save_family(tmp_path_factory.mktemp("saved"), BY_NAME[request.param], examples=40).only(2)
     return prepare(saved, batch_size=32, examples=32)
 
 
