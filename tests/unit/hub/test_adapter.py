@@ -58,14 +58,25 @@ def lora(name: str, **options: Any) -> Any:
     return peft.LoraConfig(**settings)
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_base(tmp_path / "base")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base and an adapter, to be copied."""
+    folder = tmp_path_factory.mktemp("made")
+    base = save_base(folder / "base")
+    save_adapter(folder / "adapter", base, tf.BertModel.from_pretrained(base), lora("bert"))
+    return folder
 
 
 @pytest.fixture
-def adapter(tmp_path: Path, base: Path) -> Path:
-    return save_adapter(tmp_path / "adapter", base, tf.BertModel.from_pretrained(base), lora("bert"))
+def base(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "base", tmp_path / "base"))
+
+
+@pytest.fixture
+def adapter(made: Path, base: Path) -> Path:
+    folder = Path(shutil.copytree(made / "adapter", base.parent / "adapter"))
+    edit(folder, base_model_name_or_path=str(base))
+    return folder
 
 
 def by_peft(model: PreTrainedModel, adapter: Path) -> dict[str, Tensor]:
@@ -338,6 +349,11 @@ def test_a_converted_copy_holds_tied_weights_under_each_name(tmp_path: Path) -> 
     assert written == pytest.approx(needed, rel=0.1)
 
 
+def test_newer_settings_that_set_nothing_stop_nothing(adapter: Path) -> None:
+    edit(adapter, use_nothing_yet=False, also_null=None)
+    assert resolve(str(adapter))
+
+
 def test_every_process_writes_a_whole_copy(adapter: Path, monkeypatch: Patch) -> None:
     # as transformers has it in all processes of torchrun but the first
     monkeypatch.setattr(tf.PreTrainedModel, "should_save_on_this_rank", lambda *_: False, raising=False)
@@ -471,8 +487,6 @@ def test_a_config_of_no_use_is_refused(hub: HubServer, adapter: Path, changes: d
     if isinstance(changes, str):
         (adapter / "adapter_config.json").write_text(changes)
     else:
-        edit(adapter, use_nothing_yet=False, also_null=None)
-        assert resolve(str(adapter))
         edit(adapter, **changes)
     message = refusal(adapter)
     assert told in message
