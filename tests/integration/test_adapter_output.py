@@ -46,7 +46,7 @@ def test_peft_loads_the_adapter(hub: HubServer, tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_share_that_a_small_rank_holds_is_reported(tmp_path: Path) -> None:
-    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
+    recipe = save_family(tmp_path, BY_NAME["bert"]).only(1).recipe()
     plain, foreseen = (dry_run(recipe, output=tmp_path / "out", as_adapter=rank).estimate for rank in (None, 4))
     result = calibrate(recipe, output=tmp_path / "out", as_adapter=4)
     written = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size
@@ -97,7 +97,7 @@ def test_a_model_in_half_precision_has_an_adapter_in_half_precision(tmp_path: Pa
     ],
 )
 def test_impossible_ranks_are_refused(tmp_path: Path, name: str, rank: int, change: dict[str, Any], what: str) -> None:
-    recipe = {**save_family(tmp_path, BY_NAME[name]).recipe(), **change}
+    recipe = {**save_family(tmp_path, BY_NAME[name]).only(1).recipe(), **change}
     before = set(tmp_path.rglob("*"))
     verb: Any = dry_run if rank < 10 else calibrate  # one plan is made for both
     with pytest.raises(RecipeError, match=what) as raised:

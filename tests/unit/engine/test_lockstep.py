@@ -49,7 +49,7 @@ def test_no_row_runs_oftener_than_needed(
         return run_block(paused, block, *given, **kept)
 
     monkeypatch.setattr(PausedForward, "run_block", counted)
-    saved = save_family(tmp_path / "saved", BY_NAME["vit"], examples=rows)
+    saved = save_family(tmp_path / "saved", BY_NAME["vit"], examples=rows).only(1)
     calibrate(saved.recipe(examples=8, token_weights="uniform"), output=tmp_path / "out")
     assert list(runs.values()) == [len(saved.inputs) * count for count in expected]
 
