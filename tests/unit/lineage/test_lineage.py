@@ -2,13 +2,14 @@
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from bad_input import LAUGHS
 from bad_input import MERGES as MERGE_KEYS
-from wild_merges import CODE, MERGES, SAID, SILENT, TIES, Files, Merge, card, config, listed, lora, open_texts
+from wild_merges import CODE, MERGES, SAID, SILENT, TIES, Files, Merge, card, config, listed, lora, model, open_texts
 
 from featcal_cli.hub.repo import Kind, Repo
 from featcal_cli.lineage.claims import MalformedError, read_card, read_mergekit
@@ -99,6 +100,19 @@ def test_many_experts_that_are_gone_are_told_shortly() -> None:
     assert caught.value.where.startswith("ORG/bert-2, ORG/bert-3, ")
     assert caught.value.where.endswith(" and 53 more, named by mergekit_config.yml of ORG/merged")
     assert caught.value.where.count("named by") == 1
+
+
+@pytest.mark.parametrize("generations", [5, 6])
+def test_ancestors_are_looked_for_five_generations_up(generations: int) -> None:
+    line = ["ORG/bert-math", *(f"ORG/older-{number}" for number in range(1, generations)), "ORG/base"]
+    repos = {child: model(parent, data="ORG/rows") for child, parent in pairwise(line)}
+    repos |= {"ORG/bert-code": model("ORG/base", data="ORG/rows")}
+    opener = open_texts({"ORG/merged": listed("linear", "ORG/bert-math", "ORG/bert-code"), **repos, **ROWS})
+    if generations == 5:
+        assert find_lineage(Draft(merged="ORG/merged"), opener).recipe.base == "ORG/base"
+    else:
+        with pytest.raises(OpenQuestionsError, match="do not agree on a base"):
+            find_lineage(Draft(merged="ORG/merged"), opener)
 
 
 def test_a_configuration_that_the_card_repeats_is_noted_once() -> None:
