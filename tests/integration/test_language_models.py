@@ -126,7 +126,7 @@ def test_predictions_come_closer(tmp_path: Path, measured: Texts, monkeypatch: p
     """One of them is interrupted, too, and takes the head over. With a λ under which updates of such small models hold
     on other examples, so that they are not undone."""
     *family, changed = CASES[name]
-    saved = save(tmp_path, *family).only(2)
+    saved = save(tmp_path, *family).only(1 if name == "t5" else 2)
     fitted, report = run(saved, "fitted", ridge=0.1)
     if name == "t5":
         assert not measured and report["perplexity"] == {}
@@ -165,7 +165,7 @@ def check_interruption(saved: Saved, whole: Mapping[str, torch.Tensor], monkeypa
 def test_logits_that_change_after_the_head_are_left(tmp_path: Path) -> None:
     """Where a model bends its logits, the head's own are no predictions."""
     config = {**GEMMA, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
-    fitted, report = run(save(tmp_path, "Gemma2ForCausalLM", config).only(2), "fitted")
+    fitted, report = run(save(tmp_path, "Gemma2ForCausalLM", config).only(1), "fitted")
     reason = "the model changes what its last norm or its head returns"
     assert report["blocks"][-1]["skipped"] == [{"name": "model.norm", "reason": reason}]
     assert "In 2 blocks, " in (tmp_path / "fitted" / "README.md").read_text("utf-8")
@@ -196,7 +196,7 @@ def test_evaluate_needs_no_key_for_them(tmp_path: Path, measured: Texts) -> None
 @pytest.fixture(scope="module", autouse=True)
 def few_steps() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "LONG", Schedule(20, 8, GENTLE.peak, 10))
+        patch.setattr(plan, "LONG", Schedule(20, 8, GENTLE.peak, 5))
         patch.setattr(plan, "SHORT", GENTLE)
         patch.setattr(plan, "PEAK_FOR_TEXTS", GENTLE.peak)
         yield
@@ -275,7 +275,7 @@ def test_blocks_take_fewer_texts_than_refining(tmp_path: Path, monkeypatch: pyte
         yield from divergences(lesson, chosen)
 
     monkeypatch.setattr(Lesson, "divergences", watched)
-    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
+    saved = save(tmp_path, *CASES["llama"][:2]).only(1)
     rows, jobs = dict[bool | None, int](), dict[bool | None, Mapping[str, Any]]()
 
     class Watched(Journal):
@@ -306,7 +306,7 @@ def test_blocks_take_fewer_texts_than_refining(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = save(tmp_path, *CASES["llama"][:2])
+    saved = save(tmp_path, *CASES["llama"][:2]).only(1)
     recipe = saved.recipe(ridge=None, rho=None, alpha=None, examples=24)
     needed, notes = dry_run(recipe, output=tmp_path / "out").estimate, Watcher()
     monkeypatch.setattr(plan_checks, "free_bytes", lambda _: needed.disk_bytes - 1)
@@ -316,7 +316,8 @@ def test_what_does_not_fit_is_not_refined(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_cannot_be_run_without_weights_says_why_it_is_not_refined(tmp_path: Path) -> None:
-    recipe, told, silent = save_family(tmp_path, BY_NAME["qwen2-vl"]).recipe(ridge=None), Watcher(), Watcher()
+    recipe = save_family(tmp_path, BY_NAME["qwen2-vl"]).only(1).recipe(ridge=None)
+    told, silent = Watcher(), Watcher()
     assert dry_run(recipe, output=tmp_path / "out", listener=told).refining is None
     inspect_drift(recipe, listener=silent)
     why = "the result is not refined: Qwen2VLForConditionalGeneration cannot be run without weights"
@@ -324,19 +325,19 @@ def test_what_cannot_be_run_without_weights_says_why_it_is_not_refined(tmp_path:
 
 
 def test_experts_of_several_choices_are_no_teachers_and_nobody_need_know_it_beforehand(tmp_path: Path) -> None:
-    saved = save(tmp_path, "BertForPreTraining", TEXT_SIZES)
+    saved = save(tmp_path, "BertForPreTraining", TEXT_SIZES).only(1)
     notes = run(saved, "out", refine=None)[1]["notes"]
     assert any(note.startswith("the result is not refined: refining needs experts' probabilities") for note in notes)
     with pytest.raises(RecipeError, match="gives no probabilities of one choice"):
         run(saved, "asked", refine=True)
-    of_tokens = save(tmp_path / "tokens", "ElectraForPreTraining", TEXT_SIZES)
+    of_tokens = save(tmp_path / "tokens", "ElectraForPreTraining", TEXT_SIZES).only(1)
     with pytest.raises(RecipeError, match="gives no probabilities of one choice"):
         run(of_tokens, "asked", refine=True)
 
 
 def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out, for example, does not lose the closed form; where refining was asked for, the run stops."""
-    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
+    saved = save(tmp_path, *CASES["llama"][:2]).only(1)
     plain, _ = run(saved, "plain")
 
     def fail(*_: object) -> None:
@@ -351,14 +352,14 @@ def test_a_result_that_cannot_be_refined_stays_as_it_is(tmp_path: Path, monkeypa
 
 
 def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
-    vit = save_family(tmp_path / "vit", BY_NAME["vit"])
+    vit = save_family(tmp_path / "vit", BY_NAME["vit"]).only(1)
     with pytest.raises(RecipeError, match="no head on merged's body"):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
     file = vit.folder / "red" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "problem_type": "regression"}))
     with pytest.raises(RecipeError, match=r"red gives no probabilities of one choice \(problem_type: regression"):
         dry_run(vit.recipe(ridge=None, refine=True), output=tmp_path / "out")
-    few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8)
+    few = save_family(tmp_path / "few", BY_NAME["llama"], examples=8).only(1)
     assert dry_run(few.recipe(ridge=None), output=tmp_path / "out").refining is None
     with pytest.raises(RecipeError, match="red has no held-out rows"):
         dry_run(few.recipe(ridge=None, refine=True), output=tmp_path / "out")
@@ -366,7 +367,7 @@ def test_what_cannot_be_refined_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_a_merged_model_without_its_head_gets_its_blocks_calibrated(tmp_path: Path) -> None:
     """A config that does not say that the head shares the embeddings' weight: it is random then, and in no file."""
-    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
+    saved = save(tmp_path, *CASES["llama"][:2]).only(1)
     with changed_tensors(tmp_path / "merged") as tensors:
         before = {**tensors}
         del before["lm_head.weight"], tensors["lm_head.weight"]
@@ -379,7 +380,7 @@ def test_a_merged_model_without_its_head_gets_its_blocks_calibrated(tmp_path: Pa
 
 
 def test_an_expert_with_a_broken_head_teaches_nothing(tmp_path: Path) -> None:
-    saved = save(tmp_path, *CASES["llama"][:2])
+    saved = save(tmp_path, *CASES["llama"][:2]).only(2)
     task = next(iter(saved.inputs))
     with changed_tensors(tmp_path / task) as tensors:
         tensors["lm_head.weight"][5] = math.nan

@@ -159,7 +159,7 @@ def test_the_update_of_a_stem_is_measured_by_outputs_and_checked(tmp_path: Path)
 
 
 def test_a_model_without_stems_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
-    saved = save_family(tmp_path, BY_NAME["bert"])
+    saved = save_family(tmp_path, BY_NAME["bert"]).only(1)
     with pytest.raises(RecipeError, match="no stem: no module that holds convolutions runs before its blocks") as error:
         dry_run(saved.recipe(stems=True))
     assert error.value.fix == "take stems: true out of the recipe"
@@ -237,19 +237,19 @@ def test_so_many_experts_are_solved_together_as_take_less_than_a_dense_layer() -
     ],
 )
 def test_layers_that_are_not_the_bases_are_refused(tmp_path: Path, order: list[int], what: str, verb: Any) -> None:
-    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    recipe = save_family(tmp_path, BY_NAME["llama"]).only(1).recipe()
     restack(tmp_path / "merged", order)
     check_refusal(tmp_path, recipe, what, verb)
 
 
 def test_tokens_that_an_expert_does_not_know_are_named(tmp_path: Path) -> None:
-    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    recipe = save_family(tmp_path, BY_NAME["llama"]).only(1).recipe()
     forget_tokens(tmp_path / "red")
     check_refusal(tmp_path, recipe, r"expert red knows the tokens 0 to 49, and examples hold \d\d")
 
 
 def test_a_base_without_some_tokens_is_compared_by_its_weights(tmp_path: Path) -> None:
-    recipe = save_family(tmp_path, BY_NAME["llama"]).recipe()
+    recipe = save_family(tmp_path, BY_NAME["llama"]).only(1).recipe()
     forget_tokens(tmp_path / "base")
     report = calibrate(recipe, output=tmp_path / "out").report
     assert all(drift.base is None for drift in report.drift.values())

@@ -111,7 +111,7 @@ def test_the_mask_of_a_recording_is_one_of_its_rows_and_not_of_its_samples() -> 
 
 
 def test_a_size_that_is_asked_for_is_the_size(tmp_path: Path) -> None:
-    examples = plan(save_family(tmp_path, BY_NAME["bert"]).recipe(), batch_size=5).examples
+    examples = plan(save_family(tmp_path, BY_NAME["bert"]).only(1).recipe(), batch_size=5).examples
     assert all(counts(found.fitted) == [5, 5, 2] for found in examples.values())
     assert all(counts(found.selection) == counts(found.held_out) == [4] for found in examples.values())
 
@@ -130,7 +130,7 @@ def test_every_task_has_batches_of_its_own_size(tmp_path: Path) -> None:
 def test_the_estimate_counts_no_more_examples_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # what else this process holds changes from one plan to the next
     monkeypatch.setattr("featcal_cli.workflows.estimates.resident_bytes", lambda: 0)
-    recipe = save_family(tmp_path, BY_NAME["bert"]).recipe()
+    recipe = save_family(tmp_path, BY_NAME["bert"]).only(1).recipe()
     needs = [plan(recipe, size).estimate.host_bytes for size in (1, 12, 10_000)]
     assert needs[0] < needs[1] and needs[1] == pytest.approx(needs[2], rel=0.05)
 
@@ -148,6 +148,7 @@ def test_memory_holds_what_is_read_of_whole_models(tmp_path: Path, done: str) ->
     """The largest parameter of all models at once while they are merged, and three models while they are evaluated."""
     kept = {"num_hidden_layers": 12} if done == "evaluated" else {"vocab_size": 20_000}
     saved = save_family(tmp_path, replace(BY_NAME["bert"], config={**BY_NAME["bert"].config, **kept}))
+    saved.only(1 if done == "evaluated" else 3)
     size = (tmp_path / "merged" / "model.safetensors").stat().st_size
     recipe = saved.recipe()
     plain = dry_run(recipe, output=tmp_path / "out").estimate.host_bytes
@@ -317,7 +318,7 @@ def test_a_dry_run_tells_it(llama: Saved, capsys: Capsys, monkeypatch: pytest.Mo
 
 
 def test_mixtures_are_not_estimated(tmp_path: Path) -> None:
-    plan = dry_run(save_family(tmp_path, BY_NAME["mixtral"], examples=20).recipe(), output=tmp_path / "out")
+    plan = dry_run(save_family(tmp_path, BY_NAME["mixtral"], examples=20).only(1).recipe(), output=tmp_path / "out")
     assert plan.time is not None and plan.time.range is None and not plan.time.is_known
 
 
