@@ -13,7 +13,6 @@ import torch
 import transformers
 from example_folder import WORDS, Folder, words_of
 from families import BY_NAME, build_lively
-from scipy.signal import resample_poly
 from transformers import PreTrainedModel
 
 from featcal_cli.data.preprocessing import load_preprocessor
@@ -99,6 +98,8 @@ def test_recordings_are_what_the_extractor_makes_of_them(at: Folder, how: str) -
 
 
 def test_other_rates_and_channels_become_the_extractors(at: Folder) -> None:
+    from scipy.signal import resample_poly  # which takes seconds to import
+
     model = prepare(at, "wav2vec2")
     slow = [numpy.stack([tone(n, 0.2, 8_000), tone(n + 40, 0.2, 8_000)], 1) for n in range(4)]
     batch = at.load(model, store(at, slow, rate=8_000)).fitted[0]
