@@ -1,7 +1,6 @@
 """Examples that experts write themselves: what is written, when it is read again, and who is refused."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +91,11 @@ def test_what_experts_write_where_nothing_names_data_is_kept(world: Path, monkey
     assert "| the expert itself | data math | none |" in card
 
     whole = kept(world)
-    for damage in ("", '{"text": "\u00e9"'):
-        sorted((world / "cache" / "self-written").glob("*"))[0].write_text(damage, encoding="latin-1")
-        assert weights(calibrate(recipe(world), output=world / "rewritten").output) == weights(first.output)
-        assert kept(world) == whole
-        shutil.rmtree(world / "rewritten")
+    files = sorted((world / "cache" / "self-written").glob("*"))
+    for file, damage in zip(files, ("", '{"text": "\u00e9"'), strict=True):
+        file.write_text(damage, encoding="latin-1")
+    assert weights(calibrate(recipe(world), output=world / "rewritten").output) == weights(first.output)
+    assert kept(world) == whole
 
     def refuse(*_: object) -> None:
         raise AssertionError("written a second time")

@@ -130,6 +130,13 @@ def test_the_order_of_tokens_changes_nothing(
         assert "merged has the same vocabulary" in (plain.output / "README.md").read_text()
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are refined by a third of the usual steps."""
+    monkeypatch.setattr("featcal_cli.workflows.plan.STEPS_PER_TEXT", 1)
+
+
+@pytest.mark.usefixtures("brief")
 def test_what_means_nothing_changes_nothing_of_the_default_method(tmp_path: Path) -> None:
     found = []
     for change in ("nothing", "padding in an expert's head", "no tokenizer of an expert", "merged in float64"):
@@ -173,25 +180,24 @@ def test_the_default_method_does_not_depend_on_the_order_of_tokens(tmp_path: Pat
         assert torch.allclose(found[1][key], update, rtol=0, atol=1e-3 * float(update.abs().max())), key
 
 
-@pytest.mark.parametrize("padded", [TASKS, ("merged",), ("base",)], ids=["experts", "merged", "base"])
-def test_rows_of_padding_keep_no_head_from_being_calibrated(tmp_path: Path, padded: Sequence[str]) -> None:
+@pytest.mark.usefixtures("brief")
+def test_rows_of_padding_keep_no_head_from_being_calibrated(tmp_path: Path) -> None:
     """A merge that is cut to its tokenizer may have experts whose embeddings are padded to a multiple of 64."""
-    found = []
-    for name, wider in (("plain", ()), ("other", padded)):
-        job = save_family(tmp_path / name)
-        for model in wider:
-            module = LlamaForCausalLM.from_pretrained(tmp_path / name / model)
+    found = {}
+    for padded in ((), TASKS, ("base",), ("merged",)):
+        job = save_family(folder := tmp_path / " ".join(["wide", *padded]))
+        for model in padded:
+            module = LlamaForCausalLM.from_pretrained(folder / model)
             module.resize_token_embeddings(64, mean_resizing=False)
-            module.save_pretrained(tmp_path / name / model)
+            module.save_pretrained(folder / model)
         job["calibration"] |= {"method": "featcal", "metric": "features"}
-        report = calibrate(job, output=tmp_path / name / "out").report
-        assert report.refined is not None
-        assert report.blocks[-1].is_head and report.blocks[-1].modules
-        found.append(load_file(tmp_path / name / "out" / "model.safetensors"))
-    if padded == ("merged",):
-        assert len(found[1]["lm_head.weight"]) == 64
-    else:  # what the other models have behind the tokens is no prediction
-        assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+        report = calibrate(job, output=folder / "out").report
+        assert report.refined is not None, padded
+        assert report.blocks[-1].is_head and report.blocks[-1].modules, padded
+        found[padded] = load_file(folder / "out" / "model.safetensors")
+    assert len(found["merged",]["lm_head.weight"]) == 64
+    for padded in (TASKS, ("base",)):  # what these models have behind the tokens is no prediction
+        assert all(torch.equal(x, found[padded][name]) for name, x in found[()].items()), padded
 
 
 def test_texts_that_are_cut_otherwise_are_refused_with_both_names(tmp_path: Path) -> None:
