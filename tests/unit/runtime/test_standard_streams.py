@@ -39,7 +39,7 @@ NARROW = {"PYTHONIOENCODING": "latin-1", "TERM": "dumb", "NO_COLOR": "1", "COLUM
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe and all that it names; its own name is no ASCII."""
     folder = tmp_path_factory.mktemp("job") / "mödel λ"
-    recipe = save_family(folder, BY_NAME["bert"]).recipe()
+    recipe = save_family(folder, BY_NAME["bert"]).only(1).recipe()
     (folder / "job.yaml").write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
     return folder
 
@@ -146,6 +146,7 @@ def test_a_package_that_cannot_be_imported_is_one_message(package: str, code: st
     assert told in " ".join(run.stderr.split()), run.stderr
 
 
+@pytest.mark.survive
 def test_settings_of_matplotlib_cost_no_result(job: Path, tmp_path: Path) -> None:
     line = ("calibrate", "-r", job / "job.yaml", "-o", "out")
     (tmp_path / "broken").write_bytes(b"backend: \xff")
