@@ -21,6 +21,7 @@ from featcal_cli.calibration.solver import LinearEquations
 from featcal_cli.cli.drift import show_inspection
 from featcal_cli.data.examples import TaskExamples
 from featcal_cli.engine.drift_metrics import Drift, DriftMeter
+from featcal_cli.hub.model_files import read_entries
 from featcal_cli.models.module_kinds import Affine
 from featcal_cli.recipe.schema import Calibration
 from featcal_cli.reporting.verdict import find_excess, write_verdict
@@ -173,17 +174,21 @@ def test_what_is_too_large_for_float16_is_told_with_the_module_and_the_number(
 
 
 def test_a_disk_that_changes_what_is_written(vit: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flip(place: object, *rest: object) -> None:
-        file = Path(str(getattr(place, "built", place))) / "model.safetensors"
+    """Of a tensor of the first block, and of one that is only copied."""
+    place = [""]
+
+    def flip(folder: Path, *rest: Any) -> None:
+        file = folder / "model.safetensors"
         content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(bytes(content))
-        check_built(place, *rest)  # type: ignore[arg-type]
+        content[next(entry.start for name, entry in read_entries(folder).items() if place[0] in name)] ^= 1
+        file.write_bytes(content)
+        check_built(folder, *rest)
 
     monkeypatch.setattr("featcal_cli.workflows.output.check_built", flip)
-    with pytest.raises(OutputError, match="is not what was"):
-        calibrate(vit.recipe(), output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    for place[0], how in ((".0.", "calibrated"), ("embeddings", "written")):
+        with pytest.raises(OutputError, match=f"is not what was {how}"):
+            calibrate(vit.recipe(), output=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     result = calibrate(vit.recipe(), output=tmp_path / "out")
     assert any("taken over" in note for note in result.report.notes)
