@@ -23,7 +23,7 @@ from outcome import check_equal, refusal_of
 from published import resolve
 from safetensors.torch import load_file, save_file
 
-from featcal_cli.hub.client import TIMEOUT, describe_failure, expect_answers
+from featcal_cli.hub.client import TIMEOUT, describe_failure, expect_answers, make_client
 from featcal_cli.hub.repo import download, open_repo, read_headers
 from featcal_cli.hub.snapshot import Snapshot, resolve_config
 from featcal_cli.runtime.progress import heard
@@ -208,6 +208,17 @@ def test_the_token_goes_to_the_hub_only(hub: HubServer, folder: Path, monkeypatc
     assert elsewhere
     assert not any(request.authorization for request in elsewhere)
     assert all(request.authorization for request in hub.requests if request not in elsewhere)
+    # nor where a library asks another host by itself, and not by a redirection
+    for url, is_kept in (
+        (f"{hub.url}/api", True),
+        ("http://cdn.example/file", False),
+        ("http://127.0.0.1.example/", False),
+    ):
+        with make_client() as client:
+            request = client.build_request("GET", url, headers={"Authorization": "Bearer x"})
+            for hook in client.event_hooks["request"]:
+                hook(request)
+        assert ("Authorization" in request.headers) == is_kept, url
 
 
 # Without the Hub
