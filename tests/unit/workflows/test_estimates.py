@@ -196,7 +196,7 @@ def test_large_images_take_half_of_the_disk_in_bfloat16(tmp_path: Path) -> None:
 def test_a_mixture_is_read_beside_its_fused_experts_as_far_as_there_is_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {**BY_NAME["mixtral"].config, "num_hidden_layers": 16, "intermediate_size": 512}
+    config = {**BY_NAME["mixtral"].config, "num_hidden_layers": 8, "intermediate_size": 512}
     saved = save_family(tmp_path, replace(BY_NAME["mixtral"], config=config)).only(1)
     size = (tmp_path / "merged" / "model.safetensors").stat().st_size
     recipe = saved.recipe(examples=4)
