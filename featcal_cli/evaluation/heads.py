@@ -105,8 +105,7 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
         take_over(inner, named, body.role, body.snapshot)
 
     def predict(batch: Batch) -> list[int]:
-        given = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        logits = getattr(module(**given), "logits", None)
+        logits = getattr(module(**batch), "logits", None)
         # others are of every token, or of the ends of an answer
         if logits is None or logits.shape[1:] != (module.config.num_labels,):
             raise headless

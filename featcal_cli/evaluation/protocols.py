@@ -55,10 +55,11 @@ GROUP_BYTES = 2**29
 class Predictor:
     """One model with the function that makes its predictions."""
 
-    module: torch.nn.Module
+    module: PreTrainedModel
     """The model, in host memory."""
     predict: Callable[[Batch], list[Any]]
-    """Function from a batch to one prediction per example; it is called with model and batch on the device."""
+    """Function from a batch to one prediction per example; it is called with model and batch on the device, and with
+    floating-point inputs in the model's dtype."""
 
 
 @contextmanager
@@ -166,8 +167,11 @@ def compare(
             right += map(read_label, labels)
         for role, predictor in predictors.items():
             with on_device(predictor.module, task.device), torch.inference_mode():
+                kind = predictor.module.dtype
                 for batch, _ in group:
-                    placed = {name: value.to(task.device) for name, value in batch.items()}
+                    placed = {
+                        name: x.to(task.device, kind if x.is_floating_point() else x.dtype) for name, x in batch.items()
+                    }
                     predictions[role] += predictor.predict(placed)
         if time.monotonic() - last > SECONDS_BETWEEN_COUNTS:
             tell(len(right))
@@ -290,7 +294,7 @@ def _predict_by_texts(tower: Any, texts: Tensor) -> Predictor:
     """Make the predictor of the class whose direction in `texts` [classes, width] is nearest to an image's features."""
 
     def predict(batch: Batch) -> list[int]:
-        features = _pool(tower.get_image_features(pixel_values=batch["pixel_values"].to(tower.dtype))).float()
+        features = _pool(tower.get_image_features(pixel_values=batch["pixel_values"])).float()
         chosen: list[int] = (features @ texts.T).argmax(-1).tolist()
         return chosen
 

@@ -23,6 +23,7 @@ import yaml
 from answers import perplexity_slowly
 from command_line import Capsys, featcal_inside
 from example_folder import lines
+from families import BY_NAME
 from hub_server import HubServer
 from PIL import Image
 from recipe_world import TINY, VOCABULARY, build, draw, save_tokenizer, shake, write_table, write_text
@@ -37,7 +38,7 @@ from featcal_cli.data.labelled import LabelledRows
 from featcal_cli.engine.job import Job
 from featcal_cli.evaluation import lm_eval_tasks
 from featcal_cli.evaluation.lm_eval_tasks import _read_score
-from featcal_cli.evaluation.protocols import check_whole
+from featcal_cli.evaluation.protocols import Predictor, check_whole, compare
 from featcal_cli.evaluation.results import (
     Evaluation,
     Score,
@@ -409,6 +410,17 @@ def test_an_answer_counts_when_it_is_the_wanted_one_to_the_letter(t5: Path, tmp_
     expected = {name: sum(right) / len(texts) for name, right in hits.items()}
     assert found == pytest.approx(expected)
     assert 0 < expected["expert"] < 1
+
+
+def test_sound_is_given_in_the_dtype_of_the_model() -> None:
+    family = BY_NAME["whisper"]
+    module, inputs = family.build().to(torch.bfloat16), family.inputs(2)
+    sound = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
+    rows: Any = SimpleNamespace(batches=lambda _: [(sound, [0, 1])])
+    how = SimpleNamespace(metric="accuracy")
+    task: Any = SimpleNamespace(how=how, device=torch.device("cpu"), batch_size=2)
+    heard = Predictor(module, lambda batch: [0 * len(text) for text in module.generate(**batch, max_new_tokens=2)])
+    assert compare(task, rows, int, {"merged": heard}, lambda _: None)["merged"].value == 0.5
 
 
 def test_numbered_answers_are_those_of_the_list(t5: Path, tmp_path: Path) -> None:
