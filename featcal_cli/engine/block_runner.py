@@ -30,16 +30,17 @@ TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a la
 """Advice in the error for solved weights that are too large for the dtype of merged's weights."""
 
 
-def convert_stem(model: Model, architecture: Architecture, dtype: torch.dtype) -> None:
-    """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using them.
-    Blocks and head keep their own dtype, in which they are solved, and are converted only while they run."""
+def convert_stem(model: Model, architecture: Architecture, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using them;
+    return those that were of another one. Blocks and head keep their own dtype, in which they are solved, and are
+    converted only while they run."""
     blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
     inside = tuple(f"{block}." for block in blocks)
     head = {*map(id, model.parameters_of(architecture.head))} - {*map(id, model.parameters_of(architecture.reached))}
     floats = {name: x for name, x in model.module.named_parameters() if x.is_floating_point() and id(x) not in head}
     converted = [x for name, x in floats.items() if x.dtype != dtype and not name.startswith(inside)]
     if not converted:
-        return
+        return []
     read = [x.data for x in converted]
     for parameter in converted:
         parameter.data = parameter.data.to(dtype)
@@ -49,6 +50,7 @@ def convert_stem(model: Model, architecture: Architecture, dtype: torch.dtype) -
     dtypes = {name: buffer.dtype for name, buffer in plan.named_buffers()}
     for name, buffer in model.module.named_buffers():
         buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
+    return converted
 
 
 class BlockRunner:

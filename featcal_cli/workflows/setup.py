@@ -91,8 +91,9 @@ def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
     dtype = choose_dtype(calibration, merged.dtype, session.device)
     for model in (merged, *others):
         check_alignment(architecture, merged, model)
-        convert_stem(model, architecture, dtype)
-        _keep(model, scratch)
+        converted = convert_stem(model, architecture, dtype)
+        if scratch is not None:
+            map_to_files(converted, scratch)
     hardware.give_back(merged.module.parameters())
     models = replace(models, student=share_model(merged))  # of what was converted too
     scratch = scratch or Path(tempfile.gettempdir())

@@ -5,6 +5,7 @@ import json
 from io import StringIO
 from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
