@@ -30,15 +30,20 @@ TOO_LARGE = "save merged in bfloat16 or float32 and calibrate that, or give a la
 """Advice in the error for solved weights that are too large for the dtype of merged's weights."""
 
 
-def convert_stem(model: Model, architecture: Architecture, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Convert all parameters before the blocks to the computing dtype, as models look at their dtype before using them;
-    return those that were of another one. Blocks and head keep their own dtype, in which they are solved, and are
-    converted only while they run."""
+def find_stem(model: Model, architecture: Architecture) -> list[nn.Parameter]:
+    """Return all floating-point parameters outside of blocks and head, also those that no example reaches."""
     blocks = [own for block in architecture.blocks if (own := model.own_path(block.name)) is not None]
     inside = tuple(f"{block}." for block in blocks)
     head = {*map(id, model.parameters_of(architecture.head))} - {*map(id, model.parameters_of(architecture.reached))}
     floats = {name: x for name, x in model.module.named_parameters() if x.is_floating_point() and id(x) not in head}
-    converted = [x for name, x in floats.items() if x.dtype != dtype and not name.startswith(inside)]
+    return [x for name, x in floats.items() if not name.startswith(inside)]
+
+
+def convert_stem(model: Model, architecture: Architecture, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Convert the parameters of `find_stem` to the computing dtype, as models look at their dtype before using them;
+    return those that were of another one. Blocks and head keep their own dtype, in which they are solved, and are
+    converted only while they run."""
+    converted = [x for x in find_stem(model, architecture) if x.dtype != dtype]
     if not converted:
         return []
     read = [x.data for x in converted]

@@ -18,6 +18,7 @@ from featcal_cli.calibration.linear_algebra import choose_precision
 from featcal_cli.data.batches import count_tokens, text_config
 from featcal_cli.data.examples import TOKENS_AN_EXAMPLE
 from featcal_cli.engine import offload
+from featcal_cli.engine.block_runner import find_stem
 from featcal_cli.engine.gradient_sums import count_directions
 from featcal_cli.engine.output_gradients import (
     GRAPH_BYTES,
@@ -46,8 +47,8 @@ class Estimate:
     device_bytes: int
     """Peak memory on the device; 0 where it is the CPU."""
     disk_bytes: int
-    """Disk space for the output, finished blocks, a merged model that is built, and features that do not fit in memory,
-    together."""
+    """Disk space for the output, finished blocks, a merged model that is built, weights that are converted, and
+    features that do not fit in memory, together."""
 
 
 def estimate(work: Workload) -> Estimate:
@@ -73,7 +74,8 @@ def estimate(work: Workload) -> Estimate:
     stays = min(room_for_weights(work.device), models * (sum(blocks) + stem) * used)
     # a device holds those of merged, base and an expert, and the next block of each; a CPU only those in use
     at_work = max(6 * block * used - stays, 0) if on_device else 2 * block * stored
-    if not on_device and stored != used:  # those of merged, student, base and an expert are converted while they run
+    # those of merged, student, base and an expert are converted while they run
+    if not on_device and work.model.dtype != work.dtype:
         at_work += 4 * block * used
 
     paused, unread, filed, in_files = _count_features(work)
@@ -106,8 +108,9 @@ def estimate(work: Workload) -> Estimate:
         peak = max(peak, whole * (evaluated > 0))
     else:
         on_host += max(peak, read)
-    # of one model at a time in memory, of all in files of each process; so are stems that are converted
-    fused, converted = count_fused(work.model), stem * used * (stored != used)
+    # of one model at a time in memory, of all in files of each process, as are stems that are converted
+    fused, stem_to_convert = count_fused(work.model), find_stem(work.merged, work.architecture)
+    converted = used * sum(x.numel() for x in stem_to_convert if x.dtype != work.dtype)
     # of one block in parts and fused at once; beside them are the files that they are read from
     held = max(1, evaluated)
     loading = _add_mapped(resident_bytes() + held * fused + 2 * block * stored, held * whole) if fused else 0.0

@@ -95,7 +95,7 @@ def set_up(session: Session, plan: Plan, scratch: Path | None = None) -> Setup:
         if scratch is not None:
             map_to_files(converted, scratch)
     hardware.give_back(merged.module.parameters())
-    models = replace(models, student=share_model(merged))  # of what was converted too
+    models = replace(models, student=share_model(merged))  # with what was converted
     scratch = scratch or Path(tempfile.gettempdir())
     parts = models, architecture, plan.examples, calibration, session.device, note, session.ranks, scratch
     return Setup(*parts, token_ids=plan.token_ids, refining=plan.refining)

@@ -12,7 +12,7 @@ from command_line import Capsys
 from families import BY_NAME, Saved, save_family
 from jobs import CPU
 from recipe_world import TINY
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from featcal_cli import dry_run
 from featcal_cli.calibration.distillation import Schedule
@@ -190,6 +190,17 @@ def test_large_images_take_half_of_the_disk_in_bfloat16(tmp_path: Path) -> None:
     )
     assert converted.host_bytes > 10 * read.host_bytes
     assert read.disk_bytes - converted.disk_bytes == pytest.approx(images.nbytes / 2, rel=0.3)
+
+
+def test_a_converted_part_that_no_example_reaches_is_on_the_disk_too(tmp_path: Path) -> None:
+    saved = save_family(tmp_path, BY_NAME["llava"], dtype=torch.bfloat16).only(1)
+    save_file({"input_ids": torch.ones(20, 9, dtype=torch.long)}, tmp_path / "red.safetensors")
+    tower = sum(x.nbytes for name, x in load_file(tmp_path / "red" / "model.safetensors").items() if "vision" in name)
+    converted, stored = (
+        dry_run(saved.recipe(dtype=dtype), output=tmp_path / "out").estimate.disk_bytes
+        for dtype in ("float32", "bfloat16")
+    )
+    assert converted - stored > 3 * 2 * tower
 
 
 @pytest.mark.usefixtures("alone")
