@@ -419,7 +419,7 @@ def test_sound_is_given_in_the_dtype_of_the_model() -> None:
     rows: Any = SimpleNamespace(batches=lambda _: [(sound, [0, 1])])
     how = SimpleNamespace(metric="accuracy")
     task: Any = SimpleNamespace(how=how, device=torch.device("cpu"), batch_size=2)
-    heard = Predictor(module, lambda batch: [0 * len(text) for text in module.generate(**batch, max_new_tokens=2)])
+    heard = Predictor(module, lambda batch: [0] * len(module.generate(**batch, max_new_tokens=2)))
     assert compare(task, rows, int, {"merged": heard}, lambda _: None)["merged"].value == 0.5
 
 
