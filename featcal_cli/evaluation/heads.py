@@ -15,7 +15,7 @@ from featcal_cli.data.columns import number_label
 from featcal_cli.data.labelled import LabelledRows
 from featcal_cli.data.preprocessing import map_ids
 from featcal_cli.data.rows import read_classes
-from featcal_cli.evaluation.protocols import LabelledTask, Predictor, check_whole, compare, take_over
+from featcal_cli.evaluation.protocols import LabelledTask, Predictor, check_whole, compare, in_finer_dtype, take_over
 from featcal_cli.evaluation.results import EXPERT, Score
 from featcal_cli.models.loading import Model, load_model
 from featcal_cli.runtime.errors import CheckpointError, DataError
@@ -87,7 +87,7 @@ def _predict_with_head(expert: Model, body: Model | None, table: Tensor | None) 
     check_whole(expert)
     module = expert.module
     if body is not None:
-        module = load_model(expert.role, expert.snapshot, type(module)).module
+        module = in_finer_dtype(load_model(expert.role, expert.snapshot, type(module)).module, body)
         inner: Any = _find_body(module)
         source: Any = next(
             (part for part in body.module.modules() if type(part) is type(inner)), body.module.base_model

@@ -193,6 +193,11 @@ def _read_groups(task: LabelledTask, rows: LabelledRows) -> Iterator[list[tuple[
         yield group
 
 
+def in_finer_dtype(module: PreTrainedModel, source: Model) -> PreTrainedModel:
+    """Convert `module`, which is to take weights over from `source`, to a dtype that holds the values of both."""
+    return module.to(torch.promote_types(module.dtype, source.dtype))
+
+
 def take_over(module: torch.nn.Module, source: Mapping[str, Tensor], role: str, snapshot: Snapshot) -> None:
     """Set all parameters of `module`, and its buffers that `source` has (the statistics of batch norms), to the values
     in `source`, which are those of a model called `role`. Raises CheckpointError for one that does not fit."""
@@ -255,7 +260,7 @@ def load_tower(role: str, snapshot: Snapshot, base: Model) -> PreTrainedModel:
         raise _explain(missing[0], role, snapshot)
     if not model.part:
         return model.module
-    combined = load_model(role, base.snapshot, type(base.module)).module
+    combined = in_finer_dtype(load_model(role, base.snapshot, type(base.module)).module, model)
     prefix = f"{model.part}."
     tower = {name.removeprefix(prefix): value for name, value in model.parameters.items() if name.startswith(prefix)}
     take_over(combined.get_submodule(model.part), tower, role, snapshot)

@@ -224,6 +224,27 @@ def test_a_head_on_another_body_is_that_body_with_the_head(bert: Path) -> None:
     assert len(set(slow.values())) > 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "half", "body", "how"), [("clip", "base", "merged", {"prompts": PROMPTS}), ("bert", "expert", "body", {})]
+)
+def test_weights_are_not_rounded_to_the_dtype_of_what_they_are_put_into(
+    kind: str, half: str, body: str, how: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Embeddings that are too large for float16 are the same to the norm behind them."""
+    shutil.copytree(request.getfixturevalue(kind), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / body, tmp_path / "large")
+    for name in (half, "large"):
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        for key, x in tensors.items():
+            if name == half and x.is_floating_point():
+                tensors[key] = x.half()
+            elif name == "large" and "embedding" in key and "LayerNorm" not in key and x.is_floating_point():
+                tensors[key] = 1e7 * x
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    found = values(evaluate(draft_of(tmp_path, how), [str(tmp_path / body), str(tmp_path / "large")]))
+    assert found["large"] == found[body]
+
+
 def measure_labels(bert: Path, folder: Path, labels: list[Any], names: list[str] | None = None) -> Evaluation:
     """Measure on the texts with other labels; `names`: the data's own names of the classes, by number."""
     rows = [{**row, "label": label} for row, label in zip(read_rows(bert), labels, strict=True)]
