@@ -157,6 +157,9 @@ def list_files(data: Data, split: str | None, note: Note = ignore) -> tuple[list
     if noted:
         splits = group_by_folder(noted) or {"train": noted}
     elif len(media) > len(tables):
+        if left := [name for name in shown if is_table(name) and name not in notes]:
+            what = f"tables beside the {'images' if media is images else 'recordings'} are not read"
+            note(f"{data}: {what} ({list_some(left)}); to read one, give its own path")
         splits = group_by_folder(media)
         # one such folder among others is no split: "train" next to "bus" is a class
         if len(splits) < 2 and sum(map(len, splits.values())) < len(media):

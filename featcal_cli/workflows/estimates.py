@@ -284,8 +284,8 @@ def _count_perplexity(work: Workload) -> int:
     if not work.model.can_generate() or not isinstance(head, nn.Linear):
         return 0
     is_stem = head.weight is getattr(work.model.get_input_embeddings(), "weight", None)
-    sizes = {work.model.dtype.itemsize, work.dtype.itemsize}
-    held = 0 if is_stem else head.weight.numel() * sum(sizes)
+    kinds = {work.model.dtype, work.dtype}
+    held = 0 if is_stem else head.weight.numel() * sum(kind.itemsize for kind in kinds)
     return held + 3 * work.largest_logits
 
 

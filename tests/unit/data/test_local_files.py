@@ -119,7 +119,11 @@ def test_a_table_of_the_images_beside_it_is_what_a_folder_holds(at: Folder, plac
     at.file(f"images/{place}metadata.jsonl", [{"licence": "w1"}])
     for name in ("cat", "bus"):  # as archives of webdataset have it
         at.file(f"images/{place}{name}/1.json", '{"id": 1}')
-    assert all("image" in row for row in read_rows(data, None))
+    notes: list[str] = []
+    assert all("image" in row for row in draw_rows(data, 9, 0, notes.append))
+    assert notes == [
+        f"{data}: tables beside the images are not read ({place}metadata.jsonl); to read one, give its own path"
+    ]
 
 
 def test_links_to_files_and_folders_are_followed_under_their_own_names(at: Folder) -> None:
